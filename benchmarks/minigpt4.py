@@ -227,7 +227,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
     def asks(count: int, new: int) -> Prepare:
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
-        how = transformers.GenerationConfig(
+        options = transformers.GenerationConfig(
             do_sample=False, eos_token_id=None, pad_token_id=0, **lengths
         )
 
@@ -247,7 +247,10 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
                 ids, values = cpu_ids.to(device), shown.to(device, torch.bfloat16)
                 mask = torch.ones_like(ids)
                 out = model.generate(
-                    pixel_values=values, input_ids=ids, attention_mask=mask, generation_config=how
+                    pixel_values=values,
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=options,
                 )
                 sequences = out.tolist()
                 prompt_tokens = cpu_ids.shape[1] if len(sequences[0]) > new else 0

@@ -44,6 +44,7 @@ from benchmarks.result_rows import (  # noqa: E402
     rouge_articles,
     without_threads,
 )
+from modelmill.core.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -158,15 +159,15 @@ def measure_build(
     ids = encode_text(loop, read_text(options.text), options.tokens)
     windows = split_windows(ids, options.window)
     reference = folder / f"reference-{engine_content_digest(plain)}"
-    right = cached_logits(
+    expected = cached_logits(
         lambda: open_engine_core(plain, options, "auto"),
         windows,
         reference,
         make_progress("float32"),
     )
-    exact = cached_perplexity(right, windows, reference)
+    exact = cached_perplexity(expected, windows, reference)
     began = time.perf_counter()
-    fidelity = measure_fidelity(loop, windows, right, make_progress(shlex.join(build)))
+    fidelity = measure_fidelity(loop, windows, expected, make_progress(shlex.join(build)))
     row |= artifact_facts(loop.artifact) | {"tokens": len(ids), "windows": len(windows)} | fidelity
     row |= {"float32": exact, "excess": fidelity["perplexity"] / exact - 1}
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
@@ -218,7 +219,7 @@ def open_engine_core(engine: Path, options: argparse.Namespace, kv: str) -> Any:
     from modelmill.runtime.engine_core import EngineCore
 
     length = options.window
-    how = {
+    fields = {
         "device": options.device,
         "threads": options.threads,
         "kv_cache_dtype": kv,
@@ -226,7 +227,9 @@ def open_engine_core(engine: Path, options: argparse.Namespace, kv: str) -> Any:
     }
     return EngineCore.open(
         engine,
-        RunConfig(**how, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False),
+        RunConfig(
+            **fields, max_model_len=length, kv_cache_bytes=2**28, enable_prefix_caching=False
+        ),
     )
 
 
@@ -369,10 +372,10 @@ def row_label(row: dict[str, Any]) -> str:
     return name + ", inputs whole" * bool(row.get("whole_inputs")) or "as it is"
 
 
-def make_progress(label: str) -> Any:
+def make_progress(label: str) -> Progress:
     """Progress on stderr."""
-    return lambda done, total: print(
-        f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr
+    return lambda stage, done, total: print(
+        f"\r{label}: {done}/{total} {stage}", end="\n" if done == total else "", file=sys.stderr
     )
 
 

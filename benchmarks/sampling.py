@@ -50,10 +50,10 @@ def sample_by_sort(logits: torch.Tensor, sampling_inputs: dict[str, torch.Tensor
 
 def make_sampling_inputs(batch: int, vocab: int) -> dict[str, torch.Tensor]:
     """How every row is drawn."""
-    how = random_case(batch, vocab, "cuda", sampling=0).args
-    del how["logits"]
-    how["min_p"].zero_()
-    return how
+    options = random_case(batch, vocab, "cuda", sampling=0).args
+    del options["logits"]
+    options["min_p"].zero_()
+    return options
 
 
 def make_variants(
@@ -105,8 +105,8 @@ def main() -> None:
     }  # fmt: skip
     for batch in map(int, options.batch.split(",")):
         step = make_step(model, batch, 1, options.context)
-        how = make_sampling_inputs(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
-        calls = make_variants(model, step, how)
+        fields = make_sampling_inputs(batch, int(model.config.vocab))  # type: ignore[union-attr, arg-type]
+        calls = make_variants(model, step, fields)
         for name, seconds in zip(
             calls, time_interleaved(list(calls.values()), 15, 4, "cuda"), strict=True
         ):

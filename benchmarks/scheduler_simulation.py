@@ -128,7 +128,8 @@ def main() -> None:
         print(
             f"{name:24}"
             + "".join(
-                f"{simulate_seconds(lengths, StepCost(), **how):20.3f}" for how in POLICIES.values()
+                f"{simulate_seconds(lengths, StepCost(), **fields):20.3f}"
+                for fields in POLICIES.values()
             )
         )
 

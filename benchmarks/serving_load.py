@@ -301,11 +301,11 @@ def main() -> int:
                 inner.append(
                     alone.burst(plan.prompts(1500 + round, plan.streams, plan.prompt), long)
                 )
-                told_burst = {
+                burst_figures = {
                     "served": summary(plan, rounds, bursts[-1:])["burst"],
                     "steps": step_figures(inner[-1:]),
                 }
-                print(json.dumps(told_burst), file=sys.stderr, flush=True)
+                print(json.dumps(burst_figures), file=sys.stderr, flush=True)
         result = {
             "engine": args.engine.name,
             "device": args.device,

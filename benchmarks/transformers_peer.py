@@ -35,14 +35,16 @@ def main() -> None:
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
         assert len(set(outputs)) == 1, "one static batch has one length"
         cpu_ids = torch.tensor(list(prompts))
-        how = GenerationConfig(
+        fields = GenerationConfig(
             do_sample=False, max_new_tokens=outputs[0], eos_token_id=None, pad_token_id=0
         )
 
         @torch.inference_mode()
         def call() -> int:
             ids = cpu_ids.to(device)
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=fields
+            )
             return sum(len(row) - cpu_ids.shape[1] for row in output.tolist())
 
         return call

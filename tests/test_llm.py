@@ -157,9 +157,9 @@ def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
 def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    talk = LLM(engine, device="cpu", chat_template=TEMPLATE)
-    one = talk.chat([{"role": "user", "content": "hi"}], GREEDY)
-    two = talk.chat(
+    messages = LLM(engine, device="cpu", chat_template=TEMPLATE)
+    one = messages.chat([{"role": "user", "content": "hi"}], GREEDY)
+    two = messages.chat(
         [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
     )
     assert one[0].outputs[0].text == two[0].outputs[0].text
@@ -167,14 +167,14 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 
 
 def test_shipped_templates_by_name(engine: Path) -> None:
-    talk = LLM(engine, device="cpu", chat_template="vicuna")
+    conversation = LLM(engine, device="cpu", chat_template="vicuna")
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho"},
         {"role": "user", "content": "x"},
     ]
-    assert talk.chat_format is not None
-    rendered = talk.chat_format.render(messages)
+    assert conversation.chat_format is not None
+    rendered = conversation.chat_format.render(messages)
     assert rendered.startswith("<s>A chat between a curious user")
     assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
     with pytest.raises(UsageError, match="vicuna and chatml"):
@@ -246,8 +246,13 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
     assert llm.defaults == dict(MODELMILL_DEFAULTS)
     assert client.defaults == dict(OPENAI_DEFAULTS)
     for ask in ("Once upon", [1, 2, 3]):
-        how, openai = llm.request(ask).request.params, client.request(ask).request.params
-        assert (how.temperature, how.top_p, how.top_k, how.min_p) == (0.6, 0.95, 40, 0.05)
+        options, openai = llm.request(ask).request.params, client.request(ask).request.params
+        assert (options.temperature, options.top_p, options.top_k, options.min_p) == (
+            0.6,
+            0.95,
+            40,
+            0.05,
+        )
         assert (openai.temperature, openai.top_p, openai.top_k, openai.min_p) == (1.0, 1.0, 0, 0.0)
     assert client.suggested_defaults.values == llm.defaults
 
@@ -264,11 +269,11 @@ def test_a_generation_config_reaches_every_request(engine: Path) -> None:
             TEMPLATE,
             openai_defaults=openai,
         )
-        talk = [{"role": "user", "content": "Hi"}]
-        for state in (language.request("Once"), language.chat_request(talk, None)):
-            how = state.request.params
-            assert (how.temperature, how.top_k, how.stop) == (1.0, 7, ("###",))
-            assert how.logits_processors == LogitsProcessors(suppress_tokens=(3,))
+        messages = [{"role": "user", "content": "Hi"}]
+        for state in (language.request("Once"), language.chat_request(messages, None)):
+            options = state.request.params
+            assert (options.temperature, options.top_k, options.stop) == (1.0, 7, ("###",))
+            assert options.logits_processors == LogitsProcessors(suppress_tokens=(3,))
 
 
 def test_what_has_no_effect_is_said_in_one_line_at_start(
@@ -300,12 +305,12 @@ def test_streams_read_in_turns_do_not_starve_each_other(llm: LLM) -> None:
     """
     alone = [text(llm, p) for p in ("Once upon a time", "The dog", "Lily said")]
     first, second = llm.stream("Once upon a time", GREEDY), llm.stream("The dog", GREEDY)
-    got = [next(first).text, next(second).text]
-    got[0] += next(first).text
+    actual = [next(first).text, next(second).text]
+    actual[0] += next(first).text
     third = text(llm, "Lily said")
-    got[1] += "".join(d.text for d in second)
-    got[0] += "".join(d.text for d in first)
-    assert [*got, third] == alone
+    actual[1] += "".join(d.text for d in second)
+    actual[0] += "".join(d.text for d in first)
+    assert [*actual, third] == alone
     assert not llm.engine_core.has_work
 
 

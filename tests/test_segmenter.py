@@ -137,9 +137,9 @@ def test_several_prompts_and_everything(engine: Path) -> None:
         "stability_score_thresh": 0.0,
         "box_nms_thresh": 1.0,
     }
-    reports: list[tuple[int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     masks = segmenter.everything(photo(), progress=lambda *at: reports.append(at), **loose)
-    assert reports == [(0, 4), (4, 4)]
+    assert reports == [("points", 0, 4), ("points", 4, 4)]
     assert all(m.stability is not None for m in masks)
 
 
@@ -194,8 +194,8 @@ def mobile(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("mobile")
     source = shared / "data/models/mobile_sam/mobile_sam.safetensors"
     engines = {"one": "float32", "two": "float32", "half": "bfloat16", "eight": "bfloat16-int8"}
-    for name, how in engines.items():
-        dtype, _, recipe = how.partition("-")
+    for name, dtype_and_recipe in engines.items():
+        dtype, _, recipe = dtype_and_recipe.partition("-")
         build_engine(
             source,
             folder / name,

@@ -45,7 +45,7 @@ def write_expected(args: argparse.Namespace) -> int:
     talks = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     with tempfile.TemporaryDirectory() as folder:
         llm = engine(args.gguf, "cpu", "float32", Path(folder))
-        answers = [llm.chat(talk, GREEDY)[0] for talk in talks]
+        answers = [llm.chat(messages, GREEDY)[0] for messages in talks]
     rows = [{"prompt": a.prompt_token_ids, "tokens": a.outputs[0].token_ids} for a in answers]
     args.tokens.write_text(json.dumps(rows))
     print(f"{args.tokens}: {len(rows)} answers, {sum(len(r['tokens']) for r in rows)} tokens")

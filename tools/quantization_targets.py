@@ -95,12 +95,12 @@ def _excess(
     """Per cent over float32 of the first of ``options`` that was measured."""
     for each in options:
         for row in rows:
-            how = (
+            fields = (
                 row["options"] or "-q none",
                 row.get("kv_cache_dtype", "auto"),
                 bool(row.get("whole_inputs")),
             )
-            if how == (each, kv_dtype, reference) and "excess" in row:
+            if fields == (each, kv_dtype, reference) and "excess" in row:
                 return round(100 * row["excess"], 4)
     return None
 

@@ -21,7 +21,6 @@ from modelmill.nn.step import Step
 from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 
 NTK_SCALINGS = ("dynamic", "qwen_ntk")
-ROPE_KEY_RULES = ("fixed", "prompt", "running")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """GEMM ops bound to a weight: the implementation for each class of row counts is chosen once.
 
-``GemmOp`` is what the registry selects for an op with several implementations: called, it asks each
+``GemmOp`` is what the registry selects for an op with implementations: called, it tries each one
 in order of preference. ``bind`` does so once for a weight: the row counts fall into the classes
 that the implementations' ranges (``ops.kernel_range``) make, each with the function that serves it,
 so that a step's call goes directly to the kernel. The choice is the same for all arguments; those
-whose memory differs from that of the bound ones (another alignment, other strides) are asked for
+whose memory differs from that of the bound ones (another alignment, other strides) are checked
 one by one, as without a binding.
 """
 

@@ -88,13 +88,13 @@ HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", 
 @pytest.mark.parametrize(("weight_format", "fault"), SHOWN)
 def test_the_parts_show_what_the_matrix_hides(weight_format: str, fault: FAULT) -> None:
     """A matrix of the size of SmolLM2's gate and up."""
-    right = drawn(1536, 576)
-    actual = base.pack(weight_format, fault(right), torch.float32).dense()
+    expected = drawn(1536, 576)
+    actual = base.pack(weight_format, fault(expected), torch.float32).dense()
     if (weight_format, fault) in HIDDEN:
         assert not weight_bound("float32", weight_format).violations(
-            compare_tensors("w", actual, right)
+            compare_tensors("w", actual, expected)
         ), "the whole matrix looks rounded"
-    assert _blocks(weight_format).violations(compare_matrix("w", actual, right)[1])
+    assert _blocks(weight_format).violations(compare_matrix("w", actual, expected)[1])
 
 
 @pytest.mark.parametrize("weight_format", ["fp8", "int8", "w8a8", "int4"])
@@ -107,19 +107,21 @@ def test_rounding_is_within_the_bounds(
     weight_format: str, rows: int, columns: int, spread: float, zero: bool, seed: int
 ) -> None:
     """Whatever the shape, rows of very different sizes and rows of zeros among them."""
-    right = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
+    expected = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
     if zero:
-        right[rows // 2] = 0
-    metrics = compare_matrix("w", base.pack(weight_format, right, torch.float32).dense(), right)[1]
+        expected[rows // 2] = 0
+    metrics = compare_matrix(
+        "w", base.pack(weight_format, expected, torch.float32).dense(), expected
+    )[1]
     assert not _blocks(weight_format).violations(metrics), metrics
 
 
 def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
-    right = torch.ones(64, 40)
-    actual = right.clone()
+    expected = torch.ones(64, 40)
+    actual = expected.clone()
     actual[3] *= 1.5
     actual[40, 33] = 5.0  # in the tile of 32 rows and the last 8 columns
-    metrics = compare_matrix("w", actual, right)[1]
+    metrics = compare_matrix("w", actual, expected)[1]
     assert metrics.rel_l2 == pytest.approx((16 / 40) ** 0.5)
     assert metrics.gain == pytest.approx(1.5)
     assert metrics.max_rel == pytest.approx((16 / (32 * 8)) ** 0.5)
@@ -134,23 +136,23 @@ def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
 def test_it_makes_no_difference_where_a_matrix_is_cut(
     blocks: list[int], last: int, seed: int
 ) -> None:
-    right = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(
+    expected = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(
         drawn(32 * sum(blocks) + last, 1, seed + 1)
     )
-    actual = right + 0.1 * drawn(*right.shape, seed + 2)
+    actual = expected + 0.1 * drawn(*expected.shape, seed + 2)
     sizes = [*(32 * block for block in blocks), last]
     matrix_row, parts = compare_blocks(
-        "w", zip(actual.split(sizes), right.split(sizes), strict=True)
+        "w", zip(actual.split(sizes), expected.split(sizes), strict=True)
     )
-    once, worst = compare_matrix("w", actual, right)
-    plain = compare_tensors("w", actual, right)
+    once, worst = compare_matrix("w", actual, expected)
+    plain = compare_tensors("w", actual, expected)
     for name in ("max_abs", "mean_abs", "max_rel", "rel_l2", "cosine", "scale"):
         assert getattr(matrix_row, name) == pytest.approx(getattr(plain, name), rel=1e-6), name
     # sums in another order
     for name in vars(worst).keys() - {"name"}:
         assert getattr(parts, name) == pytest.approx(getattr(worst, name), rel=1e-9), name
     assert matrix_row.gain == pytest.approx(once.gain, rel=1e-9)
-    error = (actual.double() - right.double()).abs()
+    error = (actual.double() - expected.double()).abs()
     assert (
         matrix_row.median_abs
         == once.median_abs
@@ -163,13 +165,13 @@ def test_nothing_and_what_is_not_finite() -> None:
     for row in compare_matrix("w", zeros, zeros):
         assert not _blocks("fp8").violations(row)
         assert row.rel_l2 == 0
-    for actual, right in (
+    for actual, expected in (
         (zeros + 1, zeros),
         (zeros * torch.nan, zeros + 1),
         (zeros, zeros[:2]),
         (zeros[:2], zeros),
     ):
-        for row in compare_matrix("w", actual, right):
+        for row in compare_matrix("w", actual, expected):
             assert _blocks("int4").violations(row)
 
 

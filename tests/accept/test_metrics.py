@@ -147,9 +147,9 @@ def test_one_bad_logit_in_any_block_makes_the_rows_incomparable(
     worst: float, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "LOGITS_BLOCK", 8)
-    right = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    actual = right.clone()
+    expected = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    actual = expected.clone()
     actual[at, 1] = worst
-    assert not compare_logits("x", actual, right).is_finite
-    assert not top1_agreement(actual, right, -1.0).all_agree
-    assert math.isinf(float(kl_divergence(actual, right)[at]))
+    assert not compare_logits("x", actual, expected).is_finite
+    assert not top1_agreement(actual, expected, -1.0).all_agree
+    assert math.isinf(float(kl_divergence(actual, expected)[at]))

@@ -59,21 +59,21 @@ def test_the_error_is_that_of_the_outputs(llama: Path, tmp_path: Path) -> None:
     reference, model = open_reference(open_checkpoint(llama)), load_model(artifact, "cpu")
     ids = list(range(3, 40))
     plain, stream = reference.layer_weights(0), reference.embed(torch.tensor(ids))
-    trace, held_by_name = (
+    trace, stored_by_name = (
         reference.run_layer(0, plain, stream, len(ids)),
         dict(read_engine_weights(model, 0, plain)),
     )
     row: dict[str, Any] = next(
         layer_quantization_error(
-            0, plain, held_by_name, trace, model, artifact.manifest.weight_formats
+            0, plain, stored_by_name, trace, model, artifact.manifest.weight_formats
         )
     )
     x = reference.run_norm(0, "input_norm", reference.embed(torch.tensor(ids))).double()
     weights = reference.layer_weights(0)
-    right = torch.cat([weights[name].weight for name in ("q", "k", "v")]).double()
+    expected = torch.cat([weights[name].weight for name in ("q", "k", "v")]).double()
     stored = model.layers[0].attn.qkv_proj.weight.dense().double()  # type: ignore[union-attr, index]
     assert row["after"] == pytest.approx(
-        float((x @ (stored - right).T).norm() / (x @ right.T).norm()), rel=5e-3
+        float((x @ (stored - expected).T).norm() / (x @ expected.T).norm()), rel=5e-3
     )
     peak = x.abs().amax(0)
     assert row["outliers"][0][0] == int(peak.argmax())

@@ -355,8 +355,8 @@ def test_norm_probe_sees_the_epsilon() -> None:
     reference = reference_of(model)
     for index, name in ((0, "input_norm"), (2, "mlp_norm"), (None, "final_norm")):
         x = torch.randn(8, 48) * reference.norm_eps(index, name) ** 0.5
-        right, wrong = reference.run_norm(index, name, x), other.run_norm(index, name, x)
-        assert (wrong / right).mean() > 1.25
+        expected, wrong = reference.run_norm(index, name, x), other.run_norm(index, name, x)
+        assert (wrong / expected).mean() > 1.25
     with pytest.raises(KeyError):
         reference.norm_eps(0, "final_norm")
 

@@ -42,17 +42,20 @@ def walk(
         yield from faultless.module_errors(index, weights, trace)
         for name in ("input_norm", "mlp_norm"):
             x = norm_probe(reference, index, name)
-            right = reference.run_norm(index, name, x)
-            yield name, compare_tensors(name, faultless.module(index, weights, name, (x,)), right)
+            expected = reference.run_norm(index, name, x)
+            yield (
+                name,
+                compare_tensors(name, faultless.module(index, weights, name, (x,)), expected),
+            )
         stream = faultless.layer(index, weights, stream, trace)
         exact = trace["output"].output
-    right = reference.head(exact)["logits"].output
+    expected = reference.head(exact)["logits"].output
     final = faultless.head(stream)
     bound = logits_bound(
         str(faultless.dtype)[6:], faultless.recipe, num_layers=reference.num_layers
     )
-    assert compare_logits("logits", final, right).rel_l2 <= bound.rel_l2
-    agreement = top1_agreement(final, right, bound.margin)
+    assert compare_logits("logits", final, expected).rel_l2 <= bound.rel_l2
+    agreement = top1_agreement(final, expected, bound.margin)
     assert agreement.all_agree
     assert agreement.num_sure > len(IDS) // 4
 

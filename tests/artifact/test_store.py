@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: Any) -> N
     staging = Staging(tmp_path / "e", "key")
     with monkeypatch.context() as patch:
         patch.setattr(
-            store.Path, "mkdir", lambda self, **how: full() if self == staging.path else None
+            store.Path, "mkdir", lambda self, **options: full() if self == staging.path else None
         )
         with pytest.raises(ArtifactError, match="No space left"):
             staging.open()

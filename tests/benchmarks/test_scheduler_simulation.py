@@ -41,10 +41,12 @@ def test_what_the_rule_is_for() -> None:
     Answers that differ: in pieces, the longest first.
     """
     equal = {
-        name: simulate_seconds(parse_batch("64x1024+144"), StepCost(), **how)
-        for name, how in POLICIES.items()
+        name: simulate_seconds(parse_batch("64x1024+144"), StepCost(), **options)
+        for name, options in POLICIES.items()
     }
     assert equal["as it is"] == equal["never in pieces"] < 0.99 * equal["always in pieces"]
     lengths = [(700, 20 + 37 * n % 400) for n in range(100)]
-    other = {name: simulate_seconds(lengths, StepCost(), **how) for name, how in POLICIES.items()}
+    other = {
+        name: simulate_seconds(lengths, StepCost(), **options) for name, options in POLICIES.items()
+    }
     assert other["as it is"] == other["always in pieces"] < 0.99 * other["never in pieces"]

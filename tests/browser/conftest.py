@@ -89,7 +89,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         writer = _built(tiny, own / "stories.engine", BuildConfig(dtype="float32", target="cpu"))
     else:
         pytest.skip(
-            "needs a model that writes: make demo leaves one, the shared data folder has another"
+            "needs a model that writes: make demo leaves one; or ../shared/data: CONTRIBUTING.md, "
+            "Test data"
         )
     if weights is not None:
         viewer = _built(
@@ -132,9 +133,11 @@ def opened(chromium: Any, server: ServerProcess) -> Iterator[Open]:
     wrong: list[str] = []
 
     def open_page(
-        sampling: str = '{"temperature": 0, "max_tokens": 60}', url: str = server.url, **how: Any
+        sampling: str = '{"temperature": 0, "max_tokens": 60}',
+        url: str = server.url,
+        **options: Any,
     ) -> Any:
-        context = chromium.new_context(**{"viewport": {"width": 1180, "height": 800}, **how})
+        context = chromium.new_context(**{"viewport": {"width": 1180, "height": 800}, **options})
         contexts.append(context)
         context.add_init_script(
             "localStorage.getItem('modelmill.sampling') ?? "

@@ -65,8 +65,8 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
 
 
-@pytest.mark.parametrize("how", ["button", "Escape"])
-def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, how: str) -> None:
+@pytest.mark.parametrize("stop_by", ["button", "Escape"])
+def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, stop_by: str) -> None:
     page = opened(LONG)
     endless(page)
     wait_ready(page)
@@ -74,7 +74,7 @@ def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, how
     expect(page.get_by_role("article", name="Answer").locator(".said")).to_have_text(
         re.compile(r"\w"), timeout=WAIT
     )
-    if how == "button":
+    if stop_by == "button":
         page.get_by_role("button", name="Stop", exact=True).click()
     else:
         page.keyboard.press("Escape")
@@ -82,7 +82,7 @@ def test_an_answer_is_stopped(opened: Any, server: ServerProcess, shot: Any, how
     expect(last.locator(".note")).to_have_text("Stopped.")
     assert last.locator(".said").inner_text()
     server.wait_idle()  # the engine works for it no longer
-    if how == "button":
+    if stop_by == "button":
         shot(page, "stopped")
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
 
@@ -303,11 +303,11 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     links = answer_text.locator("a").evaluate_all(
         "all => all.map(a => [a.getAttribute('href'), a.rel, a.target])"
     )
-    how = ["noopener noreferrer", "_blank"]
+    options = ["noopener noreferrer", "_blank"]
     assert links == [
-        ["http://evil.example/pixel.png", *how],
-        ["https://example.org/a_(b)", *how],
-        ["https://example.org/", *how],
+        ["http://evil.example/pixel.png", *options],
+        ["https://example.org/a_(b)", *options],
+        ["https://example.org/", *options],
     ]
     assert answer_text.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
     assert answer_text.locator("ul ul li").inner_text() == "nested"

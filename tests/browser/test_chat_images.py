@@ -97,13 +97,13 @@ def test_a_picture_goes_with_the_message(
     assert words == {"type": "text", "text": "What is this?"}
     assert picture["image_url"]["url"].startswith("data:image/png;base64,")
     own = {"model": "mini", "temperature": 0, "max_tokens": 8}
-    talk = [
+    messages = [
         {
             "role": "user",
             "content": [{"type": "image_url", "image_url": {"url": data_url(data)}}, words],
         }
     ]
-    status, answer, _ = reader.request("/v1/chat/completions", {**own, "messages": talk})
+    status, answer, _ = reader.request("/v1/chat/completions", {**own, "messages": messages})
     assert status == 200
     content = answer["choices"][0]["message"]["content"]
     assert last.locator(".said").inner_text().split() == content.split()

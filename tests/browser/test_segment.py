@@ -26,13 +26,13 @@ FOUND = re.compile(r"^Confidence \d+ %")
 @pytest.fixture
 def truck(shared: Path, engines: Engines) -> Path:
     if not engines.has_real_segment:
-        pytest.skip("needs MobileSAM's weights in the shared data folder")
+        pytest.skip("needs MobileSAM in ../shared/data; where from: CONTRIBUTING.md, Test data")
     return shared / "data/images/truck.jpg"
 
 
-def bench(opened: Any, file: Any, **how: Any) -> Any:
+def bench(opened: Any, file: Any, **options: Any) -> Any:
     """The Segment tab with a photo that has been looked at."""
-    page = opened(**how)
+    page = opened(**options)
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     page.get_by_role("tab", name="Segment").click()
     page.locator("#photo-file").set_input_files(file)
@@ -44,10 +44,10 @@ def expect_status(page: Any, text: Any) -> None:
     expect(page.locator("#told")).to_have_text(text, timeout=WAIT)
 
 
-def click(page: Any, x: float, y: float, **how: Any) -> None:
+def click(page: Any, x: float, y: float, **options: Any) -> None:
     """At a place in the photo's pixels."""
     spot = at(page, x, y)
-    page.mouse.click(*spot, **how)
+    page.mouse.click(*spot, **options)
 
 
 def at(page: Any, x: float, y: float) -> tuple[float, float]:

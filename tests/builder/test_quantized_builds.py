@@ -152,13 +152,15 @@ def lines(path: Path, *values: Any) -> Path:
 
 
 def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
-    talk = {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]}
+    messages = {
+        "messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
+    }
     path = lines(
         tmp_path / "t.jsonl",
         {"text": "a"},
         {"article": "b", "highlights": "x"},
         {"prompt": "c"},
-        talk,
+        messages,
     )
     assert list(read_texts(path)) == ["a", "b", "c", "d\ne"]
 

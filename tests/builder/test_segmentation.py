@@ -95,8 +95,8 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
     artifact = open_artifact(tmp_path / "e")
     weight_formats = artifact.manifest.weight_formats
     inside = {f"image_encoder.blocks.{i}.{name}" for i in range(2) for name in _LINEARS}
-    assert {name for name, how in weight_formats.items() if how == weight_format} == inside
-    assert {how for name, how in weight_formats.items() if name not in inside} == {"dense"}
+    assert {name for name, fmt in weight_formats.items() if fmt == weight_format} == inside
+    assert {fmt for name, fmt in weight_formats.items() if name not in inside} == {"dense"}
     scale = artifact.tensor("image_encoder.blocks.0.attn.qkv.scale")
     assert scale.dtype == torch.float32
     assert torch.equal(

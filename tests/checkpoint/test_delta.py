@@ -36,13 +36,13 @@ def test_base_and_delta_add_up_and_new_token_rows_are_taken_as_they_are(tmp_path
     assert opened.tokenizer_files() == {"tokenizer.model": b"new"}
     assert sorted(opened.names()) == sorted(target)
     for name, tensor in target.items():
-        got = opened.get(name)
-        assert opened.info(name).shape == got.shape == tensor.shape
-        assert opened.info(name).torch_dtype == got.dtype == torch.float16
+        actual = opened.get(name)
+        assert opened.info(name).shape == actual.shape == tensor.shape
+        assert opened.info(name).torch_dtype == actual.dtype == torch.float16
         rows = base[name].shape[0]
-        assert torch.equal(got[:rows], base[name] + added[name][:rows])
-        assert torch.equal(got[rows:], tensor[rows:])
-        torch.testing.assert_close(got, tensor, atol=4e-3, rtol=0)
+        assert torch.equal(actual[:rows], base[name] + added[name][:rows])
+        assert torch.equal(actual[rows:], tensor[rows:])
+        torch.testing.assert_close(actual, tensor, atol=4e-3, rtol=0)
     assert len(opened.raw.files()) == 2
     assert opened.fingerprint() != open_checkpoint(one).fingerprint()
 

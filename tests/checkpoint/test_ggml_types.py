@@ -55,8 +55,8 @@ def test_real_values_come_back_within_the_formats_step(name):
     ggml_type = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     data = quantize(values, ggml_type)
-    got = expanded(int(ggml_type), data.reshape(-1)).reshape(8, 64)
-    np.testing.assert_allclose(got, values, atol=0.5 if "4" in name else 0.25)
+    actual = expanded(int(ggml_type), data.reshape(-1)).reshape(8, 64)
+    np.testing.assert_allclose(actual, values, atol=0.5 if "4" in name else 0.25)
 
 
 def test_q8_k_is_a_float_scale_times_signed_bytes():

@@ -66,14 +66,14 @@ def test_what_the_gguf_package_writes_is_read_back(tmp_path, metadata, drawn, al
 
     file = GgufFile(tmp_path / "m.gguf")
     for key, (_, value) in metadata.items():
-        got = file.metadata[key]
-        assert (got.tolist() if isinstance(got, np.ndarray) else got) == value
+        actual = file.metadata[key]
+        assert (actual.tolist() if isinstance(actual, np.ndarray) else actual) == value
     assert file.names() == list(state)
     for name, array in state.items():
-        got = file.get(name)
+        actual = file.get(name)
         assert file.info(name).shape == array.shape
-        assert file.info(name).torch_dtype == got.dtype
-        np.testing.assert_array_equal(got.numpy(), array)
+        assert file.info(name).torch_dtype == actual.dtype
+        np.testing.assert_array_equal(actual.numpy(), array)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16"])

@@ -94,22 +94,24 @@ CASES = [
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("how", "sources", "expected"), CASES)
-def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, expected, streamed):
-    entry = ResolvedRule("t", sources, how)
-    got = apply_rule(entry, TENSORS.__getitem__, info if streamed else None)
-    assert torch.equal(got, expected())
+@pytest.mark.parametrize(("options", "sources", "expected"), CASES)
+def test_every_step_computes_what_it_says_and_predicts_its_shape(
+    options, sources, expected, streamed
+):
+    entry = ResolvedRule("t", sources, options)
+    actual = apply_rule(entry, TENSORS.__getitem__, info if streamed else None)
+    assert torch.equal(actual, expected())
     predicted = result_info(entry, info)
     assert (predicted.name, predicted.shape, predicted.torch_dtype) == (
         "t",
-        tuple(got.shape),
-        got.dtype,
+        tuple(actual.shape),
+        actual.dtype,
     )
-    assert predicted.nbytes == got.numel() * got.itemsize
+    assert predicted.nbytes == actual.numel() * actual.itemsize
 
 
 @pytest.mark.parametrize(
-    ("how", "sources"),
+    ("options", "sources"),
     [
         ("cat0", ("q", "bias")),
         ("cat1", ("q", "k")),
@@ -117,8 +119,8 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(how, sources, e
         ("part0:0/3", ("q",)),
     ],
 )
-def test_shapes_that_do_not_fit_are_named_before_and_while_loading(how, sources):
-    entry = ResolvedRule("layer.weight", sources, how)
+def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sources):
+    entry = ResolvedRule("layer.weight", sources, options)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
         result_info(entry, info)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):

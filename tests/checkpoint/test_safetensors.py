@@ -50,16 +50,16 @@ def test_whatever_is_written_is_read_back(tmp_path, drawn):
     assert sorted(files.names()) == sorted(state)
     assert files.metadata == {"format": "pt"}
     for name, tensor in state.items():
-        got, info = files.get(name), files.info(name)
+        actual, info = files.get(name), files.info(name)
         assert (info.shape, info.torch_dtype, info.nbytes) == (
             tuple(tensor.shape),
             tensor.dtype,
             tensor.nbytes,
         )
-        assert got.dtype == tensor.dtype
+        assert actual.dtype == tensor.dtype
         assert torch.equal(
-            got.view(torch.uint8) if got.numel() and got.dim() else got.float(),
-            tensor.view(torch.uint8) if got.numel() and got.dim() else tensor.float(),
+            actual.view(torch.uint8) if actual.numel() and actual.dim() else actual.float(),
+            tensor.view(torch.uint8) if actual.numel() and actual.dim() else tensor.float(),
         )
 
 

@@ -39,8 +39,13 @@ def drawn(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any) 
 def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai: bool) -> None:
     defaults = read_generation(SAMPLES, container, openai=openai)
     assert defaults.source == "checkpoint"
-    how = drawn(defaults)
-    assert (how.temperature, how.top_p, how.top_k, how.repetition_penalty) == (0.7, 0.8, 20, 1.1)
+    options = drawn(defaults)
+    assert (options.temperature, options.top_p, options.top_k, options.repetition_penalty) == (
+        0.7,
+        0.8,
+        20,
+        1.1,
+    )
     assert drawn(defaults, temperature=0.0, top_k=3).top_k == 3
 
 
@@ -82,8 +87,8 @@ def test_where_it_says_nothing_people_and_clients_differ(
 ) -> None:
     own, client = read_generation(raw, container), read_generation(raw, container, openai=True)
     for defaults, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
-        how = drawn(defaults)
-        assert {name: getattr(how, name) for name in values} == values
+        options = drawn(defaults)
+        assert {name: getattr(options, name) for name in values} == values
     assert (own.source, client.source) == ("modelmill", "openai")
     assert drawn(client).top_k == 0
     assert drawn(client).min_p == 0.0

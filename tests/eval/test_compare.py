@@ -63,8 +63,8 @@ def fake(encode: Any, render: Any) -> Any:
     return SimpleNamespace(tokenizer=SimpleNamespace(encode=encode), chat_format=chat)
 
 
-def plain(talk: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    return "".join(f"<{turn['role']}>{turn['content']}" for turn in talk)
+def plain(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    return "".join(f"<{turn['role']}>{turn['content']}" for turn in messages)
 
 
 def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> list[TextCheck]:
@@ -93,7 +93,7 @@ def test_the_first_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_the_other_side_cannot_render_proves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(talk: list[dict[str, str]]) -> str:
+    def fails(messages: list[dict[str, str]]) -> str:
         raise ValueError("no system role")
 
     checks = check(fake(list, plain), TextReference("other", list, fails), monkeypatch)

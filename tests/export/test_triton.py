@@ -17,20 +17,11 @@ from modelmill.core.types import SamplingParams
 from modelmill.export.triton_repository import StartOptions, export_triton_repository
 from modelmill.llm import LLM
 from tests.export.triton_server import Server, find_triton_package
+from tests.stories import STORY_STARTS
 
 pytestmark = pytest.mark.triton
 
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 8 << 20, "max_num_seqs": 32}
-STARTS = (
-    "Once upon a time",
-    "The dog",
-    "Lily said",
-    "A",
-    "Ben and Tom",
-    "One day",
-    "The sun",
-    "Mom",
-)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +124,7 @@ def together(server: Server, *requests: dict[str, Any]) -> list[Answer]:
 
 
 def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM) -> None:
-    prompts = [f"{start} {word}" for start in STARTS for word in ("was", "had", "and", "saw")]
+    prompts = [f"{start} {word}" for start in STORY_STARTS for word in ("was", "had", "and", "saw")]
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), progress=False)
     before = server.gauge("generation_tokens_total")
     replies = together(
@@ -155,7 +146,7 @@ def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM)
 
 
 def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> None:
-    how = {
+    options = {
         "temperature": 0.8,
         "top_p": 0.95,
         "top_k": 40,
@@ -163,19 +154,19 @@ def test_seeds_conversations_ids_and_whole_answers(server: Server, llm: LLM) -> 
         "max_tokens": 24,
         "stop": ["Tom", "."],
     }
-    talk = [{"role": "user", "content": "Tell me a story"}]
+    messages = [{"role": "user", "content": "Tell me a story"}]
     ids = llm.tokenizer.encode("One day")  # type: ignore[union-attr]
-    params = SamplingParams(**how)  # type: ignore[arg-type]
+    params = SamplingParams(**options)  # type: ignore[arg-type]
     expected = [
         llm.generate("One day", params)[0],
         llm.generate("One day", params)[0],
-        llm.chat(talk, params)[0],
+        llm.chat(messages, params)[0],
     ]
     replies = together(
         server,
-        {"input_ids": ids, **how},
-        {"text_input": "One day", "stream": True, **how},
-        {"messages": json.dumps(talk), **how},
+        {"input_ids": ids, **options},
+        {"text_input": "One day", "stream": True, **options},
+        {"messages": json.dumps(messages), **options},
     )
     assert [each.text for each in replies] == [answer.outputs[0].text for answer in expected]
     assert [each.finish for each in replies] == [

@@ -26,6 +26,7 @@ from modelmill.export.triton_repository import StartOptions, export_triton_repos
 from modelmill.llm import LLM
 from tests.export import fake_triton_utils
 from tests.export.fake_triton_utils import Refused, Request, TritonError
+from tests.stories import STORY_STARTS
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
@@ -92,22 +93,13 @@ def go_on(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> threading.
 def test_a_client_that_says_nothing_gets_openais_defaults(backend: TritonBackend) -> None:
     """Of an engine whose checkpoint says nothing."""
     language = backend._async_llm.llm.language
-    how = language.request("Once").request.params
-    assert (how.temperature, how.top_p, how.top_k, how.min_p) == (1.0, 1.0, 0, 0.0)
+    options = language.request("Once").request.params
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (1.0, 1.0, 0, 0.0)
     assert language.generation_defaults.source == "openai"
 
 
 def test_the_same_text_as_the_class(backend: TritonBackend, llm: LLM) -> None:
-    prompts = [
-        "Once upon a time",
-        "The dog",
-        "Lily said",
-        "A",
-        "Ben and Tom",
-        "One day",
-        "The sun",
-        "Mom",
-    ] * 4
+    prompts = [*STORY_STARTS] * 4
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)
     requests = [
         Request(text_input=prompt, stream=place % 2 == 0, **GREEDY)
@@ -146,18 +138,26 @@ def test_counters_are_those_of_the_answers(backend: TritonBackend) -> None:
 
 def test_every_source_and_seeded_sampling(backend: TritonBackend, llm: LLM) -> None:
     ids = llm.tokenizer.encode("Once upon")  # type: ignore[union-attr]
-    how = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "max_tokens": 20, "repetition_penalty": 1.1}
-    expected = llm.generate("Once upon", SamplingParams(**how), progress=False)[0].outputs[0].text  # type: ignore[arg-type]
-    talk = [{"role": "user", "content": "Tell me a story"}]
+    options = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 5,
+        "max_tokens": 20,
+        "repetition_penalty": 1.1,
+    }
+    expected = (
+        llm.generate("Once upon", SamplingParams(**options), progress=False)[0].outputs[0].text
+    )  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": "Tell me a story"}]
     texts = (
-        llm.chat(talk, SamplingParams(temperature=0, max_tokens=20), progress=False)[0]
+        llm.chat(messages, SamplingParams(temperature=0, max_tokens=20), progress=False)[0]
         .outputs[0]
         .text
     )
     requests = [
-        Request(text_input="Once upon", **how),
-        Request(input_ids=ids, cache_salt="mine", **how),
-        Request(messages=json.dumps(talk), temperature=0.0, max_tokens=20),
+        Request(text_input="Once upon", **options),
+        Request(input_ids=ids, cache_salt="mine", **options),
+        Request(messages=json.dumps(messages), temperature=0.0, max_tokens=20),
         Request(text_input="Once upon a time", stop=["was"], stream=True, **GREEDY),
     ]
     backend.execute(requests)

@@ -143,7 +143,7 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(PACKED_ROWS, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     with monkeypatch.context() as widening:
         widening.setattr(int8_linear, "_multiplies_packed", lambda: False)
-        right = packed.matmul(x, None, TORCH)
+        expected = packed.matmul(x, None, TORCH)
     for weight in (packed, _unpacked(packed, torch.bfloat16)):
         with monkeypatch.context() as alone:
             alone.setattr(int8_linear, "linear", None)
@@ -151,7 +151,7 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
             assert torch.equal(
                 torch.cat([weight.matmul(row[None], None, TORCH) for row in x]), together
             )
-        torch.testing.assert_close(together, right, rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(together, expected, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("columns", [33, 40, 48])

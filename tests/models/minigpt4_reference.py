@@ -88,7 +88,7 @@ class MiniGpt4Reference:
 
     @torch.inference_mode()
     def answer(
-        self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int, **how: Any
+        self, prompt: str, pictures: Sequence[PIL.Image.Image], count: int, **options: Any
     ) -> list[int]:
         """Greedy ids; ``prompt`` has <ImageHere> where the pictures go.
 
@@ -108,7 +108,7 @@ class MiniGpt4Reference:
         out = self.llama.generate(
             inputs_embeds=embeddings, attention_mask=mask,
             max_new_tokens=count, min_new_tokens=count, do_sample=False,
-            pad_token_id=0, **how,
+            pad_token_id=0, **options,
         )  # fmt: skip
         return out[0].tolist()
 

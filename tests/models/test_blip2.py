@@ -110,7 +110,7 @@ def user(*parts: Any) -> dict[str, Any]:
 
 @torch.inference_mode()
 def plain_answer(
-    folder: Path, shown: PIL.Image.Image, text: str, ids: list[int], **how: Any
+    folder: Path, shown: PIL.Image.Image, text: str, ids: list[int], **options: Any
 ) -> list[int]:
     """transformers' own generate(): places of the picture, then the text's ids."""
     import transformers
@@ -125,7 +125,7 @@ def plain_answer(
     out = model.generate(
         pixel_values=values, input_ids=input_ids, attention_mask=torch.ones_like(input_ids),
         max_new_tokens=10,
-        min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **how,
+        min_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **options,
     )  # fmt: skip
     return out[0].tolist()[-10:]
 
@@ -168,13 +168,13 @@ def test_penalties_count_the_prompts_words_as_transformers_does(
 def test_questions(llm: LLM) -> None:
     chat = llm.chat_format
     assert chat is not None
-    talk = [
+    messages = [
         user("Where is it?", picture(1)),
         {"role": "assistant", "content": " In a garden. "},
         user("Why?"),
     ]
     expected = "<ImageHere>Question: Where is it? Answer: In a garden. Question: Why? Answer:"
-    assert chat.render(talk) == expected
+    assert chat.render(messages) == expected
     assert chat.render([user(picture(1))]) == "<ImageHere>", "a picture alone is described"
     ids, places = chat.encode_with_images([user(picture(1)), user(picture(2), "Both?")])  # type: ignore[attr-defined]
     assert [at for at, _ in places] == [0, QUERIES]

@@ -15,19 +15,12 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import QWEN as SMALL_QWEN
 from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
 from tests.models.tiny_models import FAMILIES, save_hf, save_raw
 
 LENGTHS = (1, 7, 33, 70)
-QWEN = {
-    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120,
-    "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80,
-    "seq_length": 32,
-    "max_position_embeddings": 32, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0,
-    "rotary_pct": 1.0,
-    "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True, "tie_word_embeddings": False,
-}  # fmt: skip
+QWEN = {**SMALL_QWEN, "seq_length": 32, "max_position_embeddings": 32}
 
 
 def engine(folder: Path, out: Path, **build_options: object) -> EngineCore:
@@ -55,18 +48,18 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         # beyond max_position_embeddings=40 the rotation depends on the length of the whole prompt
         _compare_whole(model, loop, ids)
         return
-    for got, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
+    for actual, row in zip(TokenScorer(loop).logits(ids, decode_from=5), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
-        assert (got - expected).abs().max() < 1e-4
+        assert (actual - expected).abs().max() < 1e-4
     _compare_whole(model, loop, ids)
 
 
 def _compare_whole(model: torch.nn.Module, loop: EngineCore, ids: list[list[int]]) -> None:
-    for got, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
+    for actual, row in zip(TokenScorer(loop).logits(ids), ids, strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([row])).logits[0]
-        assert (got - expected).abs().max() < 1e-4
+        assert (actual - expected).abs().max() < 1e-4
 
 
 def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
@@ -76,7 +69,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
     model = save_hf("llama-dynamic", tmp_path / "hf")
     loop = engine(tmp_path / "hf", tmp_path / "e")
     ids = torch.randint(0, 160, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    got = TokenScorer(loop).logits([ids], decode_from=35)[0]
+    actual = TokenScorer(loop).logits([ids], decode_from=35)[0]
     with torch.no_grad():
         out = model(torch.tensor([ids[:35]]), use_cache=True)
         rows = [out.logits[0]]
@@ -85,7 +78,7 @@ def test_dynamic_ntk_decodes_as_transformers(tmp_path: Path) -> None:
                 torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
             )
             rows.append(out.logits[0])
-    assert (got - torch.cat(rows)).abs().max() < 1e-4
+    assert (actual - torch.cat(rows)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -95,21 +95,21 @@ def test_one_picture(llm: LLM, plain: Any) -> None:
 
 def test_three_pictures_and_three_turns(llm: LLM, plain: Any) -> None:
     one, two, three = pictures(3)
-    talk = [
+    messages = [
         user(one, "First."),
         {"role": "assistant", "content": " It is a dog. "},
         user(two, "And this?"),
     ]
-    talk += [{"role": "assistant", "content": "A truck"}, user("Compare", three, "with them.")]
+    messages += [{"role": "assistant", "content": "A truck"}, user("Compare", three, "with them.")]
     prompt = prompt_of(
         "Human: <Img><ImageHere></Img> First.###Assistant: It is a dog.###",
         "Human: <Img><ImageHere></Img> And this?###Assistant: A truck###",
         "Human: Compare <Img><ImageHere></Img> with them.###",
     )
-    [answer] = llm.chat(talk, GREEDY)
+    [answer] = llm.chat(messages, GREEDY)
     check(llm, answer, plain.answer(prompt, [one, two, three], 12))
     # again, with the pages of the first time: their keys hold the pictures
-    [again] = llm.chat(talk, GREEDY)
+    [again] = llm.chat(messages, GREEDY)
     assert again.cached_tokens > 0
     assert again.outputs[0].token_ids == answer.outputs[0].token_ids
 
@@ -131,12 +131,12 @@ def test_penalties_count_the_answer_alone(llm: LLM, plain: Any, penalty: float) 
     places are ids.
     """
     [picture] = pictures(1)
-    how = replace(GREEDY, repetition_penalty=penalty)
+    options = replace(GREEDY, repetition_penalty=penalty)
     for parts, images in (((picture, "What is this?"), [picture]), (("Only words.",), [])):
         turn = "Human: " + (
             "<Img><ImageHere></Img> What is this?###" if images else "Only words.###"
         )
-        [answer] = llm.chat([user(*parts)], how)
+        [answer] = llm.chat([user(*parts)], options)
         check(llm, answer, plain.answer(prompt_of(turn), images, 12, repetition_penalty=penalty))
 
 

@@ -88,19 +88,19 @@ def test_masks_equal_transformers(hf_model, prompt: str) -> None:
         dense_prompt_embeddings=dense,
         multimask_output=True,
     )
-    ours_points, ours_labels = [], []
+    prompt_points, prompt_labels = [], []
     if with_points:
-        ours_points.append(points[0])
-        ours_labels.append(labels[0])
+        prompt_points.append(points[0])
+        prompt_labels.append(labels[0])
     if with_boxes:
-        ours_points.append(boxes[0].view(2, 2, 2))
-        ours_labels.append(torch.tensor([[2, 3]] * 2))
+        prompt_points.append(boxes[0].view(2, 2, 2))
+        prompt_labels.append(torch.tensor([[2, 3]] * 2))
     elif with_points:
-        ours_points.append(torch.zeros(2, 1, 2))
-        ours_labels.append(torch.full((2, 1), -1))
+        prompt_points.append(torch.zeros(2, 1, 2))
+        prompt_labels.append(torch.full((2, 1), -1))
     mask_prompts = None if masks is None else masks[:1].expand(2, -1, -1, -1)
     actual, own = model.decode_masks(
-        embedding, torch.cat(ours_points, 1), torch.cat(ours_labels, 1), mask_prompts, still()
+        embedding, torch.cat(prompt_points, 1), torch.cat(prompt_labels, 1), mask_prompts, still()
     )
     close(actual[:, 1:], expected[0])
     close(own[:, 1:], scores[0])

@@ -70,7 +70,7 @@ def compare(
     embedding: torch.Tensor,
     prompt: dict[str, Any],
     number: int,
-    right: Any,
+    expected: Any,
     several: bool,
     side: int,
 ) -> None:
@@ -99,13 +99,13 @@ def compare(
     )
     chosen = slice(1, None) if several else slice(0, 1)
     logits, scores = logits[:, chosen], scores[:, chosen]
-    assert (logits - right[0]).abs().max() <= 1e-3 * right[0].abs().max()
+    assert (logits - expected[0]).abs().max() <= 1e-3 * expected[0].abs().max()
     # one alone may be near 0
-    assert (scores - right[1]).abs().max() <= 1e-3 * right[1].abs().max().clamp(min=0.01)
+    assert (scores - expected[1]).abs().max() <= 1e-3 * expected[1].abs().max().clamp(min=0.01)
     inside = (side, side * 2 // 3)
     actual, truth = (
         upsample_logits(x, side, inside, (side * 9 // 7, side * 6 // 7)) > 0
-        for x in (logits, right[0])
+        for x in (logits, expected[0])
     )
     assert (actual == truth).float().mean() >= 0.999
 

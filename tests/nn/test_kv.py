@@ -89,8 +89,8 @@ def test_loop_runs_on_8_bit_pages(name: str) -> None:
     pages = tiny.decoder().kv.page_bytes(8, kv_cache_dtype(name, torch.float32)) * 25
     engine = tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages)
     assert engine.model_runner.kv.k[0].dtype is kv_cache_dtype(name, torch.float32)
-    how = tiny.params(n=2, temperature=0.8, seed=3)
-    todo = [*tiny.requests(tiny.prompts(4), how)]
+    options = tiny.params(n=2, temperature=0.8, seed=3)
+    todo = [*tiny.requests(tiny.prompts(4), options)]
     together = tiny.run(engine, todo)
     assert together == tiny.run_one_by_one(
         tiny.make_engine(kv_cache_dtype=name, kv_cache_bytes=pages), todo

@@ -68,11 +68,11 @@ def test_fused_and_unfused_give_the_same_bits(
     with torch.inference_mode():
         step = synthetic_step(model, plain, (2, 5, 20))
         shape = [c.clone() for c in (*step.kv.k, *step.kv.v)]
-        right = fuse(model)(step)
+        expected = fuse(model)(step)
         for cache, original in zip((*step.kv.k, *step.kv.v), shape, strict=True):
             cache.copy_(original)
         fused_logits = fuse(model)(replace(step, ops=fused))
-        assert torch.equal(fused_logits, right)
+        assert torch.equal(fused_logits, expected)
         assert len(norm_args) == 3, "all norms but the first (which has no residual) and the last"
         assert len(gates) == 2
         model(replace(step, ops=fused))

@@ -151,11 +151,11 @@ def test_nothing_is_checked_again_in_a_bound_call(
     hopper: registry.Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = import_module("modelmill.ops.cuda.w8a8_gemm.w8a8_linear")
-    asked: list[object] = []
+    checked: list[object] = []
     supports = module.supports
 
     def counted(inputs: object) -> bool:
-        asked.append(inputs)
+        checked.append(inputs)
         return supports(inputs)
 
     monkeypatch.setattr(module, "supports", counted)
@@ -165,13 +165,13 @@ def test_nothing_is_checked_again_in_a_bound_call(
     )
     args = positional("w8a8_linear", operands("w8a8_linear", 100, 64, 64))
     bound = gemm.bind(*args)
-    assert len(asked) == 1
+    assert len(checked) == 1
     for _ in range(3):
         bound(*args)
-    assert (len(asked), len(ran)) == (1, 3)
+    assert (len(checked), len(ran)) == (1, 3)
     x = empty(100, 80, dtype=torch.int8)[:, :64]
     bound(args[0]._replace(x=x))
-    assert (len(asked), len(ran)) == (2, 4), "rows of a wider matrix are checked"
+    assert (len(checked), len(ran)) == (2, 4), "rows of a wider matrix are checked"
 
 
 def test_a_class_whose_exact_row_count_decides_is_measured(hopper: registry.Ops) -> None:

@@ -54,15 +54,15 @@ def test_whole_numbers_are_exact_but_for_the_scales(
     _need()
     for k, n, biased in ((16, 8, False), (592, 72, True), (1040, 520, False), (4096, 1032, True)):
         args = w8a8_linear.random_inputs(rows, k, n, device="cuda", per_token=rows != 7)
-        right = fake_quantized(**args)
-        most = 3.01 * 2.0**-24 * right.abs() + float64_noise(args)
+        expected = fake_quantized(**args)
+        most = 3.01 * 2.0**-24 * expected.abs() + float64_noise(args)
         bias = torch.randn(n, device="cuda") if biased else None
         if bias is not None:
-            right = right + bias.double()
-            most = most + 1.01 * 2.0**-24 * (right.abs() + most)
+            expected = expected + bias.double()
+            most = most + 1.01 * 2.0**-24 * (expected.abs() + most)
         actual = _run(args, dtype=torch.float32, bias=bias, config=config).double()
-        assert bool(((actual - right).abs() <= most).all()), (
-            f"{k} {n}: {float((actual - right).abs().max())}"
+        assert bool(((actual - expected).abs() <= most).all()), (
+            f"{k} {n}: {float((actual - expected).abs().max())}"
         )
 
 
@@ -88,9 +88,9 @@ def test_fp8(config: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     for k, n in ((592, 72), (4096, 1032)):
         args = fp8_linear.random_inputs(rows, k, n, device="cuda")
         wide = {a: t.double() for a, t in args.items()}
-        right = fp8_linear.fp8_linear(Linear8BitInputs(**wide, dtype=torch.float64))
+        expected = fp8_linear.fp8_linear(Linear8BitInputs(**wide, dtype=torch.float64))
         actual = _run(args, dtype=torch.float32, config=config).double()
-        assert float((actual - right).norm() / right.norm()) < 2e-3
+        assert float((actual - expected).norm() / expected.norm()) < 2e-3
 
 
 @pytest.mark.gpu
@@ -112,11 +112,11 @@ def test_gated(config: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
         args["bias"] = torch.randn(2 * inner, device="cuda", dtype=dtype) if inner == 520 else None
         plain = _run(args, config=config)
         gate, up = plain.double().chunk(2, -1)
-        right = torch.nn.functional.silu(gate) * up
+        expected = torch.nn.functional.silu(gate) * up
         actual = _run(args, config=config, gated=True)
-        assert actual.shape == right.shape
+        assert actual.shape == expected.shape
         eps = 2.0**-20 + torch.finfo(dtype).eps
-        assert bool(((actual.double() - right).abs() <= eps * right.abs() + 1e-6).all())
+        assert bool(((actual.double() - expected).abs() <= eps * expected.abs() + 1e-6).all())
 
 
 @pytest.mark.gpu

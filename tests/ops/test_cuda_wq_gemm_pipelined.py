@@ -134,7 +134,7 @@ def _check(
     inputs = GroupwiseLinearInputs(x, *args.values(), bias)
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
+        actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {
@@ -147,10 +147,10 @@ def _check(
     if gated:
         gate, up = truth.to(x.dtype).double().chunk(2, 1)
         truth = gate / (1 + torch.exp(-gate)) * up
-    assert not got.isnan().any()
-    assert float((got.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
+    assert not actual.isnan().any()
+    assert float((actual.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
     again = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
-    assert torch.equal(again, got), "the bits change from call to call"
+    assert torch.equal(again, actual), "the bits change from call to call"
 
 
 @pytest.mark.gpu

@@ -66,13 +66,13 @@ def test_cpu_variant_computes_the_reference_and_writes_the_pages(
     x_before = args["x"].clone()
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        got = registry.implementations("decode")["cpu"].run(**args)
+        actual = registry.implementations("decode")["cpu"].run(**args)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert got.dtype is torch.float32
+    assert actual.dtype is torch.float32
     assert torch.equal(args["x"], x_before)
     assert args["stack"].packed["cpu"].supported
-    _near(got, expected, dtype)
+    _near(actual, expected, dtype)
     for page, expected_page in zip(
         args["tokens"].k + args["tokens"].v, args64["tokens"].k + args64["tokens"].v, strict=True
     ):
@@ -85,7 +85,7 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused, single = _fresh(case.args), _fresh(case.args)
-    got = registry.implementations("decode")["cpu"].run(**fused)
+    actual = registry.implementations("decode")["cpu"].run(**fused)
     products = ("linear", "int8_linear", "int4_linear", "int8_group_linear")
     for name in (
         *products,
@@ -96,7 +96,7 @@ def test_cpu_variant_gives_the_bits_of_the_single_kernels(
         "paged_attention",
     ):
         monkeypatch.setattr(op, name, registry.implementations(name)["cpu"].run)
-    assert torch.equal(got, op.decode(**single))
+    assert torch.equal(actual, op.decode(**single))
     for page, expected_page in zip(
         fused["tokens"].k + fused["tokens"].v, single["tokens"].k + single["tokens"].v, strict=True
     ):
@@ -140,7 +140,7 @@ def test_rows_have_the_same_bits_alone_and_in_parts() -> None:
     """What a token computes does not depend on how many go with it, nor in which part."""
     run = registry.implementations("decode")["cpu"].run
     together = op._case([(1, 5 + 3 * i) for i in range(20)], 4, 2, "int8", False, torch.bfloat16, 7)
-    got = run(**_fresh(together))
+    actual = run(**_fresh(together))
     t = together["tokens"]
     few = [2, 15, 16, 19]
     alone: DecodeInputs = replace(
@@ -148,7 +148,7 @@ def test_rows_have_the_same_bits_alone_and_in_parts() -> None:
         query_start=torch.arange(len(few) + 1, dtype=torch.int32), cos=t.cos[few], sin=t.sin[few],
     )  # fmt: skip
     args = _fresh({"x": together["x"][few], "stack": together["stack"], "tokens": alone})
-    assert torch.equal(run(**args), got[few])
+    assert torch.equal(run(**args), actual[few])
 
 
 @KERNELS

@@ -67,19 +67,19 @@ def test_variables_in_shared_memory() -> None:
         "extern __shared__ __align__(1024) unsigned char all[];\n__shared__ __align__(16) "
         "Parts<4> one;"
     )
-    got = translate(text + "__shared__ u16 two[N + 8];", KNOWN)
-    assert "#define all (emu::dynamic())" in got
-    assert "typedef Parts<4> one_type; one_type &one = emu::in_block<one_type, 0>();" in got
-    assert "typedef u16 two_type[N + 8]; two_type &two = emu::in_block<two_type, 1>();" in got
+    actual = translate(text + "__shared__ u16 two[N + 8];", KNOWN)
+    assert "#define all (emu::dynamic())" in actual
+    assert "typedef Parts<4> one_type; one_type &one = emu::in_block<one_type, 0>();" in actual
+    assert "typedef u16 two_type[N + 8]; two_type &two = emu::in_block<two_type, 1>();" in actual
 
 
 @requires_emulation
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.rglob("*.cu")))
 def test_every_kernel_is_translated(name: str) -> None:
     text = preprocessed(name, ())
-    got = translate(text, KNOWN)
+    actual = translate(text, KNOWN)
     assert "asm" in text
-    assert not re.search(r"\basm\b|__shared__", got)
+    assert not re.search(r"\basm\b|__shared__", actual)
     assert cluster_sizes(text)
 
 
@@ -113,14 +113,14 @@ def test_numbers_are_torchs(emulator: Emulator, tmp_path: Path) -> None:
     for which, dtype in enumerate((torch.bfloat16, torch.float16, torch.float8_e4m3fn)):
         values = torch.cat([drawn, halves, ends])
         clamped = values.clamp(-448, 448) if dtype is torch.float8_e4m3fn else values
-        right = (
+        expected = (
             clamped.to(dtype).view(torch.uint8 if dtype.itemsize == 1 else torch.int16).int()
             & 0xFFFF
         )
-        assert [library.number(which, value) for value in values.tolist()] == right.tolist()
+        assert [library.number(which, value) for value in values.tolist()] == expected.tolist()
         assert library.number(which, float("nan")) & 0x7F == 0x7F or dtype is torch.float16
         if dtype.itemsize == 2:
-            bits = right[~clamped.to(dtype).isnan()].tolist()
+            bits = expected[~clamped.to(dtype).isnan()].tolist()
             assert [library.wide(which, each) for each in bits] == clamped.to(
                 dtype
             ).float().tolist()

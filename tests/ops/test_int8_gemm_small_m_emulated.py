@@ -9,6 +9,7 @@ from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.matmul_error import matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -51,16 +52,9 @@ def error(
     stored = (weight, scale.to(grids), None if offset is None else offset.to(grids), group)
     inputs = GroupwiseLinearInputs(x, *stored, bias)
     kernel = wq_gemv.groupwise_gemv if _serves_gemv(inputs) else int8_gemm_small_m.int8_mma
-    got = kernel(inputs, gated=gated)
-    right = (
-        x.double()
-        @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
-    )
-    right = right if bias is None else right + bias.double()
-    if gated:
-        gate, up = right.to(dtype).double().chunk(2, 1)
-        right = torch.nn.functional.silu(gate) * up
-    return float((got.double() - right).norm() / right.norm())
+    actual = kernel(inputs, gated=gated)
+    dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,13 @@ def test_other_sources_are_another_file(tmp_path: Path) -> None:
 
 def test_a_file_of_other_sources_is_never_found(tmp_path: Path) -> None:
     level = prebuilt.cpu_levels("x86_64")[-1]
-    right, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
+    expected, stale = prebuilt.file_name(level), f"{level.name}-{'0' * 24}.so"
     (tmp_path / stale).touch()
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)) == []
-    (tmp_path / right).touch()
+    (tmp_path / expected).touch()
     assert [
         path.name for _, path in prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path)
-    ] == [right]
+    ] == [expected]
     assert list(prebuilt.available_levels(cpuinfo("sse"), "x86_64", tmp_path)) == []
     assert list(prebuilt.available_levels(cpuinfo(BF16), "x86_64", tmp_path / "none")) == []
 

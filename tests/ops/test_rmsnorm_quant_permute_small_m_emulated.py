@@ -12,7 +12,7 @@ from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
-from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -73,17 +73,17 @@ def off(emulator: Emulator, case: Case) -> float:
     spec = ActQuantSpec(quant_dtype, factor, zero, order, bits)
     values, scale = rmsnorm_quant_permute.rms_norm_quant(x, updated_residual, weight, EPS, spec)
     if updated_residual is not None:
-        right, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
+        expected, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
         alike = torch.equal(updated_residual, total)
     else:
-        right, of_rows = rms_norm_quant(x, weight, EPS, spec)
+        expected, of_rows = rms_norm_quant(x, weight, EPS, spec)
         alike = True
     if of_rows is not None:
         assert scale is not None
         alike = alike and torch.allclose(scale, of_rows, rtol=float(torch.finfo(dtype).eps), atol=0)
     if not alike or values.float()[:, order == -1].any():
         return float("inf")
-    return float((steps(values) - steps(right)).abs().max())
+    return float((steps(values) - steps(expected)).abs().max())
 
 
 @pytest.mark.parametrize(
@@ -105,38 +105,18 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
     assert emulator.launched == [("rmsnorm_quant_permute_small_m", case.size[0])]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(
-            ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"), id="columns that are none"
-        ),
-        pytest.param(
-            ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""), id="sums of no warp", marks=slow
-        ),
-        pytest.param(
-            ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
-            id="sums not met for",
-            marks=slow,
-        ),
-        pytest.param(
-            ("    __syncthreads();\n    float by", "    float by"),
-            id="the row not met for",
-            marks=slow,
-        ),
-        pytest.param(
-            ("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow
-        ),
-        pytest.param(
-            ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
-            id="upper halves left out",
-            marks=slow,
-        ),
-        pytest.param(
-            ("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow
-        ),
-    ],
-)
+MISTAKES = {
+    "columns that are none": ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"),
+    "sums of no warp": ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""),
+    "sums not met for": ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
+    "the row not met for": ("    __syncthreads();\n    float by", "    float by"),
+    "the kernel in front not waited for": ("    pdl_wait();\n", ""),
+    "upper halves left out": ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
+    "half of the residual left out": ("low(v[i]) + low(o[i])", "low(v[i])"),
+}
+
+
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case((4, 320, 336), "token", INT8, BF, True, 8)
     assert emulator.detects(change, lambda: off(emulator, case) <= TOLERANCE[BF])

@@ -103,8 +103,8 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     inputs = rptq_linear.RptqLinearInputs(q.to(device), *grids, used, *addends, torch.float32)
     if name != "torch" and not registry.serves("rptq_linear", name, inputs):
         return False
-    got = (module.run if name != "torch" else module.rptq_linear)(inputs).cpu().double()
-    error = (got - bias.double() - expected).abs()
+    actual = (module.run if name != "torch" else module.rptq_linear)(inputs).cpu().double()
+    error = (actual - bias.double() - expected).abs()
     # float32: a sum of as many parts as there are groups, each rounded a few times
     bound = 2.0**-23 * (8 * size + expected.abs() + bias.abs() + 1e-6)
     assert bool((error <= bound).all()), (
@@ -145,9 +145,11 @@ def test_the_product_on_the_gpu_is_the_fake_quantized_one(
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_fake_quantize_and_dense_multiply_to_the_output(bits: str, mode: str) -> None:
     weight, x = _weight(bits, mode, 100, 24), _inputs(33, 100, 8)
-    got = weight.matmul(x, None, registry.select_backends("cpu"))
+    actual = weight.matmul(x, None, registry.select_backends("cpu"))
     expected = weight.fake_quantize(x).double() @ weight.dense().double().T
-    assert torch.allclose(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.allclose(
+        actual.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 def test_the_formula_with_zero_points_on_both_sides() -> None:
@@ -179,16 +181,16 @@ def test_the_formula_with_zero_points_on_both_sides() -> None:
             + int(real.sum()) * z * y
         )
         out += float(weight.input_scales[g]) * t * total
-    got = weight.matmul(x, None, registry.select_backends("cpu", {"rptq_linear": "torch"}))
-    assert torch.allclose(got.double(), out, rtol=0, atol=3e-5 * float(out.abs().max()))
+    actual = weight.matmul(x, None, registry.select_backends("cpu", {"rptq_linear": "torch"}))
+    assert torch.allclose(actual.double(), out, rtol=0, atol=3e-5 * float(out.abs().max()))
 
 
 def test_a_wrong_zero_point_group_or_order_shows() -> None:
     """The comparison above is one that faults fail."""
     weight, x = _weight("w8a8", "exact", 100, 24), _inputs(16, 100, 4)
     ops = registry.select_backends("cpu")
-    right = weight.matmul(x, None, ops)
-    scale = float(right.abs().max())
+    expected = weight.matmul(x, None, ops)
+    scale = float(expected.abs().max())
     assert weight.input_zero_points is not None and weight.input_scales is not None  # noqa: PT018
     faults = [
         replace(weight, input_zero_points=weight.input_zero_points + 1),
@@ -197,7 +199,7 @@ def test_a_wrong_zero_point_group_or_order_shows() -> None:
         replace(weight, zero_point_bias=torch.zeros(24)),
     ]
     for wrong in faults:
-        assert float((wrong.matmul(x, None, ops) - right).abs().max()) > 1e-3 * scale
+        assert float((wrong.matmul(x, None, ops) - expected).abs().max()) > 1e-3 * scale
 
 
 def test_columns_without_a_channel_stay_zero() -> None:

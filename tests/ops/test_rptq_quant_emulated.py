@@ -37,11 +37,11 @@ def off(emulator: Emulator, case: Case) -> int:
     emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), x.nbytes)]
     q, step = rptq_quant.run(RptqQuantInputs(**args))
     # the gate is rounded where the reference rounds, in x's dtype
-    right, steps = reference(RptqQuantInputs(**args))
+    expected, steps = reference(RptqQuantInputs(**args))
     if steps is not None:
         assert step is not None
         torch.testing.assert_close(step, steps, rtol=0.01, atol=0)
-    return int((q.int() - right.int()).abs().max())
+    return int((q.int() - expected.int()).abs().max())
 
 
 @requires_emulation

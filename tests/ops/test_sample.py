@@ -19,9 +19,9 @@ VARIANTS = sorted(
 )
 
 
-def sampling_params(rows: int, **how: float) -> dict[str, torch.Tensor]:
+def sampling_params(rows: int, **options: float) -> dict[str, torch.Tensor]:
     """The same parameters for every row; neutral values by default."""
-    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **how}
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **options}
     dtypes = {"top_k": torch.int32}
     return {
         n: torch.full((rows,), v, dtype=dtypes.get(n, torch.float32)) for n, v in values.items()
@@ -44,11 +44,11 @@ def _variant(name: str) -> Any:
 
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
-    got = token_weights(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
+    actual = token_weights(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
     want = logits[0].double().exp()
-    assert float(((got - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
+    assert float(((actual - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
     near = want > 1e-5
-    assert float(((got - want).abs() / want)[near].max()) < 2e-6
+    assert float(((actual - want).abs() / want)[near].max()) < 2e-6
     assert token_weights(torch.tensor([[5.0, 5.0, -math.inf]]), **sampling_params(1)).tolist() == [
         [1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]
     ]
@@ -93,8 +93,8 @@ def test_each_filter_keeps_what_it_says() -> None:
     shares = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.2, 0.05])
     logits = shares.log()[None]
 
-    def kept_ids(**how: float) -> list[int]:
-        return token_weights(logits, **sampling_params(1, **how))[0].nonzero()[:, 0].tolist()
+    def kept_ids(**options: float) -> list[int]:
+        return token_weights(logits, **sampling_params(1, **options))[0].nonzero()[:, 0].tolist()
 
     assert kept_ids() == [0, 1, 2, 3, 4, 5]
     assert kept_ids(top_k=1) == [1]
@@ -125,7 +125,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
         [nan, 3, 3, 1],
     ]
     logits = torch.tensor(rows)
-    for how in (
+    for options in (
         {},
         {"top_k": 2},
         {"top_p": 0.5},
@@ -133,10 +133,12 @@ def test_values_that_are_no_numbers(variant: str) -> None:
         {"top_k": 3, "top_p": 0.9, "min_p": 0.1},
     ):
         ids = run(
-            logits, **sampling_params(6, **how), noise=torch.full((6,), 0.9, dtype=torch.float64)
+            logits,
+            **sampling_params(6, **options),
+            noise=torch.full((6,), 0.9, dtype=torch.float64),
         ).tolist()
         assert ids[:3] == [1, 0, 0]
-        assert ids[3] == (1 if "top_p" in how and "top_k" not in how else 3)
+        assert ids[3] == (1 if "top_p" in options and "top_k" not in options else 3)
         assert ids[4] == 2
     assert run(logits, **sampling_params(6, temperature=0.0), noise=noise(6)).tolist() == [
         1,
@@ -148,7 +150,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
     ]
 
 
-@pytest.mark.skipif("cpu" not in VARIANTS, reason="no C++ compiler is here")
+@pytest.mark.skipif("cpu" not in VARIANTS, reason="needs a C++ compiler: apt-get install g++")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
@@ -247,8 +249,8 @@ def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
             args["min_p"] = torch.tensor([0.0, 0.0, 0.02] * (rows // 3))
             expected = sample(SampleInputs(logits, **args, noise=noise(rows)))
             there = {n: v.cuda() for n, v in args.items()}
-            got = run(logits.cuda(), **there, noise=noise(rows).cuda())
-            assert torch.equal(got.cpu(), expected), chosen
+            actual = run(logits.cuda(), **there, noise=noise(rows).cuda())
+            assert torch.equal(actual.cpu(), expected), chosen
             for i in range(rows):
                 one = {n: v[i : i + 1].clone() for n, v in there.items()}
                 alone = run(logits[i : i + 1].cuda(), **one, noise=noise(rows)[i : i + 1].cuda())

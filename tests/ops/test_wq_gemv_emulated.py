@@ -71,8 +71,8 @@ def wild(k: int) -> torch.Tensor:
 )
 def test_four_bits(emulator: Emulator, n: int, k: int, group: int) -> None:
     x, grids = wild(k), random_int4_weight(n, k, group, symmetric=n == 96)
-    right = x.double() @ dequantize_weight(*grids, k, torch.float64).T
-    assert (run(emulator, x, grids).double() - right).norm() < 1e-6 * right.norm()
+    expected = x.double() @ dequantize_weight(*grids, k, torch.float64).T
+    assert (run(emulator, x, grids).double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @slow
@@ -89,7 +89,7 @@ def test_gated(emulator: Emulator, bits: int) -> None:
         )
         full = weight.double() * scale.double()[:, None]
     gate, up = (torch.ones(1, 4096).to(BF).double() @ full.T).to(BF).double().chunk(2, 1)
-    right = torch.nn.functional.silu(gate) * up
+    expected = torch.nn.functional.silu(gate) * up
     out = run(
         emulator,
         torch.ones(1, 4096, dtype=BF),
@@ -97,17 +97,17 @@ def test_gated(emulator: Emulator, bits: int) -> None:
         dtype=BF,
         gated=True,
     )
-    assert (out.double() - right).norm() < 8e-3 * right.norm()
+    assert (out.double() - expected).norm() < 8e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(("n", "k"), [pytest.param(80, 4096, marks=slow), (32, 672)])
 def test_eight_bits(emulator: Emulator, n: int, k: int) -> None:
     weight = torch.randint(-128, 128, (n, k)).to(torch.int8)
     scale = torch.rand(n) + 0.5
-    right = wild(k).double() @ (weight.double() * scale.double()[:, None]).T
+    expected = wild(k).double() @ (weight.double() * scale.double()[:, None]).T
     assert (
-        run(emulator, wild(k), (weight, scale, None, k)).double() - right
-    ).norm() < 1e-6 * right.norm()
+        run(emulator, wild(k), (weight, scale, None, k)).double() - expected
+    ).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,10 @@ def test_eight_bits_in_groups(
     assert scale is not None
     for dtype in (torch.float16, F32):
         grids = (weight, scale.to(dtype), None if offset is None else offset.to(dtype), group)
-        right = wild(k).double() @ int8_group_linear.dequantize_weight(*grids, k, torch.float64).T
-        assert (run(emulator, wild(k), grids).double() - right).norm() < 1e-6 * right.norm()
+        expected = (
+            wild(k).double() @ int8_group_linear.dequantize_weight(*grids, k, torch.float64).T
+        )
+        assert (run(emulator, wild(k), grids).double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -150,8 +152,8 @@ def test_clustered_integers(emulator: Emulator, bits: int, k: int) -> None:
         (rptq_weight.weight, rptq_weight.scale, rptq_weight.offset, rptq_weight.group_size),
         (rptq_weight.input_scales, rptq_weight.zero_point_bias, None),
     )
-    right = rptq_linear(RptqLinearInputs(x, *grids, *more, F32)).double()
-    assert (run(emulator, x, grids, more).double() - right).norm() < 1e-6 * right.norm()
+    expected = rptq_linear(RptqLinearInputs(x, *grids, *more, F32)).double()
+    assert (run(emulator, x, grids, more).double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @slow
@@ -182,9 +184,9 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
     hangs on it.
     """
     x, grids = wild(4096), random_int4_weight(192, 4096, 128, symmetric=False)
-    right = x.double() @ dequantize_weight(*grids, 4096, torch.float64).T
+    expected = x.double() @ dequantize_weight(*grids, 4096, torch.float64).T
 
     def is_right() -> bool:
-        return bool((run(emulator, x, grids).double() - right).norm() < 1e-6 * right.norm())
+        return bool((run(emulator, x, grids).double() - expected).norm() < 1e-6 * expected.norm())
 
     assert emulator.detects(change, is_right) == ("row_of" not in change[0])

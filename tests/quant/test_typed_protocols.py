@@ -28,7 +28,7 @@ def _names(node: ast.expr) -> Iterator[str]:
             yield each.attr
 
 
-def _asked_members() -> Iterator[str]:
+def _getattr_members() -> Iterator[str]:
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
@@ -42,7 +42,7 @@ def _asked_members() -> Iterator[str]:
 
 
 def test_no_member_of_a_recipe_or_weight_is_looked_up_by_name() -> None:
-    assert not list(_asked_members())
+    assert not list(_getattr_members())
 
 
 def _classes(package: str, base: type) -> Iterator[type]:

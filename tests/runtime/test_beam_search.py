@@ -117,7 +117,7 @@ def test_results_and_scores(pair, case: int) -> None:
 def test_among_others_and_preempted(pair) -> None:
     model, _ = pair
     prompts = tiny.prompts(5, 10, 40, vocab=61)
-    hows = [
+    params_list = [
         tiny.params(num_beams=3),
         tiny.params(),
         tiny.params(num_beams=4, n=2),
@@ -126,7 +126,7 @@ def test_among_others_and_preempted(pair) -> None:
     ]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(7,))
-        for i, (p, h) in enumerate(zip(prompts, hows))
+        for i, (p, h) in enumerate(zip(prompts, params_list))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model), todo) == expected
@@ -147,7 +147,7 @@ def test_every_answer_hears_of_its_end() -> None:
     }
     for length in (7, 8, 15, 20, 23):
         small = tiny.make_engine(pages=3)
-        how = tiny.params(num_beams=8, n=8, max_tokens=40)
-        small.add(tiny.requests(tiny.prompts(1, length, length), how, eos=())[0])
+        options = tiny.params(num_beams=8, n=8, max_tokens=40)
+        small.add(tiny.requests(tiny.prompts(1, length, length), options, eos=())[0])
         assert sorted(e.index for e in tiny.drain(small)) == list(range(8))
         tiny.assert_idle(small)

@@ -70,12 +70,12 @@ def test_few_steps_take_much_longer_and_pieces_are_as_large_as_that_allows(
         assert settled[int(0.99 * len(settled))] <= 3 * 1.1 * median
     # the size whose steps reach the limit, and the one of whose steps, with noise, 6 % (1.55
     # deviations) do
-    most, right = (
+    most, expected = (
         (MAX_STEP_TIME_RATIO * math.exp(-1.6 * spread) - 1 - fixed) * 0.03 / each
         for spread in (0.0, noise)
     )
     assert sum(used) / len(used) <= max(1.15 * most, pace.min_tokens)
-    assert sum(used) / len(used) >= min(max(0.4 * right, pace.min_tokens), 8192)
+    assert sum(used) / len(used) >= min(max(0.4 * expected, pace.min_tokens), 8192)
 
 
 def test_a_piece_is_never_less_than_the_least_nor_more_than_the_most() -> None:

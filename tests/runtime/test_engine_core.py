@@ -144,7 +144,7 @@ def test_salt_and_inserts_keep_prefixes_apart() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None:
     model = tiny.decoder()
-    hows = [
+    params_list = [
         tiny.params(temperature=1.0, seed=7, max_tokens=15),
         tiny.params(temperature=0.7, seed=8, top_k=5, max_tokens=15),
         tiny.params(temperature=1.3, seed=9, top_p=0.8, max_tokens=15),
@@ -153,10 +153,10 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
         tiny.params(frequency_penalty=1.5, max_tokens=15),
         tiny.params(temperature=2.0, max_tokens=5, logit_bias={5: 3.0}, seed=-3),
     ]
-    prompts = tiny.prompts(len(hows), 3, 30)
+    prompts = tiny.prompts(len(params_list), 3, 30)
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(prompts, hows))
+        for i, (p, h) in enumerate(zip(prompts, params_list))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model, overlap=overlap), todo) == expected
@@ -167,8 +167,8 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None
 
 
 def test_unseeded_requests_differ_and_follow_the_run_seed() -> None:
-    how = tiny.params(temperature=1.5, max_tokens=12)
-    todo = tiny.requests([(5, 6, 7)] * 4, how)
+    options = tiny.params(temperature=1.5, max_tokens=12)
+    todo = tiny.requests([(5, 6, 7)] * 4, options)
     first = tiny.run(tiny.make_engine(seed=1), todo)
     assert len(set(first.values())) == 4
     assert tiny.run(tiny.make_engine(seed=1), todo) == first
@@ -177,8 +177,8 @@ def test_unseeded_requests_differ_and_follow_the_run_seed() -> None:
 
 def test_n_forks_share_the_prompt_and_more_than_the_rows_wait() -> None:
     prompt = tiny.prompts(1, 30, 30)[0]
-    how = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
-    request = tiny.requests([prompt], how)
+    fields = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
+    request = tiny.requests([prompt], fields)
     expected = tiny.run(tiny.make_engine(), request)
     assert len(expected) == 7
     for options in (
@@ -201,8 +201,8 @@ def test_stops_and_limits() -> None:
     stop = free[at]
     for overlap in (False, True):
         engine = tiny.make_engine(model, overlap=overlap)
-        for how, eos in ((tiny.params(), (stop,)), (tiny.params(stop_token_ids=(stop,)), ())):
-            engine.add(Request(id="x", prompt=prompt, params=how, eos_ids=eos))
+        for options, eos in ((tiny.params(), (stop,)), (tiny.params(stop_token_ids=(stop,)), ())):
+            engine.add(Request(id="x", prompt=prompt, params=options, eos_ids=eos))
             events = tiny.drain(engine)
             assert tuple(e.token_id for e in events) == (*free[:at], None)
             assert (events[-1].finish_reason, events[-1].stop_token_id) == (FinishReason.STOP, stop)
@@ -246,9 +246,9 @@ def test_what_can_never_be_served_is_refused() -> None:
         ((3,), tiny.params(num_beams=17), "num_beams=17"),
         ((3,), tiny.params(logit_bias={tiny.VOCAB: 1.0}), "logit_bias"),
     ]
-    for prompt, how, match in bad:
+    for prompt, options, match in bad:
         with pytest.raises(RequestError, match=match):
-            engine.add(Request(id="x", prompt=prompt, params=how))
+            engine.add(Request(id="x", prompt=prompt, params=options))
     engine.add(Request(id="x", prompt=(3,) * 99, params=tiny.params()))
     with pytest.raises(RequestError, match="already running"):
         engine.add(Request(id="x", prompt=(3,), params=tiny.params()))
@@ -295,12 +295,14 @@ def test_abort_and_finish_give_everything_back() -> None:
         tiny.assert_idle(engine)
 
 
-@pytest.mark.parametrize("how", ["all", "last"])
-def test_logprobs(how: str) -> None:
+@pytest.mark.parametrize("logprobs_of", ["all", "last"])
+def test_logprobs(logprobs_of: str) -> None:
     model = tiny.decoder()
     prompt = tiny.prompts(1, 25, 25)[0]
     engine = tiny.make_engine(
-        model, max_num_batched_tokens=64 if how == "all" else 6, overlap=how == "last"
+        model,
+        max_num_batched_tokens=64 if logprobs_of == "all" else 6,
+        overlap=logprobs_of == "last",
     )
     options = tiny.params(
         temperature=0.8, seed=1, logprobs=3, prompt_logprobs=2, max_tokens=5, ignore_eos=True
@@ -450,11 +452,11 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     while waiting or engine.has_work:
         while waiting and (waiting[0][1][6] <= clock or not engine.has_work):
             i, (length, most, n, beams, warm, fate, _) = waiting.pop(0)
-            how = SamplingParams(
+            options = SamplingParams(
                 temperature=warm, max_tokens=most, n=n if beams == 1 else 1, num_beams=beams, seed=i
             ).with_defaults({})
-            engine.add(Request(id=str(i), prompt=prompts[0][:length], params=how, eos_ids=(1,)))
-            expected |= {(str(i), k) for k in range(how.n)}
+            engine.add(Request(id=str(i), prompt=prompts[0][:length], params=options, eos_ids=(1,)))
+            expected |= {(str(i), k) for k in range(options.n)}
         clock += 1
         events += engine.step()
         check(engine)

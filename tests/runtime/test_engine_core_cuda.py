@@ -15,7 +15,7 @@ MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 1
 
 
 def work() -> list[Request]:
-    hows = [
+    params_list = [
         tiny.params(max_tokens=20),
         tiny.params(max_tokens=3),
         tiny.params(temperature=0.8, seed=3, top_p=0.9, max_tokens=20),
@@ -25,10 +25,10 @@ def work() -> list[Request]:
         tiny.params(logprobs=2, prompt_logprobs=1),
         *[tiny.params(max_tokens=10 + i) for i in range(8)],
     ]
-    prompts = tiny.prompts(len(hows), 1, 60)
+    prompts = tiny.prompts(len(params_list), 1, 60)
     return [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(prompts, hows))
+        for i, (p, h) in enumerate(zip(prompts, params_list))
     ]
 
 

@@ -46,17 +46,19 @@ def guided(prompts: list[tuple[int, ...]], **params: object) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{}, {"temperature": 1.0, "seed": 3}, {"n": 3, "temperature": 1.0, "min_tokens": 9}],
     ids=str,
 )
 @pytest.mark.parametrize("overlap", [False, True])
-def test_only_what_is_allowed_and_others_are_as_ever(how: dict[str, object], overlap: bool) -> None:
+def test_only_what_is_allowed_and_others_are_as_ever(
+    options: dict[str, object], overlap: bool
+) -> None:
     prompts = tiny.prompts(12)
     plain = tiny.run(tiny.make_engine(), tiny.requests(prompts[1::2], tiny.params(max_tokens=20)))
     engine = tiny.make_engine(overlap=overlap, pages=24)
     mixed = [
-        *guided(prompts[::2], max_tokens=20, **how),
+        *guided(prompts[::2], max_tokens=20, **options),
         *tiny.requests(prompts[1::2], tiny.params(max_tokens=20)),
     ]
     for place, request in enumerate(mixed):

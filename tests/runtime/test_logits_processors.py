@@ -80,10 +80,12 @@ def reference_ids(
 
 def our_ids(engine: Any, prompt: tuple[int, ...], raw: dict[str, Any], **more: Any) -> list[int]:
     limits = {} if {"max_length", "max_new_tokens"} & set(raw) else {"max_tokens": 14}
-    how = read_generation(raw, "safetensors").resolve(SamplingParams(**limits, **more), len(prompt))
-    engine.add(Request(id="x", prompt=prompt, params=how, eos_ids=EOS))
+    options = read_generation(raw, "safetensors").resolve(
+        SamplingParams(**limits, **more), len(prompt)
+    )
+    engine.add(Request(id="x", prompt=prompt, params=options, eos_ids=EOS))
     events = tiny.drain(engine)
-    if how.num_beams > 1:
+    if options.num_beams > 1:
         return list(events[0].replayed_ids or ())
     return [e.token_id for e in events if e.token_id is not None]
 
@@ -130,10 +132,12 @@ def test_each_key_changes_an_answer(pair: Any) -> None:  # noqa: F811
 def test_in_one_batch_as_alone_and_switched_off_by_a_request(pair: Any) -> None:  # noqa: F811
     model, _ = pair
     prompt_ids = prompts()
-    hows = [read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]]
+    params_list = [
+        read_generation(raw).resolve(SamplingParams(max_tokens=12), 3) for raw in CASES[:6]
+    ]
     todo = [
         Request(id=str(i), prompt=p, params=h, eos_ids=EOS)
-        for i, (p, h) in enumerate(zip(prompt_ids, hows))
+        for i, (p, h) in enumerate(zip(prompt_ids, params_list))
     ]
     expected = tiny.run_one_by_one(tiny.make_engine(model), todo)
     assert tiny.run(tiny.make_engine(model), todo) == expected
@@ -161,10 +165,10 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     draw = torch.Generator().manual_seed(seed)
     prompt = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=8))
     answer = data.draw(st.lists(st.integers(0, 8), max_size=5))
-    how = read_generation({"do_sample": True, **raw}).resolve(
+    options = read_generation({"do_sample": True, **raw}).resolve(
         SamplingParams(max_tokens=6), len(prompt)
     )
-    request = Request(id="x", prompt=tuple(prompt), params=how, eos_ids=EOS)
+    request = Request(id="x", prompt=tuple(prompt), params=options, eos_ids=EOS)
     seq = Sequence(request, 0, 0, RopeRule("fixed", lambda n: 0), max_length=len(prompt) + 6)
     seq.tokens += answer
     logits = torch.randn(1, 61, generator=draw) * 3
@@ -184,8 +188,8 @@ def test_a_row_is_changed_as_transformers_changes_it(data: st.DataObject, seed: 
     )
     want = steps(torch.tensor([seq.tokens]), logits.clone())
     sampler = Sampler(61, "cpu", registry.select_backends("cpu"))
-    got = sampler._process_logits(logits, sampler.prepare([seq]))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    actual = sampler._process_logits(logits, sampler.prepare([seq]))
+    torch.testing.assert_close(actual, want, rtol=1e-5, atol=1e-5)
 
 
 @given(
@@ -208,12 +212,12 @@ def test_what_of_a_prompt_with_a_picture_counts(counts: bool, want: set[int]) ->
     """The places of a picture are no tokens; where the original gets embeddings alone, only the
     answer counts.
     """
-    how = SamplingParams(temperature=0.0, repetition_penalty=2.0).with_defaults({})
+    options = SamplingParams(temperature=0.0, repetition_penalty=2.0).with_defaults({})
     insert = EmbeddingSpan(1, 3, "digest")
     request = Request(
         id="x",
         prompt=(5, 0, 0, 0, 6),
-        params=how,
+        params=options,
         embedding_spans=(insert,),
         penalize_prompt=counts,
     )

@@ -100,10 +100,10 @@ def test_equal_however_it_is_cut(rope_rule: str) -> None:
             f"{POOL_LAST}{i}": states[-1].numpy(),
         }
 
-    def same(actual: dict[str, np.ndarray], how: str) -> None:
-        assert actual.keys() == expected.keys(), how
+    def same(actual: dict[str, np.ndarray], label: str) -> None:
+        assert actual.keys() == expected.keys(), label
         for name, value in expected.items():
-            np.testing.assert_allclose(actual[name], value, **CLOSE, err_msg=f"{how}: {name}")
+            np.testing.assert_allclose(actual[name], value, **CLOSE, err_msg=f"{label}: {name}")
 
     together = tiny.make_engine(model)
     same(run(together, todo), "together")
@@ -130,14 +130,17 @@ def test_equal_however_it_is_cut(rope_rule: str) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_beside_it_do_not_change(overlap: bool) -> None:
     model = tiny.decoder()
-    hows = [tiny.params(max_tokens=20), tiny.params(max_tokens=9, temperature=0.9, seed=4, n=3)]
-    hows += [
+    params_list = [
+        tiny.params(max_tokens=20),
+        tiny.params(max_tokens=9, temperature=0.9, seed=4, n=3),
+    ]
+    params_list += [
         tiny.params(max_tokens=8, prompt_logprobs=1, logprobs=1),
         tiny.params(max_tokens=8, num_beams=3),
     ]
     todo = [
-        Request(id=str(i), prompt=p, params=how, eos_ids=(tiny.EOS,))
-        for i, (p, how) in enumerate(zip(tiny.prompts(4, 5, 50), hows))
+        Request(id=str(i), prompt=p, params=options, eos_ids=(tiny.EOS,))
+        for i, (p, options) in enumerate(zip(tiny.prompts(4, 5, 50), params_list))
     ]
     expected = tiny.run(tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap), todo)
     mixed = tiny.make_engine(model, max_num_batched_tokens=20, overlap=overlap)
@@ -155,9 +158,9 @@ def test_answers_beside_it_do_not_change(overlap: bool) -> None:
 def test_a_prompt_without_an_answer_is_read_to_its_end(overlap: bool) -> None:
     """A chunk that is launched ahead has not been read when the one before it is."""
     (prompt,) = tiny.prompts(1, 60, 60)
-    how = tiny.params(max_tokens=0, prompt_logprobs=0)
+    options = tiny.params(max_tokens=0, prompt_logprobs=0)
     loop = tiny.make_engine(max_num_batched_tokens=7, overlap=overlap)
-    loop.add(Request(id="x", prompt=prompt, params=how))
+    loop.add(Request(id="x", prompt=prompt, params=options))
     computed = []
     while loop.has_work:
         # read at this event, as a server does

@@ -29,16 +29,16 @@ OPS = registry.select_backends("cpu")
 
 
 def sequence(
-    prompt: list[int], answer: list[int], how: SamplingParams, eos: tuple[int, ...] = ()
+    prompt: list[int], answer: list[int], options: SamplingParams, eos: tuple[int, ...] = ()
 ) -> Sequence:
-    request = Request(id="x", prompt=tuple(prompt), params=how.with_defaults({}), eos_ids=eos)
+    request = Request(id="x", prompt=tuple(prompt), params=options.with_defaults({}), eos_ids=eos)
     seq = Sequence(
         request,
         0,
         0,
         RopeRule("fixed", lambda n: 0),
         max_length=999,
-        seed=(how.seed or 0) % (1 << 64),
+        seed=(options.seed or 0) % (1 << 64),
     )
     seq.tokens += answer
     return seq
@@ -47,24 +47,24 @@ def sequence(
 def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
     """What transformers makes of one row."""
     hf = pytest.importorskip("transformers").generation.logits_process
-    how = seq.request.params
+    options = seq.request.params
     ids = torch.tensor([seq.tokens])
     steps = (
-        [hf.RepetitionPenaltyLogitsProcessor(how.repetition_penalty)]
-        if how.repetition_penalty != 1
+        [hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)]
+        if options.repetition_penalty != 1
         else []
     )
-    if how.min_tokens:
+    if options.min_tokens:
         steps.append(
             hf.MinNewTokensLengthLogitsProcessor(
-                seq.prompt_len, how.min_tokens, list(seq.request.eos_ids), device="cpu"
+                seq.prompt_len, options.min_tokens, list(seq.request.eos_ids), device="cpu"
             )
         )
-    if not how.greedy:
-        steps.append(hf.TemperatureLogitsWarper(float(how.temperature)))
-        steps += [hf.TopKLogitsWarper(how.top_k)] if how.top_k else []
-        steps += [hf.TopPLogitsWarper(how.top_p)] if how.top_p < 1 else []
-        steps += [hf.MinPLogitsWarper(how.min_p)] if how.min_p else []
+    if not options.greedy:
+        steps.append(hf.TemperatureLogitsWarper(float(options.temperature)))
+        steps += [hf.TopKLogitsWarper(options.top_k)] if options.top_k else []
+        steps += [hf.TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []
+        steps += [hf.MinPLogitsWarper(options.min_p)] if options.min_p else []
     for step in steps:
         logits = step(ids, logits)
     return logits
@@ -84,21 +84,23 @@ hows = st.builds(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(hows, min_size=1, max_size=5), st.integers(0, 10_000))
-def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> None:
+def test_against_transformers(params_list: list[SamplingParams], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(given_hows), VOCAB, generator=generator) * 3
-    ids = torch.randint(0, VOCAB, (len(given_hows), 12), generator=generator).tolist()
+    logits = torch.randn(len(params_list), VOCAB, generator=generator) * 3
+    ids = torch.randint(0, VOCAB, (len(params_list), 12), generator=generator).tolist()
     seqs = [
-        sequence(row[:7], row[7 : 7 + i % 5], how, (3, 9))
-        for i, (row, how) in enumerate(zip(ids, given_hows))
+        sequence(row[:7], row[7 : 7 + i % 5], options, (3, 9))
+        for i, (row, options) in enumerate(zip(ids, params_list))
     ]
     sampler = Sampler(VOCAB, "cpu", OPS)
     plan = sampler.prepare(seqs)
     before = logits.clone()
     changed = sampler._process_logits(logits, plan)
-    how = brought(plan)
+    options = brought(plan)
     left = (
-        op.token_weights(changed, **{k: v for k, v in how.items() if k != "noise"}) if how else None
+        op.token_weights(changed, **{k: v for k, v in options.items() if k != "noise"})
+        if options
+        else None
     )
     for i, seq in enumerate(seqs):
         want = processed(seq, logits[i : i + 1])[0]
@@ -114,7 +116,7 @@ def test_against_transformers(given_hows: list[SamplingParams], seed: int) -> No
             (left[i] > 0) & (above.abs() > 1e-3), (reference > 0) & (above.abs() > 1e-3)
         )
         assert torch.allclose(left[i].double() / left[i].sum(), reference, rtol=2e-5, atol=1e-11)
-    first = sampler.sample(logits, plan, how)
+    first = sampler.sample(logits, plan, options)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
         single = Sampler(VOCAB, "cpu", OPS)
@@ -130,10 +132,10 @@ def brought(plan: SamplingBatch) -> dict[str, torch.Tensor]:
 
 
 def test_presence_frequency_bias_follow_the_answer_only() -> None:
-    how = SamplingParams(
+    options = SamplingParams(
         temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={11: 2.0}
     )
-    seq = sequence([5, 6], [7, 7, 8], how)
+    seq = sequence([5, 6], [7, 7, 8], options)
     sampler = Sampler(VOCAB, "cpu", OPS)
     for extra in range(3):
         want = torch.zeros(VOCAB)

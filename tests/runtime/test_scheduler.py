@@ -108,6 +108,18 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     assert all(sum(counts) <= most(counts.count(1)) for counts in steps)
 
 
+def step_beside_the_first(engine: EngineCore, count: int, repeats: int = 1) -> None:
+    """A step with one prompt, then three with ``count`` longer ones beside it."""
+    options = tiny.params(max_tokens=40, ignore_eos=True)
+    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=options))
+    engine.step()
+    for number in range(count):
+        prompt = (6 + number, *range(5, 90), *range(5, 70)) * repeats
+        engine.add(Request(id=f"with-{number}", prompt=prompt, params=options))
+    for _ in range(3):
+        engine.step()
+
+
 def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
     """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each
     step.
@@ -117,17 +129,7 @@ def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
     timed = engine.scheduler.observe_step
     engine.scheduler.observe_step = lambda plan, _: timed(plan, plan.num_tokens / 200)  # type: ignore[method-assign]
     steps = plans(engine)
-    how = tiny.params(max_tokens=40, ignore_eos=True)
-    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
-    engine.step()
-    for number in range(5):
-        engine.add(
-            Request(
-                id=f"with-{number}", prompt=(6 + number, *range(5, 90), *range(5, 70)), params=how
-            )
-        )
-    for _ in range(3):
-        engine.step()
+    step_beside_the_first(engine, 5)
     assert steps[0] == [150]
     assert steps[1:3] == [[1, 151, 49], [1, 1, 102, 98]]
     assert all(sum(counts) <= 200 + counts.count(1) for counts in steps)
@@ -145,19 +147,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
         plan, slow.pop() if slow else plan.num_tokens / 2000
     )  # type: ignore[method-assign]
     steps = plans(engine)
-    how = tiny.params(max_tokens=40, ignore_eos=True)
-    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=how))
-    engine.step()
-    for number in range(8):
-        engine.add(
-            Request(
-                id=f"with-{number}",
-                prompt=(6 + number, *range(5, 90), *range(5, 70)) * 2,
-                params=how,
-            )
-        )
-    for _ in range(3):
-        engine.step()
+    step_beside_the_first(engine, 8, repeats=2)
     assert [sum(counts) for counts in steps[:2]] == [150, 1 + 128]
     assert sum(steps[2]) > 1500, "the second step was a sample of the prefill speed"
     tiny.drain(engine)
@@ -199,9 +189,9 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     engine.scheduler.set_interactive(None, on_gpu=False)
     pace = engine.scheduler.adaptive_chunk
     assert pace is not None
-    how = tiny.params(max_tokens=150, ignore_eos=True)
+    options = tiny.params(max_tokens=150, ignore_eos=True)
     for number in range(20):
-        engine.add(Request(id=str(number), prompt=(5, 6, 7 + number), params=how))
+        engine.add(Request(id=str(number), prompt=(5, 6, 7 + number), params=options))
     timed = engine.scheduler.observe_step
     engine.scheduler.observe_step = lambda plan, _: timed(
         plan, 0.01 if plan.num_tokens == plan.num_decodes else 0.04
@@ -224,8 +214,8 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**16))
 def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
-    given_ids = tiny.prompts(6, 3, 40, seed=seed)
-    todo = tiny.requests(given_ids, tiny.params(max_tokens=9))
+    prompt_ids = tiny.prompts(6, 3, 40, seed=seed)
+    todo = tiny.requests(prompt_ids, tiny.params(max_tokens=9))
     assert tiny.run(tiny.make_engine(max_mixed_tokens=mixed), todo) == tiny.run(
         tiny.make_engine(), todo
     )
@@ -234,12 +224,12 @@ def test_pieces_change_no_answer(mixed: int, seed: int) -> None:
 def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     engine = tiny.make_engine(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
     steps = plans(engine)
-    how = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
+    options = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
     engine.add(
         Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True))
     )
     for number in range(6):
-        engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=how))
+        engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=options))
     ended = {
         t.request_id: t.finish_reason for t in tiny.drain(engine) if t.finish_reason is not None
     }

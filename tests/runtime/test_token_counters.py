@@ -49,7 +49,7 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {},
         {"max_tokens": 0},
@@ -64,20 +64,22 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
     ids=str,
 )
 def test_a_prompt_counts_once_and_tokens_as_answers_tell_them(
-    how: dict[str, Any], overlap: bool
+    options: dict[str, Any], overlap: bool
 ) -> None:
     """Also with n larger than the number of rows, so that some sequences recompute the prompt."""
-    engine = tiny.make_engine(max_num_seqs=8, overlap=overlap and "num_beams" not in how)
+    engine = tiny.make_engine(max_num_seqs=8, overlap=overlap and "num_beams" not in options)
     prompts = tiny.prompts(6, 20, 40)
-    counted(engine, tiny.requests(prompts, tiny.params(**how)))
-    counted(engine, tiny.requests(prompts, tiny.params(**how)))
+    counted(engine, tiny.requests(prompts, tiny.params(**options)))
+    counted(engine, tiny.requests(prompts, tiny.params(**options)))
 
 
 def test_thrown_out_and_computed_again_counts_once() -> None:
     """What a prompt that was thrown out finds of its own is none of what others had computed."""
     engine = tiny.make_engine(tiny.decoder(), max_num_seqs=4, pages=9)
-    how = tiny.params(max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0})
-    events = counted(engine, tiny.requests(tiny.prompts(4, 8, 20), how))
+    options = tiny.params(
+        max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0}
+    )
+    events = counted(engine, tiny.requests(tiny.prompts(4, 8, 20), options))
     assert engine.stats().preemptions > 0
     assert {event.cached_tokens for event in events} == {0}
 
@@ -85,11 +87,11 @@ def test_thrown_out_and_computed_again_counts_once() -> None:
 def test_embedded_prompts_count_once() -> None:
     engine = tiny.make_engine()
     prompts = tiny.prompts(3, 20, 40)
-    how = tiny.params(max_tokens=0)
+    options = tiny.params(max_tokens=0)
     counted(
         engine,
         [
-            Request(id=str(i), prompt=p, params=how, pooling=POOL_MEAN)
+            Request(id=str(i), prompt=p, params=options, pooling=POOL_MEAN)
             for i, p in enumerate(prompts)
         ],
     )

@@ -97,7 +97,7 @@ def opened(engine: Path, tp: int, **more: Any) -> EngineCore:
 
 
 def work(vocab: int) -> list[Request]:
-    hows = [
+    params_list = [
         tiny.params(max_tokens=14),
         tiny.params(temperature=0.9, seed=3, top_p=0.9, max_tokens=10),
         tiny.params(n=3, temperature=1.0, seed=1, max_tokens=8),
@@ -105,10 +105,10 @@ def work(vocab: int) -> list[Request]:
         tiny.params(repetition_penalty=1.3, max_tokens=10, logprobs=1),
         tiny.params(max_tokens=20),
     ]
-    prompts = tiny.prompts(len(hows), 1, 60, vocab=vocab)
+    prompts = tiny.prompts(len(params_list), 1, 60, vocab=vocab)
     return [
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
-        for i, (p, h) in enumerate(zip(prompts, hows))
+        for i, (p, h) in enumerate(zip(prompts, params_list))
     ]
 
 
@@ -151,9 +151,12 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
         try:
             todo = [
                 Request(
-                    id=f"{how}{i}", prompt=prompt, params=tiny.params(max_tokens=0), pooling=how
+                    id=f"{options}{i}",
+                    prompt=prompt,
+                    params=tiny.params(max_tokens=0),
+                    pooling=options,
                 )
-                for how in (POOL_MEAN, POOL_LAST)
+                for options in (POOL_MEAN, POOL_LAST)
                 for i, prompt in enumerate(tiny.prompts(4, 1, 60, vocab=engine_core.vocab))
             ]
             for request in (*todo[:4], *work(engine_core.vocab)[:2], *todo[4:]):

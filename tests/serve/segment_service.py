@@ -53,9 +53,9 @@ def random_photo(seed: int = 0, size: tuple[int, int] = (120, 80)) -> PIL.Image.
     return PIL.Image.fromarray(noise).resize(size, PIL.Image.Resampling.BICUBIC)
 
 
-def encode_image(picture: PIL.Image.Image, image_format: str = "PNG", **how: Any) -> bytes:
+def encode_image(picture: PIL.Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
-    picture.save(out, image_format, **how)
+    picture.save(out, image_format, **options)
     return out.getvalue()
 
 

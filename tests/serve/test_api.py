@@ -58,40 +58,42 @@ def texts_of(events: list[Any], count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}], ids=str
+    "options",
+    [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3}],
+    ids=str,
 )
 def test_text_is_the_same_alone_batched_streamed_and_in_the_class(
-    running: ServiceThread, llm: LLM, how: Any
+    running: ServiceThread, llm: LLM, options: Any
 ) -> None:
-    params = SamplingParams(**{**GREEDY, **how})
+    params = SamplingParams(**{**GREEDY, **options})
     expected = [
         output.text
         for answer in llm.generate(PROMPTS, params, progress=False)
         for output in answer.outputs
     ]
-    n = how.get("n", 1)
-    batched = complete(running, prompt=PROMPTS, **how)
+    n = options.get("n", 1)
+    batched = complete(running, prompt=PROMPTS, **options)
     assert [choice["text"] for choice in batched["choices"]] == expected
     assert [choice["index"] for choice in batched["choices"]] == list(range(n * len(PROMPTS)))
-    alone = [complete(running, prompt=prompt, **how) for prompt in PROMPTS]
+    alone = [complete(running, prompt=prompt, **options) for prompt in PROMPTS]
     assert [choice["text"] for each in alone for choice in each["choices"]] == expected
     assert (
-        texts_of(complete(running, prompt=PROMPTS, stream=True, **how), n * len(PROMPTS))
+        texts_of(complete(running, prompt=PROMPTS, stream=True, **options), n * len(PROMPTS))
         == expected
     )
     ids = [llm.language.encode_prompt(prompt) for prompt in PROMPTS]
     assert [
-        choice["text"] for choice in complete(running, prompt=ids, **how)["choices"]
+        choice["text"] for choice in complete(running, prompt=ids, **options)["choices"]
     ] == expected
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 7, "n": 2}], ids=str)
-def test_conversations_too(running: ServiceThread, llm: LLM, how: Any) -> None:
-    (answer,) = llm.chat(TALK, SamplingParams(**{**GREEDY, **how}), progress=False)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 7, "n": 2}], ids=str)
+def test_conversations_too(running: ServiceThread, llm: LLM, options: Any) -> None:
+    (answer,) = llm.chat(TALK, SamplingParams(**{**GREEDY, **options}), progress=False)
     expected = [output.text for output in answer.outputs]
-    response = chat(running, **how)
+    response = chat(running, **options)
     assert [choice["message"]["content"] for choice in response["choices"]] == expected
-    events = chat(running, stream=True, **how)
+    events = chat(running, stream=True, **options)
     assert texts_of(events, len(expected)) == expected
     assert [event["choices"][0]["delta"].get("role") for event in events[: len(expected)]] == [
         "assistant"
@@ -146,16 +148,16 @@ def test_of_several_answers_each_ends_once_at_a_stop_string(
     are not streamed.
     """
     named = {"tools": [{"type": "function", "function": {"name": "now"}}]} if tools else {}
-    how = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
+    options = {"n": 4, "temperature": 1.0, "seed": 5, "max_tokens": 60, "stop": [".", "a"]}
     for ask, more in ((complete, {"prompt": PROMPTS[0]}), (chat, named)):
-        choices = ask(running, **how, **more)["choices"]
+        choices = ask(running, **options, **more)["choices"]
         texts = [
             choice["text"] if "text" in choice else choice["message"]["content"]
             for choice in choices
         ]
         assert "stop" in {choice["finish_reason"] for choice in choices}
         # texts_of refuses a chunk after the last
-        assert texts_of(ask(running, **how, **more, stream=True), 4) == texts
+        assert texts_of(ask(running, **options, **more, stream=True), 4) == texts
 
 
 def test_logprobs_of_a_completion_with_echo(running: ServiceThread, llm: LLM) -> None:
@@ -308,8 +310,8 @@ def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> Non
         ]
         == ids[1:]
     )
-    talk = running.post("/tokenize", {"messages": TALK}).json
-    assert talk["count"] == chat(running)["usage"]["prompt_tokens"]
+    messages = running.post("/tokenize", {"messages": TALK}).json
+    assert messages["count"] == chat(running)["usage"]["prompt_tokens"]
     assert running.get("/version").json.keys() == {"version"}
     health = running.get("/health")
     assert (health.status, health.json["status"]) == (200, "ok")
@@ -405,13 +407,16 @@ def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(
     running: ServiceThread, echo: bool
 ) -> None:
     ids = complete(running, prompt=PROMPTS[0], return_token_ids=True)["choices"][0]["token_ids"]
-    how = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
-    (choice,) = complete(running, **how)["choices"]
+    options = {"prompt": PROMPTS[0], "logprobs": 0, "echo": echo, "stop_token_ids": [ids[5]]}
+    (choice,) = complete(running, **options)["choices"]
     prompt = len(
         running.post("/tokenize", {"model": "stories", "prompt": PROMPTS[0]}).json["tokens"]
     )
     assert len(choice["logprobs"]["tokens"]) == (prompt + 6 if echo else 5)
-    assert of_stream(complete(running, **how, stream=True)) == (choice["text"], choice["logprobs"])
+    assert of_stream(complete(running, **options, stream=True)) == (
+        choice["text"],
+        choice["logprobs"],
+    )
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 403]])
@@ -419,12 +424,18 @@ def test_a_stream_tells_the_token_that_ended_it_where_the_whole_answer_does(
 def test_offsets_count_the_control_tokens_that_are_shown(
     running: ServiceThread, echo: bool, prompt: Any
 ) -> None:
-    how = {"prompt": prompt, "logprobs": 0, "echo": echo, "max_tokens": 4, "logit_bias": {"0": 100}}
-    (shown,) = complete(running, **how, skip_special_tokens=False)["choices"]
+    options = {
+        "prompt": prompt,
+        "logprobs": 0,
+        "echo": echo,
+        "max_tokens": 4,
+        "logit_bias": {"0": 100},
+    }
+    (shown,) = complete(running, **options, skip_special_tokens=False)["choices"]
     size = len("Once") if echo else 0
     assert shown["text"][size:] == "<unk>" * 4
     assert shown["logprobs"]["text_offset"][-4:] == [size + 5 * i for i in range(4)]
-    (hidden,) = complete(running, **how)["choices"]
+    (hidden,) = complete(running, **options)["choices"]
     assert (hidden["text"][size:], hidden["logprobs"]["text_offset"][-4:]) == ("", [size] * 4)
 
 
@@ -444,15 +455,15 @@ def test_a_prompt_that_ends_inside_a_character(
     """What is shown is what its ids and the answer's are together: é is 198 and 172, 403 " Once", 2
     the end.
     """
-    how = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
-    (choice,) = complete(running, **how, echo=True)["choices"]
+    options = {"prompt": [1, 403, 198], "logprobs": 0, "logit_bias": bias, "max_tokens": most}
+    (choice,) = complete(running, **options, echo=True)["choices"]
     assert choice["text"] == "Once" + shown
     assert choice["logprobs"]["text_offset"][:3] == [0, 0, 4]
-    assert of_stream(complete(running, **how, echo=True, stream=True)) == (
+    assert of_stream(complete(running, **options, echo=True, stream=True)) == (
         choice["text"],
         choice["logprobs"],
     )
-    assert complete(running, **how)["choices"][0]["text"] == answer
+    assert complete(running, **options)["choices"][0]["text"] == answer
 
 
 @pytest.mark.parametrize("size", [600, 60_000])

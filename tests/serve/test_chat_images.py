@@ -101,9 +101,11 @@ def test_the_card_tells(served: ServiceThread) -> None:
     assert card["input_modalities"] == ["text", "image"]
 
 
-def picture_file(mode: str, file_format: str, size: tuple[int, int] = (20, 30), **how: Any) -> str:
+def picture_file(
+    mode: str, file_format: str, size: tuple[int, int] = (20, 30), **options: Any
+) -> str:
     out = io.BytesIO()
-    PIL.Image.new(mode, size).save(out, file_format, **how)
+    PIL.Image.new(mode, size).save(out, file_format, **options)
     return data_url(out.getvalue())
 
 

@@ -35,9 +35,9 @@ def brief(stories: Path) -> LLM:
 
 
 def generate(llm: LLM, text: str, tokens: int) -> str:
-    talk = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     return (
-        llm.chat(talk, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0]
+        llm.chat(messages, SamplingParams(temperature=0, max_tokens=tokens), progress=False)[0]
         .outputs[0]
         .text
     )

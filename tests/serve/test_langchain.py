@@ -56,8 +56,10 @@ def weather(town: str) -> str:
 
 def test_streaming_and_usage(model: Any, stories: Path) -> None:
     llm = LLM(stories, device="cpu", threads=1, chat_template=BRIEF, kv_cache_bytes=8 << 20)
-    how = SamplingParams(temperature=0, max_tokens=250)
-    expected = llm.chat([{"role": "user", "content": "The dog"}], how, progress=False)[0].outputs[0]
+    options = SamplingParams(temperature=0, max_tokens=250)
+    expected = llm.chat([{"role": "user", "content": "The dog"}], options, progress=False)[
+        0
+    ].outputs[0]
     assert model.invoke("The dog").content == expected.text
     chunks = list(model.stream("The dog"))
     assert len(chunks) > 10

@@ -32,11 +32,11 @@ RENAMED = {"include_stop_str_in_output": "include_stop"}
 def drawn(seed: int) -> dict[str, Any]:
     """A request's settings. The first few are greedy; every other has a seed of its own."""
     pick = random.Random(seed)
-    how: dict[str, Any] = {"max_tokens": pick.choice([3, 17, 30, 48])}
+    options: dict[str, Any] = {"max_tokens": pick.choice([3, 17, 30, 48])}
     if seed % 6 == 0:
-        how["temperature"] = 0
+        options["temperature"] = 0
     else:
-        how |= {
+        options |= {
             "temperature": pick.choice([0.3, 0.8, 1.0, 1.7]),
             "seed": pick.randrange(2**40),
             "n": pick.choice([1, 1, 3]),
@@ -53,18 +53,21 @@ def drawn(seed: int) -> dict[str, Any]:
         "stop_token_ids": pick.sample(range(400, 512), 12), "skip_special_tokens": False,
     }  # fmt: skip
     for name in pick.sample(sorted(rare), pick.choice([0, 0, 1, 2, 4, 8])):
-        how[name] = rare[name]
-    how["min_tokens"] = min(how.get("min_tokens", 0), how["max_tokens"])
-    return how
+        options[name] = rare[name]
+    options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+    return options
 
 
 SETTINGS = [(PROMPTS[seed % len(PROMPTS)], drawn(seed)) for seed in range(MANY)]
 
 
-def params(how: dict[str, Any]) -> SamplingParams:
-    bias = {int(key): value for key, value in how.get("logit_bias", {}).items()}
+def params(options: dict[str, Any]) -> SamplingParams:
+    bias = {int(key): value for key, value in options.get("logit_bias", {}).items()}
     return SamplingParams(
-        **{RENAMED.get(name, name): value for name, value in {**how, "logit_bias": bias}.items()}
+        **{
+            RENAMED.get(name, name): value
+            for name, value in {**options, "logit_bias": bias}.items()
+        }
     )
 
 
@@ -75,26 +78,34 @@ def of(answer: Any) -> Found:
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[Found]:
     """The class, one prompt after another."""
-    return [of(llm.generate(prompt, params(how), progress=False)[0]) for prompt, how in SETTINGS]
+    return [
+        of(llm.generate(prompt, params(options), progress=False)[0]) for prompt, options in SETTINGS
+    ]
 
 
-async def unstreamed(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Found:
-    body = {"model": "stories", "prompt": prompt, "return_token_ids": True, **how}
+async def unstreamed(running: ServiceThread, prompt: str, options: dict[str, Any]) -> Found:
+    body = {"model": "stories", "prompt": prompt, "return_token_ids": True, **options}
     response = await running.client.post("/v1/completions", body)
     assert response.status == 200, response.body
     tables = [each["logprobs"] for each in response.json["choices"]]
-    assert all((table is not None) == ("logprobs" in how) for table in tables)
+    assert all((table is not None) == ("logprobs" in options) for table in tables)
     return [
         (each["text"], each["token_ids"], each["finish_reason"])
         for each in response.json["choices"]
     ]
 
 
-async def streamed(running: ServiceThread, prompt: str, how: dict[str, Any]) -> Found:
-    body = {"model": "stories", "prompt": prompt, "return_token_ids": True, "stream": True, **how}
+async def streamed(running: ServiceThread, prompt: str, options: dict[str, Any]) -> Found:
+    body = {
+        "model": "stories",
+        "prompt": prompt,
+        "return_token_ids": True,
+        "stream": True,
+        **options,
+    }
     response = await running.client.post("/v1/completions", body)
     assert response.status == 200, response.body
-    texts, ids, ends = ([""] * how.get("n", 1) for _ in range(3))
+    texts, ids, ends = ([""] * options.get("n", 1) for _ in range(3))
     tokens: list[list[int]] = [[] for _ in ids]
     for event in response.events[:-1]:
         for choice in event["choices"]:
@@ -106,17 +117,17 @@ async def streamed(running: ServiceThread, prompt: str, how: dict[str, Any]) -> 
 
 def test_the_settings_are_many() -> None:
     """Each in several of them, and with every other one at least once but for a few."""
-    names = sorted({name for _, how in SETTINGS for name in how})
+    names = sorted({name for _, options in SETTINGS for name in options})
     assert len(names) == 18
-    assert all(sum(name in how for _, how in SETTINGS) >= 5 for name in names)
-    pairs = {pair for _, how in SETTINGS for pair in itertools.combinations(sorted(how), 2)}
+    assert all(sum(name in options for _, options in SETTINGS) >= 5 for name in names)
+    pairs = {pair for _, options in SETTINGS for pair in itertools.combinations(sorted(options), 2)}
     assert len(pairs) > 0.95 * math.comb(len(names), 2)
-    assert sum(how["temperature"] == 0 for _, how in SETTINGS) == 11
+    assert sum(options["temperature"] == 0 for _, options in SETTINGS) == 11
 
 
 def test_in_a_batch(llm: LLM, alone: list[Found]) -> None:
-    prompts, how = zip(*SETTINGS, strict=True)
-    answers = llm.generate(list(prompts), [params(each) for each in how], progress=False)
+    prompts, options = zip(*SETTINGS, strict=True)
+    answers = llm.generate(list(prompts), [params(each) for each in options], progress=False)
     assert [of(answer) for answer in answers] == alone
 
 
@@ -127,8 +138,8 @@ def test_seeds_matter(alone: list[Found]) -> None:
 
 @pytest.mark.parametrize("ask", [unstreamed, streamed])
 def test_over_http_one_after_another(running: ServiceThread, alone: list[Found], ask: Any) -> None:
-    for (prompt, how), expected in zip(SETTINGS[::3], alone[::3], strict=True):
-        assert running.run(ask(running, prompt, how)) == expected, how
+    for (prompt, options), expected in zip(SETTINGS[::3], alone[::3], strict=True):
+        assert running.run(ask(running, prompt, options)) == expected, options
 
 
 def test_over_http_all_at_once(running: ServiceThread, alone: list[Found]) -> None:
@@ -140,8 +151,10 @@ def test_over_http_all_at_once(running: ServiceThread, alone: list[Found]) -> No
         ]
         return await asyncio.gather(*asks)
 
-    for actual, expected, (_, how) in zip(running.run(together()), alone, SETTINGS, strict=True):
-        assert actual == expected, how
+    for actual, expected, (_, options) in zip(
+        running.run(together()), alone, SETTINGS, strict=True
+    ):
+        assert actual == expected, options
 
 
 def test_a_list_of_prompts(running: ServiceThread, llm: LLM) -> None:
@@ -154,33 +167,41 @@ def test_a_list_of_prompts(running: ServiceThread, llm: LLM) -> None:
         "n": 2,
     }
     choices = running.post("/v1/completions", body).json["choices"]
-    how = SamplingParams(max_tokens=20, temperature=0.9, seed=11, n=2)
+    options = SamplingParams(max_tokens=20, temperature=0.9, seed=11, n=2)
     expected = [
         output.text
         for prompt in PROMPTS
-        for output in llm.generate(prompt, how, progress=False)[0].outputs
+        for output in llm.generate(prompt, options, progress=False)[0].outputs
     ]
     assert [choice["text"] for choice in choices] == expected
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{"temperature": 0}, {"temperature": 1.1, "seed": 5}, {"top_k": 8, "seed": 2**40}],
     ids=str,
 )
-def test_conversations(running: ServiceThread, llm: LLM, how: dict[str, Any]) -> None:
+def test_conversations(running: ServiceThread, llm: LLM, options: dict[str, Any]) -> None:
     talks = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     expected = [
-        llm.chat(talk, SamplingParams(max_tokens=24, **how), progress=False)[0].outputs[0].text
-        for talk in talks
+        llm.chat(messages, SamplingParams(max_tokens=24, **options), progress=False)[0]
+        .outputs[0]
+        .text
+        for messages in talks
     ]
-    together = llm.chat(talks, SamplingParams(max_tokens=24, **how), progress=False)
+    together = llm.chat(talks, SamplingParams(max_tokens=24, **options), progress=False)
     assert [answer.outputs[0].text for answer in together] == expected
-    deltas = [llm.stream(talk, SamplingParams(max_tokens=24, **how)) for talk in talks]
+    deltas = [llm.stream(messages, SamplingParams(max_tokens=24, **options)) for messages in talks]
     assert ["".join(delta.text for delta in each) for each in deltas] == expected
 
-    async def ask(talk: Any, stream: bool) -> str:
-        body = {"model": "stories", "messages": talk, "max_tokens": 24, "stream": stream, **how}
+    async def ask(messages: Any, stream: bool) -> str:
+        body = {
+            "model": "stories",
+            "messages": messages,
+            "max_tokens": 24,
+            "stream": stream,
+            **options,
+        }
         response = await running.client.post("/v1/chat/completions", body)
         if not stream:
             return str(response.json["choices"][0]["message"]["content"])
@@ -190,7 +211,7 @@ def test_conversations(running: ServiceThread, llm: LLM, how: dict[str, Any]) ->
 
     async def all_of_them() -> list[str]:
         return await asyncio.gather(
-            *(ask(talk, stream) for stream in (False, True) for talk in talks)
+            *(ask(messages, stream) for stream in (False, True) for messages in talks)
         )
 
     assert running.run(all_of_them()) == expected * 2
@@ -220,17 +241,19 @@ CASES: list[dict[str, Any]] = [
 LEFT = ("ignore_eos", "stop_token_ids")
 
 
-def held_to(place: int) -> dict[str, Any]:
+def structured_body(place: int) -> dict[str, Any]:
     """A conversation's request: sampling settings of all kinds with each kind of structure."""
-    how = {name: value for name, value in drawn(place).items() if name not in LEFT}
-    logprobs = {"logprobs": True, "top_logprobs": how["logprobs"]} if "logprobs" in how else {}
-    talk = [{"role": "user", "content": PROMPTS[place % len(PROMPTS)]}]
+    options = {name: value for name, value in drawn(place).items() if name not in LEFT}
+    logprobs = (
+        {"logprobs": True, "top_logprobs": options["logprobs"]} if "logprobs" in options else {}
+    )
+    messages = [{"role": "user", "content": PROMPTS[place % len(PROMPTS)]}]
     return {
-        **how,
+        **options,
         **logprobs,
         **CASES[place % len(CASES)],
         "model": "stories",
-        "messages": talk,
+        "messages": messages,
         "max_tokens": 120,
     }
 
@@ -280,7 +303,7 @@ def test_answers_that_are_held_to_something(
     """
     # the engine reads 512 tokens, a letter each
     monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
-    bodies = [held_to(place) for place in range(27)]
+    bodies = [structured_body(place) for place in range(27)]
     alone = [running.run(talked(running, body, False)) for body in bodies]
 
     async def together() -> list[Any]:

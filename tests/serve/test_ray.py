@@ -23,19 +23,10 @@ import pytest
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from tests.serve.server_process import ServerProcess, read_all
+from tests.stories import STORY_STARTS
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 pytestmark = pytest.mark.ray
-STARTS = (
-    "Once upon a time",
-    "The dog",
-    "Lily said",
-    "A",
-    "Ben and Tom",
-    "One day",
-    "The sun",
-    "Mom",
-)
 TOKENS = 60
 LONG = {"model": "stories", "prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -133,13 +124,18 @@ class Load:
     async def _ask(
         self, api: openai.AsyncOpenAI, prompt: str, stream: bool
     ) -> tuple[str, str | None]:
-        how: Any = {"model": "stories", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS,
-                    "extra_body": {"ignore_eos": True}}  # fmt: skip
+        options: Any = {
+            "model": "stories",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "extra_body": {"ignore_eos": True},
+        }
         if not stream:
-            choice = (await api.completions.create(**how)).choices[0]
+            choice = (await api.completions.create(**options)).choices[0]
             return choice.text, choice.finish_reason
         text, finish = "", None
-        async for chunk in await api.completions.create(**how, stream=True):
+        async for chunk in await api.completions.create(**options, stream=True):
             text += chunk.choices[0].text
             finish = chunk.choices[0].finish_reason or finish
         return text, finish
@@ -166,8 +162,10 @@ def cluster(stories: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> dict[str, str]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    answers = llm.generate(list(STARTS), params, progress=False)
-    return {start: answer.outputs[0].text for start, answer in zip(STARTS, answers, strict=True)}
+    answers = llm.generate(list(STORY_STARTS), params, progress=False)
+    return {
+        start: answer.outputs[0].text for start, answer in zip(STORY_STARTS, answers, strict=True)
+    }
 
 
 def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, str]) -> None:
@@ -184,14 +182,14 @@ def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, s
 def test_requests_of_one_beginning_go_to_the_replica_that_has_it(cluster: Cluster) -> None:
     before = cluster.counters("prefix_cache_hits_total")
     prompt_tokens = cluster.counters("prompt_tokens_total")
-    for talk in range(2):
-        start = f"{talk} said: " + "The miller of the old mill was a big man. " * 8
+    for messages in range(2):
+        start = f"{messages} said: " + "The miller of the old mill was a big man. " * 8
         for turn in range(6):
             body = {"model": "stories", "prompt": f"{start} {turn}", "max_tokens": 1}
             status, answer, headers = cluster.request(
-                "/v1/completions", body, **{"X-Request-Id": f"t{talk}-{turn}"}
+                "/v1/completions", body, **{"X-Request-Id": f"t{messages}-{turn}"}
             )
-            assert (status, headers["x-request-id"]) == (200, f"t{talk}-{turn}")
+            assert (status, headers["x-request-id"]) == (200, f"t{messages}-{turn}")
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert bool(cached) == bool(turn), "another replica got the request"
     hits, prompts = (

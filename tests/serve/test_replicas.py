@@ -74,15 +74,15 @@ def test_beginnings_of_anything(body: bytes) -> None:
 def test_a_conversation_stays_where_it_began() -> None:
     affinity, loads = PrefixAffinity(), {"a": 0, "b": 0, "c": 0}
     homes = {}
-    for talk in range(9):
-        prefix = prefix_digests(chat(f"{talk} {LONG}"))
-        homes[talk] = affinity.rank_replicas(prefix, loads)[0]
-        affinity.record_route(prefix, homes[talk])
+    for messages in range(9):
+        prefix = prefix_digests(chat(f"{messages} {LONG}"))
+        homes[messages] = affinity.rank_replicas(prefix, loads)[0]
+        affinity.record_route(prefix, homes[messages])
     assert sorted(homes.values()) == sorted("abc" * 3)
-    for talk in range(9):
+    for messages in range(9):
         assert (
-            affinity.rank_replicas(prefix_digests(chat(f"{talk} {LONG}", "and on")), loads)[0]
-            == homes[talk]
+            affinity.rank_replicas(prefix_digests(chat(f"{messages} {LONG}", "and on")), loads)[0]
+            == homes[messages]
         )
 
 
@@ -106,8 +106,8 @@ def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count:
     """
     affinity, loads = PrefixAffinity(slack), {str(name): 0 for name in range(count)}
     routes: list[str] = []
-    for talk, ends in visits:
-        prefix = prefix_digests(chat(f"{talk} {LONG}"))
+    for messages, ends in visits:
+        prefix = prefix_digests(chat(f"{messages} {LONG}"))
         order = affinity.rank_replicas(prefix, loads)
         assert sorted(order) == sorted(loads)
         assert loads[order[0]] <= min(loads.values()) + slack
@@ -120,8 +120,8 @@ def test_imbalance_is_bounded(visits: list[tuple[int, bool]], slack: int, count:
 
 def test_memory_of_beginnings_is_bounded() -> None:
     affinity = PrefixAffinity(max_prefixes=100)
-    for talk in range(200):
-        affinity.record_route(prefix_digests(chat(f"{talk} {LONG}")), "a")
+    for messages in range(200):
+        affinity.record_route(prefix_digests(chat(f"{messages} {LONG}")), "a")
     assert len(affinity._prefix_owner) == 100
 
 
@@ -352,7 +352,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     head = {"method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
         "query": b"",
             "headers": [(b"content-type", b"application/json")]}  # fmt: skip
-    how = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+    options = {"model": "stories", "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
 
     async def call_body(body: dict[str, Any], most: int | None = None) -> list[Any]:
         texts = []
@@ -365,10 +365,10 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
                     break
         return texts
 
-    (status, _), reply = running.run(call_body(how))
+    (status, _), reply = running.run(call_body(options))
     assert status == 200
     text = json.loads(reply)["choices"][0]["text"]
-    start, *pieces = running.run(call_body({**how, "stream": True}))
+    start, *pieces = running.run(call_body({**options, "stream": True}))
     assert start[0] == 200
     events = [
         json.loads(line[6:])
@@ -378,7 +378,7 @@ def test_the_application_called_without_a_socket(running: ServiceThread) -> None
     assert "".join(event["choices"][0]["text"] for event in events) == text
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
     # leaving ends the request in the engine
-    long = {**how, "stream": True, "max_tokens": 450, "ignore_eos": True}
+    long = {**options, "stream": True, "max_tokens": 450, "ignore_eos": True}
     running.run(call_body(long, most=2))
 
     async def idle() -> None:

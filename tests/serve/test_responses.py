@@ -156,15 +156,15 @@ SAME: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(("input", "messages"), SAME, ids=["text", "instructions", "items"])
 def test_the_text_is_that_of_a_chat_whole_and_streamed(
-    running: ServiceThread, input: Any, messages: Any, how: Any
+    running: ServiceThread, input: Any, messages: Any, options: Any
 ) -> None:
-    expected = chat(running, messages, **how)["message"]["content"]
-    response = ask(running, **input, **how)
+    expected = chat(running, messages, **options)["message"]["content"]
+    response = ask(running, **input, **options)
     assert text_of(response) == expected
-    events = stream(running, **input, **how)
+    events = stream(running, **input, **options)
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == expected
     assert len(deltas) > 1

@@ -296,9 +296,9 @@ def test_a_queue_that_is_full(seeing: SegmentService) -> None:
 
 
 def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
-    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
     for path, body in (
-        ("/v1/chat/completions", talk),
+        ("/v1/chat/completions", messages),
         ("/v1/completions", {"prompt": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [3]}),

@@ -50,11 +50,13 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
     answer_text = llm.chat(TALK, params, progress=False)[0].outputs[0].text
     with client(server) as api:
         assert [model.id for model in api.models.list()] == ["stories"]
-        how: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
-        completion = api.chat.completions.create(**how)
+        options: Any = {"model": "stories", "messages": TALK, "temperature": 0, "max_tokens": 20}
+        completion = api.chat.completions.create(**options)
         assert completion.choices[0].message.content == answer_text
         chunks = list(
-            api.chat.completions.create(**how, stream=True, stream_options={"include_usage": True})
+            api.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
         )
         assert (
             "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -69,10 +71,10 @@ def test_the_openai_client(server: ServerProcess, llm: LLM) -> None:
         )
         assert len(text.choices) == 2
         with pytest.raises(openai.NotFoundError) as missing:
-            api.chat.completions.create(**{**how, "model": "gpt"})
+            api.chat.completions.create(**{**options, "model": "gpt"})
         assert missing.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as wrong:
-            api.chat.completions.create(**{**how, "temperature": 3})
+            api.chat.completions.create(**{**options, "temperature": 3})
         assert wrong.value.param == "temperature"
 
 
@@ -81,15 +83,17 @@ def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
         async with openai.AsyncOpenAI(
             base_url=server.url + "/v1", api_key="none", max_retries=0
         ) as api:
-            how: Any = {"model": "stories", "messages": TALK, "max_tokens": 12}
+            options: Any = {"model": "stories", "messages": TALK, "max_tokens": 12}
 
             async def streamed(seed: int) -> str:
-                stream = await api.chat.completions.create(**how, seed=seed, stream=True)
+                stream = await api.chat.completions.create(**options, seed=seed, stream=True)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
             async def completion_text(seed: int) -> str | None:
                 return (
-                    (await api.chat.completions.create(**how, seed=seed)).choices[0].message.content
+                    (await api.chat.completions.create(**options, seed=seed))
+                    .choices[0]
+                    .message.content
                 )
 
             seeds = range(12)
@@ -144,9 +148,9 @@ def test_sigterm_lets_running_answers_finish(stories: Path) -> None:
         assert (code, stderr.splitlines()) == (0, [f"modelmill: stories is ready; {KV}"])
 
 
-@pytest.mark.parametrize("how", ["timeout", "twice"])
-def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
-    patience = 0.05 if how == "timeout" else 60
+@pytest.mark.parametrize("end_by", ["timeout", "twice"])
+def test_a_shutdown_that_does_not_wait(stories: Path, end_by: str) -> None:
+    patience = 0.05 if end_by == "timeout" else 60
     with ServerProcess(stories, "--shutdown-timeout", patience, "--max-num-seqs", 4) as serving:
         workers = serving.workers
         assert len(workers) == 1
@@ -157,7 +161,7 @@ def test_a_shutdown_that_does_not_wait(stories: Path, how: str) -> None:
         socks[0].recv(10)
         serving.wait_for_queue(39)
         serving.process.send_signal(signal.SIGTERM)
-        if how == "twice":
+        if end_by == "twice":
             serving.process.send_signal(signal.SIGINT)
         # less than the 60 s of its --shutdown-timeout, or than those of the answers it has begun
         with time_limit():
@@ -360,8 +364,8 @@ def test_bench_serve_measures_it(server: ServerProcess, cli: Any) -> None:
 def test_chat_with_a_server(
     server: ServerProcess, llm: LLM, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk: list[Any] = [*TALK]
-    (answer,) = llm.chat(talk, SamplingParams(temperature=0, max_tokens=12), progress=False)
+    messages: list[Any] = [*TALK]
+    (answer,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), progress=False)
     words = ("chat", "--url", server.url, "--temperature", 0, "--max-tokens", 12)
     for stream in ("--stream", "--no-stream"):
         monkeypatch.setattr("sys.stdin", io.StringIO(TALK[0]["content"] + "\n/exit\n"))

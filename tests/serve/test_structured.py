@@ -52,10 +52,10 @@ def schema(value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str
+    "options", [{}, {"temperature": 1.5, "seed": 3, "n": 4}, {"logprobs": True}], ids=str
 )
-def test_a_json_schema(running: ServiceThread, how: Any) -> None:
-    for text in texts_of(running, **schema(PERSON), **how):
+def test_a_json_schema(running: ServiceThread, options: Any) -> None:
+    for text in texts_of(running, **schema(PERSON), **options):
         value = json.loads(text)
         assert value.keys() == {"name", "age"}
         assert len(value["name"]) <= 8
@@ -63,44 +63,47 @@ def test_a_json_schema(running: ServiceThread, how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str
+    "options", [{}, {"temperature": 1.2, "seed": 5, "n": 3, "repetition_penalty": 1.2}], ids=str
 )
-def test_patterns_and_choices(running: ServiceThread, how: Any) -> None:
+def test_patterns_and_choices(running: ServiceThread, options: Any) -> None:
     for text in texts_of(
-        running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **how
+        running, structured_outputs={"regex": r"[A-Z][a-z]{2,5}, [0-9]{3}"}, **options
     ):
         assert re.fullmatch(r"[A-Z][a-z]{2,5}, [0-9]{3}", text)
     for text in texts_of(
-        running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **how
+        running, structured_outputs={"choice": ["yes", "no", 'may"be', "niño"]}, **options
     ):
         assert text in ("yes", "no", 'may"be', "niño")
     for text in texts_of(
-        running, structured_outputs={"grammar": 'start: "a"+ "b"\n'}, logit_bias={"404": 1.0}, **how
+        running,
+        structured_outputs={"grammar": 'start: "a"+ "b"\n'},
+        logit_bias={"404": 1.0},
+        **options,
     ):
         assert re.fullmatch("a+b", text)
 
 
 @pytest.mark.parametrize(
-    "how", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str
+    "options", [{"choice": [" yes", " no"]}, {"regex": " (yes|no)"}, {"regex": " ?a "}], ids=str
 )
-def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, how: Any) -> None:
+def test_a_space_that_the_grammar_asks_for_is_said(running: ServiceThread, options: Any) -> None:
     """SentencePiece drops the space before a text of its own; an answer that a grammar counts has
     all its bytes.
     """
-    for text in texts_of(running, structured_outputs=how):
-        assert re.fullmatch(how.get("regex", " yes| no"), text)
+    for text in texts_of(running, structured_outputs=options):
+        assert re.fullmatch(options.get("regex", " yes| no"), text)
     for prompt in ([1], "x"):  # the token that every text begins with, alone
         ask = {
             "model": "stories",
             "prompt": prompt,
             "max_tokens": 30,
             "temperature": 0,
-            "structured_outputs": how,
+            "structured_outputs": options,
         }
         for more in ({}, {"logprobs": 0, "echo": True}):
             (choice,) = running.post("/v1/completions", {**ask, **more}).json["choices"]
             text = choice["text"].removeprefix("x")
-            assert re.fullmatch(how.get("regex", " yes| no"), text)
+            assert re.fullmatch(options.get("regex", " yes| no"), text)
         table, own = choice["logprobs"], len(choice["text"]) - len(text)
         ends = [*table["text_offset"][1:], len(choice["text"])]
         places = zip(table["text_offset"], ends, table["tokens"], strict=True)

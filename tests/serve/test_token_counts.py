@@ -57,10 +57,10 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
     plain = {"model": "stories", "temperature": 0}
     for _ in range(count):
         prompt, tokens, stream = draw.choice(PROMPTS), draw.randrange(1, 40), draw.random() < 0.5
-        how: dict[str, Any] = {**plain, "max_tokens": tokens}
+        options: dict[str, Any] = {**plain, "max_tokens": tokens}
         if stream:
-            how |= {"stream": True, "stream_options": {"include_usage": True}}
-        text, talk = {**how, "prompt": prompt}, {**how, "messages": TALK}
+            options |= {"stream": True, "stream_options": {"include_usage": True}}
+        text, messages = {**options, "prompt": prompt}, {**options, "messages": TALK}
         warm = {"temperature": 1.0, "seed": draw.randrange(99), "n": draw.randrange(2, 6)}
         stops = {
             "stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]),
@@ -82,12 +82,13 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                 "n": 2}),
                 ("/v1/completions", {**text, "echo": True, "logprobs": 2,
                 "max_tokens": draw.choice([0, 3])}),
-                ("/v1/chat/completions", talk),
-                ("/v1/chat/completions", {**talk, **stops, **warm}),
-                ("/v1/chat/completions", {**talk, "response_format": {"type": "json_object"},
+                ("/v1/chat/completions", messages),
+                ("/v1/chat/completions", {**messages, **stops, **warm}),
+                ("/v1/chat/completions", {**messages, "response_format": {"type": "json_object"},
                 "max_tokens": 9}),
-                ("/v1/chat/completions", {**talk, "tools": [{"type": "function", "function": TOOL}],
-                                          "tool_choice": "required", "max_tokens": 60}),
+                ("/v1/chat/completions", {
+                    **messages, "tools": [{"type": "function", "function": TOOL}],
+                    "tool_choice": "required", "max_tokens": 60}),
                 ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens,
                 "stream": stream}),
                 ("/v1/embeddings", {"model": "stories", "input": draw.sample(PROMPTS, 2)}),
@@ -97,7 +98,7 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                                      "cache_salt": LEAVES, "n": draw.randrange(1, 3)}),
                 ("/v1/completions", {**text, "n": 0}),
                 ("/v1/completions", {**text, "prompt": "a " * 2000}),
-                ("/v1/chat/completions", {**talk, "model": "none"}),
+                ("/v1/chat/completions", {**messages, "model": "none"}),
             ]
         )  # fmt: skip
 

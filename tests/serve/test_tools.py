@@ -125,11 +125,11 @@ def test_a_conversation_with_calls_goes_on(running: ServiceThread) -> None:
         "type": "function",
         "function": {"name": "weather", "arguments": '{"town": "Ulm", "days": 1}'},
     }
-    talk = [*ASK["messages"], {"role": "assistant", "content": None,
+    messages = [*ASK["messages"], {"role": "assistant", "content": None,
         "tool_calls": [call]},  # type: ignore[misc]
             {"role": "tool", "tool_call_id": "c1", "content": "Sun"}]  # fmt: skip
     response = running.post(
-        "/v1/chat/completions", {**ASK, "messages": talk, "tools": [WEATHER], "max_tokens": 3}
+        "/v1/chat/completions", {**ASK, "messages": messages, "tools": [WEATHER], "max_tokens": 3}
     )
     assert response.status == 200, response.body
 

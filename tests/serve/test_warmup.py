@@ -54,9 +54,9 @@ def test_the_openapi_document_is_made_on_a_thread(
     threads: list[int] = []
     make = app.get_openapi
 
-    def made(**how: Any) -> Any:
+    def made(**options: Any) -> Any:
         threads.append(threading.get_ident())
-        return make(**how)
+        return make(**options)
 
     monkeypatch.setattr(app, "get_openapi", made)
     client = Client(make_app(running.service))

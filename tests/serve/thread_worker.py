@@ -110,5 +110,5 @@ async def served_engine(launcher: ThreadLauncher | None = None, max_waiting: int
 
 def make_request(engine: EngineClient, prompt: tuple[int, ...], **params: Any) -> RequestState:
     """A request, greedy by default."""
-    how = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
-    return engine.text_processor.request(prompt, how)
+    options = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **params})
+    return engine.text_processor.request(prompt, options)

@@ -124,14 +124,14 @@ def test_a_base_model_has_no_chat(tokenizer, shared):
 
 def test_the_window_is_the_checkpoints_own(tokenizer, shared):
     """As the original's make_context takes it from its generation config."""
-    talk = [{"role": role, "content": "word " * 20} for role in ("user", "assistant") * 5] + [
+    messages = [{"role": role, "content": "word " * 20} for role in ("user", "assistant") * 5] + [
         {"role": "user", "content": "now"}
     ]
     files = files_of(shared, "qwen.tiktoken")
-    full_ids = load_chat(files, tokenizer).encode(talk)
+    full_ids = load_chat(files, tokenizer).encode(messages)
     for window, num_kept in ((200, 3), (0, None), ("x", None), (10**6, None)):
         settings = {"generation_config.json": json.dumps({"max_window_size": window}).encode()}
-        ids = load_chat({**files, **settings}, tokenizer).encode(talk)
+        ids = load_chat({**files, **settings}, tokenizer).encode(messages)
         assert (ids == full_ids) == (num_kept is None)
         if num_kept is not None:
             assert ids[: ids.index(END)] == full_ids[: full_ids.index(END)]

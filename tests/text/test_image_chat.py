@@ -74,8 +74,8 @@ def test_a_system_message_stands_first(chat: ImageChat) -> None:
 
 
 def test_without_the_question_to_go_on(chat: ImageChat) -> None:
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes. "}]
-    assert chat.render(talk, add_generation_prompt=False).endswith(
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Yes. "}]
+    assert chat.render(messages, add_generation_prompt=False).endswith(
         "###Human: Hi###Assistant: Yes.###"
     )
 
@@ -117,18 +117,18 @@ def test_questions_have_the_pictures_in_front(tokenizer: Tokenizer) -> None:
     without words.
     """
     chat = Blip2Chat(tokenizer, 3)
-    talk = [
+    messages = [
         {"role": "system", "content": "Be brief."},
         user("What is", PICTURE, "this? "),
         {"role": "assistant", "content": "A dog."},
         user("And this?", PICTURE),
     ]
     prompt_text = "Be brief. Question: What is\nthis? Answer: A dog. Question: And this? Answer:"
-    assert chat.render(talk) == "<ImageHere><ImageHere>" + prompt_text
-    ids, pictures = chat.encode_with_images(talk)
+    assert chat.render(messages) == "<ImageHere><ImageHere>" + prompt_text
+    ids, pictures = chat.encode_with_images(messages)
     assert ids == [0] * 6 + tokenizer.encode(prompt_text, bos=True)
     assert [position for position, _ in pictures] == [0, 3]
-    assert chat.render(talk, add_generation_prompt=False).endswith("Question: And this?")
+    assert chat.render(messages, add_generation_prompt=False).endswith("Question: And this?")
     assert chat.encode_with_images([user(PICTURE)])[0] == [0] * 3 + tokenizer.encode("", bos=True)
 
 

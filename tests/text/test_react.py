@@ -63,11 +63,13 @@ def chat(real):
     return QwenChat(real("qwen.tiktoken"))
 
 
-def both(chat, messages, tools=(WEATHER, NOW), **how) -> str:
+def both(chat, messages, tools=(WEATHER, NOW), **options) -> str:
     """The prompt; ids and text must agree."""
-    text = chat.render(messages, tools=list(tools), **how)
+    text = chat.render(messages, tools=list(tools), **options)
     assert (
-        chat._tokenizer.decode(chat.encode(messages, tools=list(tools), **how), skip_special=False)
+        chat._tokenizer.decode(
+            chat.encode(messages, tools=list(tools), **options), skip_special=False
+        )
         == text
     )
     return text
@@ -97,21 +99,21 @@ def test_an_answer_goes_on_after_a_result(chat):
 
 def test_history(chat):
     """As the original: the tools are told of in the last question that has an answer."""
-    talk = [
+    messages = [
         ASK,
         call("weather"),
         result("weather", "dry"),
         {"role": "assistant", "content": "No."},
         ASK,
     ]
-    text = both(chat, talk)
+    text = both(chat, messages)
     first, second = text.split("<|im_start|>user\n")[1:]
     assert first.startswith(INTRO)
     assert first.endswith(
         "Observation: dry\nThought: I now know the final answer.\nFinal Answer: No.<|im_end|>\n"
     )
     assert second == "Rain?<|im_end|>\n<|im_start|>assistant\n"
-    without = both(chat, talk, tools=())
+    without = both(chat, messages, tools=())
     assert "APIs" not in without
     assert "Observation: dry\nNo.<|im_end|>" in without
 
@@ -125,7 +127,7 @@ def test_calls_made_at_once(chat):
 
 
 @pytest.mark.parametrize(
-    "talk",
+    "messages",
     [
         [result("a", "x")], [call("a")], [ASK, ASK],
         [ASK, call("a"), ASK, {"role": "system", "content": "x"}],
@@ -134,9 +136,9 @@ def test_calls_made_at_once(chat):
     ],
     ids=range(7),
 )  # fmt: skip
-def test_orders_that_it_cannot_read(chat, talk):
+def test_orders_that_it_cannot_read(chat, messages):
     with pytest.raises(RequestError, match="Qwen"):
-        chat.encode(talk, tools=[WEATHER])
+        chat.encode(messages, tools=[WEATHER])
 
 
 def test_tools_that_are_none(chat):

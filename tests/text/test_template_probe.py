@@ -198,9 +198,9 @@ def test_parts_that_a_template_pastes_together_make_no_control_token() -> None:
 )
 def test_a_template_that_writes_no_calls_reads_no_null(template: str) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    talk = [
+    messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "user", "content": "ho"},
     ]
-    assert rendered(template, talk) == "<|user|>hi.<|assistant|>.<|user|>ho."
+    assert rendered(template, messages) == "<|user|>hi.<|assistant|>.<|user|>ho."

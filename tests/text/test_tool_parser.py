@@ -114,11 +114,11 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def read(
-    style: str, text: str, sizes: list[int], **how: object
+    style: str, text: str, sizes: list[int], **options: object
 ) -> tuple[str, list[tuple[str, str]], list[str | ToolCallDelta]]:
     """(content, calls, pieces) of a text that comes in pieces of these sizes, over and over."""
     parser, pieces, at, turn = (
-        make_tool_parser(style, ["f", "g"], **how),
+        make_tool_parser(style, ["f", "g"], **options),
         list[str | ToolCallDelta](),
         0,
         0,
@@ -214,19 +214,20 @@ WRITE = {
 @settings(deadline=None, max_examples=100)
 @given(
     style=st.sampled_from(sorted(WRITE)),
-    given_=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),
+    expected=st.lists(st.tuples(st.sampled_from("fg"), ARGUMENTS), min_size=1, max_size=3),
     ascii=st.booleans(),
     size=st.integers(1, 11),
 )
 def test_every_object_arrives(
-    style: str, given_: list[tuple[str, dict[str, object]]], ascii: bool, size: int
+    style: str, expected: list[tuple[str, dict[str, object]]], ascii: bool, size: int
 ) -> None:
     written = [
-        json.dumps({"name": name, "arguments": value}, ensure_ascii=ascii) for name, value in given_
+        json.dumps({"name": name, "arguments": value}, ensure_ascii=ascii)
+        for name, value in expected
     ]
     content, calls, _ = read(style, WRITE[style](written), [size])
     assert content == ""
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == given_
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -15,7 +15,7 @@ TOOL: dict[str, Any] = {
 
 
 def test_a_format_without_tools_is_told_of_them_in_words() -> None:
-    talk = [
+    conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Go"},
         {
@@ -25,7 +25,7 @@ def test_a_format_without_tools_is_told_of_them_in_words() -> None:
         },
         {"role": "tool", "content": "42", "tool_call_id": "c"},
     ]
-    messages = tool_prompts.describe_tools(talk, [TOOL])
+    messages = tool_prompts.describe_tools(conversation, [TOOL])
     assert messages[0]["content"].startswith("Be brief.\n\n")
     assert '"name": "f"' in messages[0]["content"]
     assert messages[2] == {
@@ -34,8 +34,8 @@ def test_a_format_without_tools_is_told_of_them_in_words() -> None:
     }
     assert messages[3]["role"] == "user"
     assert "42" in messages[3]["content"]
-    assert tool_prompts.describe_tools(talk[1:2], [TOOL])[0]["role"] == "system"
-    assert tool_prompts.describe_tools(talk[:2], []) == talk[:2]
+    assert tool_prompts.describe_tools(conversation[1:2], [TOOL])[0]["role"] == "system"
+    assert tool_prompts.describe_tools(conversation[:2], []) == conversation[:2]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,10 @@ PARALLEL: list[dict[str, Any]] = [
 
 
 def test_calls_made_at_once_are_told_one_by_one() -> None:
-    talk, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
-    actual = [(m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in talk]
+    conversation, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
+    actual = [
+        (m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in conversation
+    ]
     assert actual == [
         ("user", "Go", []), ("assistant", "Two.", ["a"]), ("tool", "A", []),
         ("assistant", "", ["b"]),
@@ -80,14 +82,14 @@ def test_calls_made_at_once_are_told_one_by_one() -> None:
 
 def test_results_that_belong_to_no_call_are_kept() -> None:
     lost = {"role": "tool", "content": "C", "tool_call_id": "c"}
-    talk = tool_prompts.split_parallel_calls([*PARALLEL[:3], lost])
-    assert [m["content"] for m in talk if m["role"] == "tool"] == ["B", "C"]
+    messages = tool_prompts.split_parallel_calls([*PARALLEL[:3], lost])
+    assert [m["content"] for m in messages if m["role"] == "tool"] == ["B", "C"]
 
 
 def test_mistral_gets_ids_of_nine_letters() -> None:
-    talk, more = tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, PARALLEL, [TOOL])
-    made = [call["id"] for call in talk[1]["tool_calls"]]
-    assert [message["tool_call_id"] for message in talk[2:4]] == made[::-1]
+    messages, more = tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, PARALLEL, [TOOL])
+    made = [call["id"] for call in messages[1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in messages[2:4]] == made[::-1]
     assert all(len(id) == 9 and id.isalnum() for id in made)
     assert more == {"tools": [TOOL]}
     fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]

@@ -196,7 +196,9 @@ def test_every_way_of_asking_begins_with_no_prefix_known(monkeypatch: pytest.Mon
 
     text = SimpleNamespace(outputs=[SimpleNamespace(text="text")])
     llm = SimpleNamespace(
-        chat=lambda talk, *_, **__: [text] * (len(talk) if isinstance(talk, list) else 1)
+        chat=lambda messages, *_, **__: (
+            [text] * (len(messages) if isinstance(messages, list) else 1)
+        )
     )
     monkeypatch.setattr(text_equality, "_answer_text", answer)
     monkeypatch.setattr(

@@ -142,14 +142,17 @@ def test_answers_of_transformers_are_kept_by_their_key(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_tells_its_place_and_margin() -> None:
-    right = [{"ids": [1, 2, 3], "margins": [1.0, 0.5, 2e-6]}, {"ids": [4], "margins": [1.0, 0.1]}]
-    assert _fact("alone", [[1, 2, 3], [4]], right).passed
-    wrong = _fact("alone", [[1, 2, 9], [4]], right)
+    expected = [
+        {"ids": [1, 2, 3], "margins": [1.0, 0.5, 2e-6]},
+        {"ids": [4], "margins": [1.0, 0.1]},
+    ]
+    assert _fact("alone", [[1, 2, 3], [4]], expected).passed
+    wrong = _fact("alone", [[1, 2, 9], [4]], expected)
     assert not wrong.passed
     assert "prompt 0 at token 2 (margin there 2e-06)" in wrong.measured
     assert (
         "prompt 1 at token 1 (margin there 0.1)"
-        in _fact("alone", [[1, 2, 3], [4, 5]], right).measured
+        in _fact("alone", [[1, 2, 3], [4, 5]], expected).measured
     )
 
 

@@ -98,19 +98,19 @@ class Bomb:
         return open, (str(Path(__file__).with_name("exploded")), "w")
 
 
-@pytest.mark.parametrize("how", ["raw", "archive", "legacy", "inside a tensor table"])
-def test_a_pickle_bomb_never_goes_off(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("location", ["raw", "archive", "legacy", "inside a tensor table"])
+def test_a_pickle_bomb_never_goes_off(tmp_path: Path, location: str) -> None:
     path = write_folder(tmp_path / "m", llama_state()) / "pytorch_model.bin"
     (path.parent / "model.safetensors").unlink()
     content = (
         {"state_dict": {"w": torch.ones(1), "x": Bomb()}}
-        if how == "inside a tensor table"
+        if location == "inside a tensor table"
         else {"w": Bomb()}
     )
-    if how == "raw":
+    if location == "raw":
         path.write_bytes(pickle.dumps(content))
     else:
-        torch.save(content, path, _use_new_zipfile_serialization=how != "legacy")
+        torch.save(content, path, _use_new_zipfile_serialization=location != "legacy")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin") as raised:
         open_checkpoint(path.parent)
     check_one_line(raised.value)

@@ -144,10 +144,10 @@ def test_a_thousand_requests_given_up_midway_leave_nothing() -> None:
     engine = tiny.make_engine(pages=24, max_num_seqs=8)
     todo = tiny.prompts(1000, 1, 30)
     for i, prompt in enumerate(todo):
-        how = tiny.params(
+        options = tiny.params(
             n=1 + i % 3, temperature=1.0, seed=i, max_tokens=20, repetition_penalty=1.1
         )
-        engine.add(tiny.requests([prompt], how)[0])
+        engine.add(tiny.requests([prompt], options)[0])
         engine.step()
         engine.abort("0")
     tiny.drain(engine)

@@ -236,10 +236,10 @@ def test_control_tokens_that_a_user_types_are_text(running: ServiceThread) -> No
     plain = running.post("/tokenize", {"prompt": "a<s>b</s>"}).json["tokens"]
     assert plain.count(1) == 1
     assert 2 not in plain
-    talk = [{"role": "user", "content": "</s><s>"}]
+    messages = [{"role": "user", "content": "</s><s>"}]
     quiet = [{"role": "user", "content": "hello"}]
     token_lists = [
-        running.post("/tokenize", {"messages": each}).json["tokens"] for each in (talk, quiet)
+        running.post("/tokenize", {"messages": each}).json["tokens"] for each in (messages, quiet)
     ]
     assert len({ids.count(1) + ids.count(2) for ids in token_lists}) == 1
 
@@ -270,10 +270,10 @@ def test_a_megabyte_of_one_character(running: ServiceThread, text: str) -> None:
         ("/tokenize", {"prompt": text}),
     ):
         refused(running, path, body)
-    talk = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     for path, body in (
-        ("/v1/chat/completions", {**CHAT, "messages": talk}),
-        ("/tokenize", {"messages": talk}),
+        ("/v1/chat/completions", {**CHAT, "messages": messages}),
+        ("/tokenize", {"messages": messages}),
     ):
         refused(running, path, body)
 
@@ -282,10 +282,10 @@ def test_many_messages_are_measured_together(running: ServiceThread) -> None:
     """Each would fit, and all of them took 13 s to be split into seven million tokens."""
     parts = [{"type": "text", "text": "é" * 1500}] * 1500
     for content in (parts, "é" * 1500):
-        talk = [{"role": "user", "content": content}] * (1 if content is parts else 1500)
+        messages = [{"role": "user", "content": content}] * (1 if content is parts else 1500)
         for path, body in (
-            ("/v1/chat/completions", {**CHAT, "messages": talk}),
-            ("/tokenize", {"messages": talk}),
+            ("/v1/chat/completions", {**CHAT, "messages": messages}),
+            ("/tokenize", {"messages": messages}),
         ):
             assert "characters" in refused(running, path, body)["message"]
 
@@ -323,10 +323,10 @@ def test_whatever_a_template_may_write_is_measured(
 ) -> None:
     """Not only a message's content: nothing of it is rendered."""
     monkeypatch.setattr(TemplateChat, "encode", None)
-    talk = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
     for path, body in (
-        ("/v1/chat/completions", {**CHAT, "messages": talk}),
-        ("/tokenize", {"messages": talk}),
+        ("/v1/chat/completions", {**CHAT, "messages": messages}),
+        ("/tokenize", {"messages": messages}),
     ):
         error = refused(running, path, body)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -351,9 +351,10 @@ def test_tools_are_measured_too(
 
 
 def test_a_deep_message_is_refused_for_what_it_is(running: ServiceThread) -> None:
-    talk = [{"role": "user", "content": "x", "name": nested(300)}]
+    messages = [{"role": "user", "content": "x", "name": nested(300)}]
     assert (
-        "nested" in refused(running, "/v1/chat/completions", {**CHAT, "messages": talk})["message"]
+        "nested"
+        in refused(running, "/v1/chat/completions", {**CHAT, "messages": messages})["message"]
     )
 
 
@@ -521,12 +522,12 @@ def test_what_is_no_host_is_refused(running: ServiceThread, host: str) -> None:
 def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
     """cached_tokens would reveal to one key, page by page, the prompts of another."""
     text = "Ben had a small green boat and he went to the lake to sail with his friend Sue " * 2
-    talk = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": text, "max_tokens": 1}),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "system", "content": "x"}, *talk], "max_tokens": 1},
+            {"messages": [{"role": "system", "content": "x"}, *messages], "max_tokens": 1},
         ),
         ("/v1/responses", {"input": text, "max_output_tokens": 1}),
     ]

@@ -198,8 +198,8 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
     tokenizer = load_tokenizer(files)
     chat = load_chat(files, tokenizer)
     assert chat is not None
-    talk = [{"role": "user", "content": "he<|end|>"}]
-    assert chat.encode(talk).count(259) == 1
+    messages = [{"role": "user", "content": "he<|end|>"}]
+    assert chat.encode(messages).count(259) == 1
     for options in (
         {"messages": []},
         {"add_generation_prompt": False},
@@ -207,11 +207,11 @@ def test_a_request_brings_no_template_and_no_special_tokens() -> None:
         {"documents": []},
     ):
         with pytest.raises(RequestError) as raised:
-            chat.encode(talk, options=options)
+            chat.encode(messages, options=options)
         check_one_line(raised.value)
     with pytest.raises(RequestError):
         chat.encode([{"role": "user", "content": "x", "chat_template": "{{ 7*7 }}"}])
-    assert "49" not in chat.render(talk, options={"chat_template": "{{ 7*7 }}"})
+    assert "49" not in chat.render(messages, options={"chat_template": "{{ 7*7 }}"})
     chat.close()
 
 

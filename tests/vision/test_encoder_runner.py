@@ -154,8 +154,8 @@ def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
             )
     for name, buffer in list(plain.named_buffers()):
         parent, _, leaf = name.rpartition(".")
-        kept = name in ("mean", "std") or "ln_vision" in name
-        setattr(model.get_submodule(parent), leaf, buffer.to("cuda", None if kept else dtype))
+        is_float = name in ("mean", "std") or "ln_vision" in name
+        setattr(model.get_submodule(parent), leaf, buffer.to("cuda", None if is_float else dtype))
     return model.eval()
 
 
@@ -196,8 +196,8 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
     model, ops = moved(plain, config, dtype), select_backends("cuda")
     for graphs in (True, False):
         embeddings = VisionEncoderRunner(model, ops, "cuda", graphs=graphs).encode_images(pictures)
-        for ours, reference in zip(embeddings, expected, strict=True):
-            off = float((ours.float().cpu() - reference).norm() / reference.norm())
+        for actual, reference in zip(embeddings, expected, strict=True):
+            off = float((actual.float().cpu() - reference).norm() / reference.norm())
             print(f"{dtype}, graphs {graphs}: off by {off:.3g}")
             assert off <= bound
 
@@ -214,9 +214,9 @@ def test_a_graph_serves_every_number_of_pictures() -> None:
     for count in (1, 2, 3, 7, 16, 5, 1):
         pictures = shown(count, 56)
         alone = [plain.encode_images([each])[0] for each in pictures]
-        for ours, reference in zip(runner.encode_images(pictures), alone, strict=True):
+        for actual, reference in zip(runner.encode_images(pictures), alone, strict=True):
             assert (
-                float((ours.float() - reference.float()).norm() / reference.float().norm()) < 2e-2
+                float((actual.float() - reference.float()).norm() / reference.float().norm()) < 2e-2
             )
 
 

@@ -19,9 +19,9 @@ from modelmill.vision import image
 RED = (200, 30, 10)
 
 
-def saved(picture: PIL.Image.Image, image_format: str, **how) -> bytes:
+def saved(picture: PIL.Image.Image, image_format: str, **options) -> bytes:
     out = io.BytesIO()
-    picture.save(out, image_format, **how)
+    picture.save(out, image_format, **options)
     return out.getvalue()
 
 

@@ -51,5 +51,5 @@ def test_gaps_between_rows_are_not_read() -> None:
     wide = torch.full((33, 104), float("nan"), dtype=torch.bfloat16)
     wide[:, :80] = torch.randn(33, 80)
     weight = torch.randn(20, 80, dtype=torch.bfloat16)
-    right = wide[:, :80].double() @ weight.double().T
-    torch.testing.assert_close(linear(wide[:, :80], weight).double(), right, atol=0.1, rtol=0.02)
+    expected = wide[:, :80].double() @ weight.double().T
+    torch.testing.assert_close(linear(wide[:, :80], weight).double(), expected, atol=0.1, rtol=0.02)

@@ -61,9 +61,9 @@ def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None
 @pytest.mark.parametrize("mode", ["exact", "dynamic"])
 def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float) -> None:
     rptq_weight, weight, x = _made(bits, mode)
-    right = x @ weight.T
-    off = rptq_weight.matmul(x, None, registry.select_backends("cpu")) - right
-    assert float(off.norm() / right.norm()) < most
+    expected = x @ weight.T
+    off = rptq_weight.matmul(x, None, registry.select_backends("cpu")) - expected
+    assert float(off.norm() / expected.norm()) < most
 
 
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
@@ -143,9 +143,9 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     ).keys() | ({"offset"} if bits != "w8a8" else set())
     ops = registry.select_backends("cpu")
     x = torch.cat([x, 100 * x[:20], torch.zeros(1, 300)])  # values far outside and none at all
-    right = rptq_weight.fake_quantize(x).double() @ rptq_weight.dense().double().T
+    expected = rptq_weight.fake_quantize(x).double() @ rptq_weight.dense().double().T
     out = rptq_weight.matmul(x, None, ops)
-    assert float((out - right).abs().max()) < 2e-5 * float(right.abs().max())
+    assert float((out - expected).abs().max()) < 2e-5 * float(expected.abs().max())
     assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
     cut = rptq_weight.slice([(3, 9)], (120, 300))
     assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])

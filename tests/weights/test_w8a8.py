@@ -30,15 +30,15 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     weight_format=st.sampled_from(sorted(FORMATS)),
     size=st.tuples(st.integers(1, 12), st.integers(1, 200)),
     per_channel=st.booleans(),
-    given_scale=st.sampled_from([0.0, -1.0, 0.03]),
+    input_scale=st.sampled_from([0.0, -1.0, 0.03]),
 )
 def test_what_is_stored_is_what_is_multiplied(
-    weight_format: str, size: tuple[int, int], per_channel: bool, given_scale: float
+    weight_format: str, size: tuple[int, int], per_channel: bool, input_scale: float
 ) -> None:
     weight = drawn(*size, seed=size[1])
     weight[0] = 0.0
     packed = FORMATS[weight_format].pack(
-        weight, torch.float32, per_channel=per_channel, input_scale=given_scale
+        weight, torch.float32, per_channel=per_channel, input_scale=input_scale
     )
     stored = packed.tensors()
     info = base.packed_info(weight_format, size, torch.float32, per_channel=per_channel)
@@ -66,8 +66,8 @@ def test_what_is_stored_is_what_is_multiplied(
             rtol=EXACT[weight_format],
             atol=EXACT[weight_format] * 10,
         )
-    assert given_scale >= 0 or again.fake_quantize(x) is x
-    assert (again.act_quant is None) == (given_scale < 0)
+    assert input_scale >= 0 or again.fake_quantize(x) is x
+    assert (again.act_quant is None) == (input_scale < 0)
 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))

@@ -53,29 +53,12 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
             "stream_usage": True,
         }
 
-    @property
-    def has_tool_calling(self) -> bool:
-        return True
-
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    @property
-    def has_structured_output(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def returns_usage_metadata(self) -> bool:
-        return True
-
-    @property
-    def supports_model_override(self) -> bool:
-        return True
+    has_tool_calling = True
+    has_tool_choice = True
+    has_structured_output = True
+    supports_json_mode = True
+    returns_usage_metadata = True
+    supports_model_override = True
 
     @property
     def model_override_value(self) -> str:
@@ -83,9 +66,9 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
 
     # LangChain wants this mark on a test that is overridden
     @pytest.mark.xfail(reason=NAMES, strict=False)
-    def test_unicode_tool_call_integration(self, model: Any, **how: Any) -> None:
+    def test_unicode_tool_call_integration(self, model: Any, **options: Any) -> None:
         plain = model.model_copy(update={"temperature": 0.7, "seed": 1, "extra_body": None})
-        super().test_unicode_tool_call_integration(plain, **how)
+        super().test_unicode_tool_call_integration(plain, **options)
 
     @pytest.mark.xfail(reason=BY_ITSELF, strict=False)
     @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)

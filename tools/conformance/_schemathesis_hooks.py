@@ -49,8 +49,8 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:  # noqa: ARG001  
     if not isinstance(body, dict):
         return
     path = case.operation.path
-    right = case.meta is not None and case.meta.generation.mode.value == "positive"
-    if right and path in DEFAULT_FIELDS and zlib.crc32(case.id.encode()) % 2:
+    expected = case.meta is not None and case.meta.generation.mode.value == "positive"
+    if expected and path in DEFAULT_FIELDS and zlib.crc32(case.id.encode()) % 2:
         drop_exclusive_fields(body, path)
     set_model_and_limits(body, path, os.environ["CONFORMANCE_MODEL"])
 

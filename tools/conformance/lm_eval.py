@@ -61,13 +61,13 @@ def items(text: str, count: int = ITEMS, seed: int = 1) -> list[dict[str, Any]]:
     drawn.shuffle(pairs)
     sentence = []
     for place in range(count):
-        context, right = pairs[place]
+        context, expected = pairs[place]
         others = [pairs[count + 3 * place + k][1] for k in range(3)]
         label = drawn.randrange(4)
         sentence.append(
             {
                 "context": context,
-                "choices": [*others[:label], right, *others[label:]],
+                "choices": [*others[:label], expected, *others[label:]],
                 "label": label,
             }
         )
@@ -86,20 +86,20 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         )
     reference, tokenizer = _reference(out)
     manager = _tasks(out)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tasks": list(TASKS),
         "task_manager": manager,
         "bootstrap_iters": 0,
         "log_samples": True,
     }
     here = HFLM(pretrained=reference, tokenizer=tokenizer, batch_size=16, max_length=2048)
-    expected = simple_evaluate(here, **how)
+    expected = simple_evaluate(here, **options)
     there = LocalCompletionsAPI(
         base_url=f"{base_url}/completions", model=model, tokenizer=str(out / "tokenizer"),
         max_length=2048,
         tokenizer_backend="huggingface", num_concurrent=4, batch_size=1,
     )  # fmt: skip
-    return compare_results(expected, simple_evaluate(there, **how))
+    return compare_results(expected, simple_evaluate(there, **options))
 
 
 def _reference(out: Path) -> tuple[Any, Any]:

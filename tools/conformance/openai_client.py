@@ -144,14 +144,17 @@ def _helper(client: Any, model: str) -> None:
     )
 
 
+def async_client(client: Any) -> Any:
+    """An AsyncOpenAI of the same server."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300)
+
+
 @check("chat: async, eight at once, the same text")
 def _async(client: Any, model: str) -> None:
     async def ask() -> list[str]:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             answers = await asyncio.gather(*(chat(other, model) for _ in range(8)))
             return [answer.choices[0].message.content for answer in answers]
 
@@ -161,11 +164,7 @@ def _async(client: Any, model: str) -> None:
 @check("chat: async, streamed")
 def _async_streamed(client: Any, model: str) -> None:
     async def ask() -> str:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             stream = await chat(other, model, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -187,9 +186,9 @@ def _logprobs(client: Any, model: str) -> None:
 
 @check("chat: n, seed, stop, logit_bias")
 def _sampling_options(client: Any, model: str) -> None:
-    how = {"temperature": 1.0, "seed": 3, "n": 3}
+    options = {"temperature": 1.0, "seed": 3, "n": 3}
     first, again = (
-        [c.message.content for c in chat(client, model, **how).choices] for _ in range(2)
+        [c.message.content for c in chat(client, model, **options).choices] for _ in range(2)
     )
     assert_equal(first, again, "seeded texts")
     assert_equal(len(set(first)) > 1, True, "samples differ")
@@ -219,9 +218,9 @@ def _function(client: Any, model: str) -> None:
         call.function.arguments,
     )
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 25 degrees"}
-    talk = [*MESSAGES, answer.message.model_dump(exclude_none=True), result]
+    messages = [*MESSAGES, answer.message.model_dump(exclude_none=True), result]
     assert_equal(
-        bool(chat(client, model, messages=talk, tools=[TOOL]).choices[0].message.content),
+        bool(chat(client, model, messages=messages, tools=[TOOL]).choices[0].message.content),
         True,
         "an answer",
     )
@@ -230,11 +229,11 @@ def _function(client: Any, model: str) -> None:
 @check("functions: a named one, streamed")
 def _function_streamed(client: Any, model: str) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
-    how: Any = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
-    unstreamed = chat(client, model, **how).choices[0].message.tool_calls[0].function
+    options: Any = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
+    unstreamed = chat(client, model, **options).choices[0].message.tool_calls[0].function
     name = arguments = ""
     finish = None
-    for chunk in chat(client, model, stream=True, **how):
+    for chunk in chat(client, model, stream=True, **options):
         finish = chunk.choices[0].finish_reason or finish
         for call in chunk.choices[0].delta.tool_calls or ():
             assert_equal(call.index, 0, "index")
@@ -267,12 +266,12 @@ def _parsed(client: Any, model: str) -> None:
 
 @check("completions: whole, streamed, several, echo with log-probabilities")
 def _completions(client: Any, model: str) -> None:
-    how: Any = {"model": model, "max_tokens": 8, "temperature": 0}
+    options: Any = {"model": model, "max_tokens": 8, "temperature": 0}
     prompts = ["The capital of France is", "One, two, three,"]
-    both = client.completions.create(prompt=prompts, **how)
-    alone = [client.completions.create(prompt=each, **how).choices[0].text for each in prompts]
+    both = client.completions.create(prompt=prompts, **options)
+    alone = [client.completions.create(prompt=each, **options).choices[0].text for each in prompts]
     assert_equal([choice.text for choice in both.choices], alone, "texts")
-    chunks = list(client.completions.create(prompt=prompts[0], stream=True, **how))
+    chunks = list(client.completions.create(prompt=prompts[0], stream=True, **options))
     assert_equal("".join(chunk.choices[0].text for chunk in chunks), alone[0], "streamed")
     echo = client.completions.create(
         model=model, prompt=prompts[0], max_tokens=0, echo=True, logprobs=1
@@ -313,15 +312,17 @@ def _responses(client: Any, model: str) -> None:
 
 @check("responses: a function, its result, streamed arguments")
 def _responses_function(client: Any, model: str) -> None:
-    how: Any = {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80}
-    (call,) = respond(client, model, **how).output
+    options: Any = {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80}
+    (call,) = respond(client, model, **options).output
     assert_equal((call.type, call.name), ("function_call", "weather"), "call")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    talk = [*MESSAGES, call.model_dump(exclude_none=True), result]
+    messages = [*MESSAGES, call.model_dump(exclude_none=True), result]
     assert_equal(
-        bool(respond(client, model, input=talk, tools=[FLAT_TOOL]).output_text), True, "an answer"
+        bool(respond(client, model, input=messages, tools=[FLAT_TOOL]).output_text),
+        True,
+        "an answer",
     )
-    events = list(respond(client, model, stream=True, **how))
+    events = list(respond(client, model, stream=True, **options))
     pieces = [
         event.delta for event in events if event.type == "response.function_call_arguments.delta"
     ]
@@ -331,11 +332,7 @@ def _responses_function(client: Any, model: str) -> None:
 @check("responses: async, streamed")
 def _responses_async(client: Any, model: str) -> None:
     async def ask() -> str:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             stream = await respond(other, model, stream=True)
             return "".join(
                 [

@@ -87,9 +87,9 @@ def _make_requests() -> list[dict[str, Any]]:
     lines = QUESTIONS.read_text("utf-8").splitlines()[:COUNT]
     talks = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     return [
-        {"messages": talk, "max_tokens": TOKENS, **how}
-        for how in SAMPLING_SETTINGS
-        for talk in talks
+        {"messages": messages, "max_tokens": TOKENS, **options}
+        for options in SAMPLING_SETTINGS
+        for messages in talks
     ]
 
 
@@ -107,8 +107,8 @@ def measure(
         for ask in asks
     ]
     alone = [
-        llm.chat(talk, how, progress=False)[0].outputs[0].text
-        for talk, how in zip(talks, params, strict=True)
+        llm.chat(messages, options, progress=False)[0].outputs[0].text
+        for messages, options in zip(talks, params, strict=True)
     ]
     batch = [answer.outputs[0].text for answer in llm.chat(talks, params, progress=False)]
     llm.close()
@@ -117,8 +117,8 @@ def measure(
         # each way begins with no prefix in the cache, as the class alone does: in bfloat16 a prompt
         # that is computed
         # in other pieces may go on otherwise, and that is not what this suite checks
-        how = {"model": model, "stream": way.endswith("streamed"), "cache_salt": way}
-        return lambda ask: _answer_text(base_url, {**how, **ask})
+        options = {"model": model, "stream": way.endswith("streamed"), "cache_salt": way}
+        return lambda ask: _answer_text(base_url, {**options, **ask})
 
     with ThreadPoolExecutor(16) as pool:
         answers = {way: [*map(answer_in_mode(way), asks)] for way in REQUEST_MODES[:2]}

@@ -46,8 +46,8 @@ def minigpt4_table(rows: Sequence[Row]) -> list[str]:
             cells = [_cell(run.get(name), key) for name in (*names, PEER)]
             plain, peer = run.get("bfloat16"), run.get(PEER)
             ratio = f"**{peer['value'] / plain['value']:.2f}**" if plain and peer else ""
-            told_as = title if date == beside else f"{title} (newest)"
-            lines.append("| " + " | ".join([told_as, *cells, ratio]) + " |")
+            label = title if date == beside else f"{title} (newest)"
+            lines.append("| " + " | ".join([label, *cells, ratio]) + " |")
             for row in run.values():
                 shown = ", ".join(
                     f"{name} {each}" for name, each in row["versions"].items() if name != "numpy"

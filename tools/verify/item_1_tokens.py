@@ -15,21 +15,23 @@ def run(context: VerifyContext) -> VerifyResult:
     """20 MT-bench first turns through the chat template, 64 greedy tokens each."""
     llm = context.llm("float32", enable_prefix_caching=False)
     prompts, eos = encode_questions(llm, context.questions(PROMPTS))
-    right = reference_answers(context, prompts, eos)
+    expected = reference_answers(context, prompts, eos)
     rows = [
-        _fact("one by one", [greedy_ids(llm, [p], eos)[0] for p in prompts], right),
-        _fact(f"all {PROMPTS} in one batch", greedy_ids(llm, prompts, eos), right),
+        _fact("one by one", [greedy_ids(llm, [p], eos)[0] for p in prompts], expected),
+        _fact(f"all {PROMPTS} in one batch", greedy_ids(llm, prompts, eos), expected),
     ]
     warm = context.llm("float32")
     greedy_ids(warm, prompts, eos)
     again = _generate(warm, prompts, eos)
     cached = [answer.cached_tokens for answer in again]
-    rows.append(_fact("in one batch, the prefix cache warm", [_ids(a, eos) for a in again], right))
+    rows.append(
+        _fact("in one batch, the prefix cache warm", [_ids(a, eos) for a in again], expected)
+    )
     rows.append(
         _fact(
             "one by one, the prefix cache warm",
             [greedy_ids(warm, [p], eos)[0] for p in prompts],
-            right,
+            expected,
         )
     )
     lengths = [len(p) for p in prompts]
@@ -40,7 +42,7 @@ def run(context: VerifyContext) -> VerifyResult:
             all(count > 0 for count in cached),
         )
     )
-    rows.append(_margin_fact(right))
+    rows.append(_margin_fact(expected))
     notes = [
         f"Prompts of {min(lengths)} to {max(lengths)} tokens; greedy, ends at "
         f"{', '.join(map(str, eos))} "
@@ -97,27 +99,27 @@ def _cut_at_eos(ids: list[int], eos: tuple[int, ...]) -> list[int]:
     return list(ids[:-1]) if ids and ids[-1] in eos else list(ids)
 
 
-def _fact(how: str, own: list[list[int]], right: list[dict[str, Any]]) -> Fact:
+def _fact(mode: str, own: list[list[int]], expected: list[dict[str, Any]]) -> Fact:
     """Equal, or where the first difference is and how near the two best logits lie there."""
     wrong = []
-    for number, (actual, other) in enumerate(zip(own, right, strict=True)):
+    for number, (actual, other) in enumerate(zip(own, expected, strict=True)):
         if actual != other["ids"]:
             at = next(
                 (i for i, (a, b) in enumerate(zip(actual, other["ids"])) if a != b),
                 min(len(actual), len(other["ids"])),
             )
             wrong.append(f"prompt {number} at token {at} (margin there {other['margins'][at]:.2g})")
-    tokens = sum(len(other["ids"]) for other in right)
-    summary = f"{len(right) - len(wrong)} of {len(right)} answers equal, {tokens} tokens"
+    tokens = sum(len(other["ids"]) for other in expected)
+    summary = f"{len(expected) - len(wrong)} of {len(expected)} answers equal, {tokens} tokens"
     return Fact(
-        f"token for token, {how}",
+        f"token for token, {mode}",
         summary + (f"; differ: {'; '.join(wrong)}" if wrong else ""),
         not wrong,
     )
 
 
-def _margin_fact(right: list[dict[str, Any]]) -> Fact:
-    every = sorted(margin for other in right for margin in other["margins"])
+def _margin_fact(expected: list[dict[str, Any]]) -> Fact:
+    every = sorted(margin for other in expected for margin in other["margins"])
     near = sum(margin < 1e-3 for margin in every)
     summary = (
         f"smallest {every[0]:.2g}, {near} of {len(every)} below 0.001 (float32 noise is about "

@@ -117,11 +117,11 @@ def _qwen(folder: Path) -> list[Fact]:
     mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
     facts = []
     for share, n, row, many in zip(LENGTH_FACTORS, prompts, ids, mixed, strict=True):
-        right = plain_qwen_logits(tensors, QWEN, row, prompt=n)
+        expected = plain_qwen_logits(tensors, QWEN, row, prompt=n)
         alone = TokenScorer(loop).logits([row], decode_from=n)[0]
         errors = {
-            "alone": float((alone - right).abs().max()),
-            "mixed in one batch": float((many - right).abs().max()),
+            "alone": float((alone - expected).abs().max()),
+            "mixed in one batch": float((many - expected).abs().max()),
         }
         facts.append(_fact(f"qwen (v1), prompt {share} × seq_length", errors))
     return facts

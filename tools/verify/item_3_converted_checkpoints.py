@@ -17,7 +17,7 @@ def run(context: VerifyContext) -> VerifyResult:
     """Three checkpoints of the same weights, three engines, one set of tokens."""
     llm = context.llm("float32")
     prompts, eos = encode_questions(llm, context.questions(PROMPTS))
-    right = greedy_ids(llm, prompts, eos)
+    expected = greedy_ids(llm, prompts, eos)
     del llm
     rows = []
     for what, lay in (
@@ -31,13 +31,13 @@ def run(context: VerifyContext) -> VerifyResult:
         other = context.llm("float32", checkpoint=folder)
         model_type = other.engine_core.artifact.manifest.model_type
         actual = greedy_ids(other, prompts, eos)
-        same = sum(a == b for a, b in zip(actual, right, strict=True))
-        tokens = sum(map(len, right))
+        same = sum(a == b for a, b in zip(actual, expected, strict=True))
+        tokens = sum(map(len, expected))
         summary = (
-            f"{same} of {len(right)} answers equal, {tokens} tokens; accepted as model_type "
+            f"{same} of {len(expected)} answers equal, {tokens} tokens; accepted as model_type "
             f"{model_type}"
         )
-        rows.append(Fact(f"as a {what}: the tokens of the GGUF", summary, same == len(right)))
+        rows.append(Fact(f"as a {what}: the tokens of the GGUF", summary, same == len(expected)))
     return make_result(
         rows,
         [f"The prompts of item 1 as ids, {TOKENS} greedy tokens each, float32; ids in, ids out."],

@@ -28,8 +28,8 @@ def run(context: VerifyContext) -> VerifyResult:
     for name, place, vector in TOKENIZERS:
         tokenizer = load_tokenizer(files_of(data / place))
         pairs = vectors(data / "vectors", vector)
-        ids = sum(tokenizer.encode(text, bos=False) == right for text, right in pairs)
-        texts = sum(tokenizer.decode(right) == text for text, right in pairs)
+        ids = sum(tokenizer.encode(text, bos=False) == expected for text, expected in pairs)
+        texts = sum(tokenizer.decode(expected) == text for text, expected in pairs)
         summary = (
             f"{ids} of {len(pairs)} texts give the ids, {texts} of {len(pairs)} ids give the text"
         )

@@ -60,16 +60,16 @@ def _perplexity(context: VerifyContext) -> Fact:
         )
         return {"perplexity": result.perplexity, "tokens": result.tokens}
 
-    right = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
-    off = 100 * (engine_result.perplexity / right["perplexity"] - 1)
+    expected = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)
+    off = 100 * (engine_result.perplexity / expected["perplexity"] - 1)
     measured = (
-        f"{engine_result.perplexity:.6f} for {right['perplexity']:.6f} over "
+        f"{engine_result.perplexity:.6f} for {expected['perplexity']:.6f} over "
         f"{engine_result.tokens} scored tokens: {off:+.5f} %"
     )
     return Fact(
         "perplexity, float32: within 0.1 %",
         measured,
-        abs(off) <= 0.1 and engine_result.tokens == right["tokens"],
+        abs(off) <= 0.1 and engine_result.tokens == expected["tokens"],
     )
 
 
@@ -106,13 +106,13 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
         reports[side] = eval_summaries.score_summaries(results[side], items, RougeScorer())
     off = eval_summaries.rouge_differences(reports["modelmill"], reports["transformers"])
     equal = eval_summaries.count_equal_texts(results["modelmill"], results["transformers"])
-    told_kinds = ", ".join(
+    description = ", ".join(
         f"{k} {reports['modelmill']['rouge'][k]:.3f} ({off[k]:+.3f})" for k in ROUGE_TYPES
     )
     return [
         Fact(
             f"ROUGE, {dtype}: each within {bound:g}",
-            told_kinds,
+            description,
             all(abs(v) <= bound for v in off.values()),
         ),
         Fact(f"equal summaries, {dtype}", f"{equal} of {len(items)}", None),

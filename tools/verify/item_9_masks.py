@@ -90,10 +90,10 @@ def _reference_facts(context: VerifyContext, one: Any) -> list[Fact]:
     for photo in photos:
         picture = open_image(photo)
         size = fit_longest_side(picture.size, one.model.image_size)
-        right = np.asarray(
+        expected = np.asarray(
             PIL.Image.open(photo).convert("RGB").resize(size, PIL.Image.Resampling.BILINEAR)
         )
-        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), right))
+        same.append(np.array_equal(resize_pixels(picture, size).permute(1, 2, 0).numpy(), expected))
     one.set_image(photos[0])
     best, single = one.predict([(500, 375)])[0], one.predict([(500, 375)], multimask=False)[0]
     return [

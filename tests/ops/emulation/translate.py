@@ -135,10 +135,10 @@ def _instruction(
     name, _, rest = text.partition(" ")
     if name == "bra":
         return f"goto {rest};"
-    word, _, how = name.partition(".")
+    word, _, options = name.partition(".")
     if word not in known:
-        return f'emu::fail("{word}.{how} is not emulated");'
-    operands = ", ".join((f'"{how}"', *_operands(rest, values, targets)))
+        return f'emu::fail("{word}.{options} is not emulated");'
+    operands = ", ".join((f'"{options}"', *_operands(rest, values, targets)))
     return f"ptx::{word}({operands});"
 
 
