@@ -126,51 +126,59 @@ class GemmOp:
 
 
 class BoundGemm:
-    """A GEMM op for one weight: called as the op is.
+    """A GEMM op for one weight.
 
     Attributes:
         op: the op that was bound.
         edges: the last row count of each class, in order.
         runs: the function of each class; None where it depends on the exact number of rows.
+        call: called as the op is, runs the function of the row count's class.
     """
 
     def __init__(
         self, op: GemmOp, args: Sequence[Any], implementations: Sequence[Implementation]
     ) -> None:
         self.op = op
-        operands = op.declaration.operands_of(*args)
         self._problem = op.declaration.problem_of(*args)
         self._implementations = [
             each for each in implementations if _covers_weight(each, self._problem)
         ]
-        declaration, names = op.declaration, op.declaration.operand_names
-        self._takes_inputs = declaration.inputs is not None
-        self._dtype, self._strides = operands[0].dtype, operands[0].stride()
-        self._weight = operands[1]
-        self._bias_at = names.index("bias") if "bias" in names else 0
-        self._bias = operands[self._bias_at] if self._bias_at else None
-        self._other_at = names.index(declaration.per_call) if declaration.per_call else 0
-        self._other = _layout(operands[self._other_at])
         self._measured: dict[int, Run] = {}
         self.edges = row_classes(self._implementations)
         self.runs = tuple(self._bind_class(edge) for edge in self.edges)
+        self.call = self._bind_call(op.declaration.operands_of(*args))
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the op with the implementation of the row count's class."""
-        operands = args[0] if self._takes_inputs else args
-        x = operands[0]
-        if (
-            x.dtype is self._dtype
-            and x.stride() == self._strides
-            and not x.data_ptr() % ALIGNMENT
-            and operands[1] is self._weight
-            and (not self._bias_at or operands[self._bias_at] is self._bias)
-            and (not self._other_at or _layout(operands[self._other_at]) == self._other)
-        ):
-            rows = x.shape[0]
-            run = self.runs[bisect_left(self.edges, rows)]
-            return (run or self._for_rows(rows))(*args)
-        return self.op(*args)
+    def _bind_call(self, operands: Sequence[Any]) -> Run:
+        """The function of a step's call; what it compares are local names, as it is called often.
+
+        The weight and the bias must be the bound ones, x and the other operand of a call must lie
+        in memory alike. Else the op decides for this call.
+        """
+        op, edges, runs, for_rows = self.op, self.edges, self.runs, self._for_rows
+        declaration, names = op.declaration, op.declaration.operand_names
+        takes_inputs, bias_at = declaration.inputs is not None, names.index("bias")
+        x, weight, bias = operands[0], operands[1], operands[bias_at]
+        dtype, strides = x.dtype, x.stride()
+        other_at = names.index(declaration.per_call) if declaration.per_call else 0
+        is_alike = _layout_check(operands[other_at])
+
+        def call(*args: Any) -> Any:
+            operands = args[0] if takes_inputs else args
+            x = operands[0]
+            if (
+                x.dtype is dtype
+                and x.stride() == strides
+                and not x.data_ptr() % ALIGNMENT
+                and operands[1] is weight
+                and operands[bias_at] is bias
+                and (not other_at or is_alike(operands[other_at]))
+            ):
+                rows = x.shape[0]
+                run = runs[bisect_left(edges, rows)] or for_rows(rows)
+                return run(*args)
+            return op(*args)
+
+        return call
 
     def select(self, rows: int) -> Run:
         """The function for so many rows."""
@@ -259,8 +267,11 @@ def _is_plain(x: torch.Tensor) -> bool:
     return x.dim() == 2 and x.stride() == (x.shape[1], 1) and not x.data_ptr() % ALIGNMENT
 
 
-def _layout(operand: Any) -> tuple[Any, ...] | None:
-    """What of an operand that changes with each call an implementation may ask for."""
-    if not isinstance(operand, torch.Tensor):
-        return None
-    return operand.dtype, operand.is_contiguous(), operand.dim()
+def _layout_check(bound: torch.Tensor | None) -> Callable[[torch.Tensor | None], bool]:
+    """Whether an operand is None, or of the dtype and packed, as the bound one is."""
+    if bound is None:
+        return lambda operand: operand is None
+    dtype, contiguous = bound.dtype, bound.is_contiguous()
+    return lambda operand: (
+        operand is not None and operand.dtype is dtype and operand.is_contiguous() is contiguous
+    )

@@ -172,7 +172,7 @@ class WeightFormat(ABC):
             if bound is None:
                 return op(*args)
             self._bound_ops[op.name] = bound
-        return bound(*args)
+        return bound.call(*args)
 
     def row_blocks(self) -> tuple[WeightFormat, ...]:
         """Return the matrices that it consists of, from the first rows on; itself by default."""
