@@ -25,7 +25,7 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
-HALF := tests/ops tests/accept tests/builder tests/cli
+HALF := tests/ops tests/accept tests/builder tests/cli tests/models
 # a selection that sees a fault of every op, route and check within minutes, in two halves side by side, since most
 # tests keep one core busy, and the linters beside them, while tests wait for processes; grep passes whole lines on
 test: $(VENV)/.test

@@ -203,7 +203,6 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_no_sequence_ends_inside_a_picture",
         "test_auto_looks_at_pictures_too",
         "test_a_build_with_pictures_is_the_same_twice_and_told[{}]",
-        "test_a_build_with_pictures_is_the_same_twice_and_told*",
     ),
     "tests/builder/test_act_quant_builds.py": (
         "test_a_head_in_integers_scales_its_inputs_as_they_come[gpt2-*",
