@@ -91,17 +91,10 @@ def test_a_kernel_that_errs_is_refused(tiny: Mapping[str, Path], tmp_path: Path)
     """Offsets are left out of one group: far less than what 4 bits cost, but wrong."""
     real_linear = op.int4_linear
 
-    def wrong(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        offset: Any,
-        group: int,
-        bias: Any,
-    ) -> Any:
-        scale = scale.clone()
+    def wrong(inputs: Any) -> Any:
+        scale = inputs.scale.clone()
         scale[:, 0] *= 1.01
-        return real_linear(x, weight, scale, offset, group, bias)
+        return real_linear(inputs._replace(scale=scale))
 
     real = registry.select_backends
 

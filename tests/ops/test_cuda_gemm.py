@@ -181,7 +181,7 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
     assert not gemm.supports_tma(x[:, 1:])
     assert not gemm.supports_tma(x.T)
     assert not gemm.supports_tma(torch.empty(4, 65, dtype=torch.bfloat16))
-    assert not gemm.supports_small_m(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
+    assert not gemm.supports_operands(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
         "not on a GPU"
     )
 

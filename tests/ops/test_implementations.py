@@ -75,8 +75,7 @@ def test_implementation_matches_the_reference(
             and in_full_only(op, case)
         ):
             continue
-        supports = getattr(module, "supports", None)
-        if supports is not None and not registry.by_name(op, supports)(**case.args):
+        if not registry.serves(op, backend, **case.args):
             continue
         for seed in SEEDS[:1] if interpreted(backend, device) else SEEDS:
             args = _fresh(case, seed)

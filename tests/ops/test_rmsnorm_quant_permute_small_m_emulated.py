@@ -10,6 +10,7 @@ import torch
 
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
 from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
 
@@ -69,16 +70,13 @@ def off(emulator: Emulator, case: Case) -> float:
     factor, zero, order = per_column(width, columns, way)
     updated_residual = residual.clone() if add else None
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x, updated_residual)
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(
-        x, updated_residual, weight, EPS, quant_dtype, (factor, zero, order), bits
-    )
+    spec = ActQuantSpec(quant_dtype, factor, zero, order, bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, updated_residual, weight, EPS, spec)
     if updated_residual is not None:
-        expected, of_rows, total = add_rms_norm_quant(
-            x, residual, weight, EPS, quant_dtype, factor, zero, order, bits
-        )
+        expected, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
         alike = torch.equal(updated_residual, total)
     else:
-        expected, of_rows = rms_norm_quant(x, weight, EPS, quant_dtype, factor, zero, order, bits)
+        expected, of_rows = rms_norm_quant(x, weight, EPS, spec)
         alike = True
     if of_rows is not None:
         assert scale is not None

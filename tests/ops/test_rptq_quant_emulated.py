@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.cuda.norm_quantize import rptq_quant
-from modelmill.ops.rptq_quant import cases_for_shapes
+from modelmill.ops.rptq_quant import RptqQuantInputs, cases_for_shapes
 from modelmill.ops.rptq_quant import rptq_quant as reference
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 from tests.ops.nvcc import compiles_without_spills
@@ -35,9 +35,9 @@ def off(emulator: Emulator, case: Case) -> int:
     args = dict(case.args)
     x = args["x"]
     emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), x.nbytes)]
-    q, step = rptq_quant.run(**args)
+    q, step = rptq_quant.run(RptqQuantInputs(**args))
     # the gate is rounded where the reference rounds, in x's dtype
-    expected, steps = reference(**args)
+    expected, steps = reference(RptqQuantInputs(**args))
     if steps is not None:
         assert step is not None
         torch.testing.assert_close(step, steps, rtol=0.01, atol=0)

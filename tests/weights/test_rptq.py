@@ -90,7 +90,7 @@ def test_a_norm_puts_out_what_the_product_wants() -> None:
     assert rptq_weight.act_quant is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
-    values, scale = rms_norm_quant(x, norm, 1e-5, *rptq_weight.act_quant)
+    values, scale = rms_norm_quant(x, norm, 1e-5, rptq_weight.act_quant)
     fused = rptq_weight.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
     assert torch.equal(
         fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)

@@ -78,7 +78,7 @@ def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: b
     )
     ops, x, bias = registry.select_backends("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
     act_quant = packed.act_quant
-    rounded = QuantizedInput(*ops.quantize(x, *act_quant), x.dtype)
+    rounded = QuantizedInput(*ops.quantize(x, act_quant), x.dtype)
     assert (rounded.scale is None) == static
     assert torch.equal(packed.matmul(rounded, bias, ops), packed.matmul(x, bias, ops))
 

@@ -174,13 +174,14 @@ def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
+    from modelmill.ops.upsample_masks import UpsampleMasksInputs
     from modelmill.vision.masks import mask_iou
 
     pairs = zip(actual.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
         [
             model.vision.ops.upsample_masks(
-                x, model.image_size, embedding.encoder_size, embedding.size
+                UpsampleMasksInputs(x, model.image_size, embedding.encoder_size, embedding.size)
             )[0]
             for x in pair
         ]

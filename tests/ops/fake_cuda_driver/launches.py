@@ -41,6 +41,7 @@ def main() -> None:
     fake_cuda_driver.fake_hopper_device()
     driver = ctypes.CDLL("libcuda.so.1")
     driver.expect((ctypes.c_int * len(WIDTHS))(*WIDTHS), len(WIDTHS))
+    from modelmill.ops.quant_types import ActQuantSpec
     from modelmill.ops.triton.common import fast_launch
     from modelmill.ops.triton.norm_quantize import norm_quant
 
@@ -52,7 +53,7 @@ def main() -> None:
         launches = []
         for x in inputs:
             outputs.append(
-                norm_quant.rms_norm_quant(x, None, weight, 1e-5, torch.int8, (None, None, None), 8)
+                norm_quant.rms_norm_quant(x, None, weight, 1e-5, ActQuantSpec(torch.int8))
             )
             launches.append(
                 last_launch(driver)
