@@ -49,6 +49,7 @@ MAY = {
     "request_state": {"core", "text", "outputs"},
     "text_processor": {"core", "text", "artifact.manifest", "request_state", "vision.image_input"},
     "progress": {"core"},
+    "opened_engine": {"core", "progress"},
     "prompt_inputs": {"core", "outputs", "text_processor"},
     "llm": {
         *(
@@ -61,11 +62,15 @@ MAY = {
             "request_state",
             "text_processor",
             "prompt_inputs",
+            "opened_engine",
         ),
         *("builder", "accept", "checkpoint"),
     },
-    "segmenter": {"core", "progress", "vision", "loader.device", "artifact", "llm"},
-    "async_llm": {"core", "outputs", "request_state", "text_processor", "prompt_inputs", "llm"},
+    "segmenter": {"core", "opened_engine", "vision", "loader.device", "artifact", "llm"},
+    "async_llm": {
+        *("core", "outputs", "request_state", "text_processor", "prompt_inputs"),
+        *("opened_engine", "llm"),
+    },
     "serve": {
         "core",
         "text",
