@@ -27,7 +27,7 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
@@ -59,7 +59,7 @@ class LLMOptions(EngineOptions, total=False):
 
     tensor_parallel_size: int | None
     chat_template: str | Path | None
-    progress: StageProgress | bool | None
+    progress: Progress | bool | None
     openai_defaults: bool
 
 
@@ -94,7 +94,7 @@ class LLM(OpenedEngine[EngineCore]):
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: StageProgress | bool | None = None,
+        progress: Progress | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -112,7 +112,7 @@ class LLM(OpenedEngine[EngineCore]):
         engine: Path,
         chat_template: str | Path | None,
         options: EngineOptions,
-        progress: StageProgress,
+        progress: Progress,
         openai_defaults: bool,
     ) -> None:
         build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
@@ -359,7 +359,7 @@ def build_engine(
     *,
     delta: Path | None = None,
     vision: Sequence[Path] = (),
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     check: bool = True,
     tune: bool = True,
     plan: BuildPlan | None = None,
@@ -405,7 +405,7 @@ def build_engine(
 def engine_of(
     model: Path,
     build: Mapping[str, Any],
-    progress: StageProgress,
+    progress: Progress,
     engine_type: str | None = "language",
 ) -> Path:
     """Return ``model`` if it is an engine, or the engine of a checkpoint as ``cached_engine`` does.
@@ -426,7 +426,7 @@ def engine_of(
 def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     engine_type: str | None = "language",
 ) -> Path:
     """Return the checkpoint's engine in the cache folder; build it first if it is missing.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, Self, TypeVar
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.progress import show_progress
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def closed_error(opened: object, path: Path) -> UsageError:
 
 
 @contextlib.contextmanager
-def opening_progress(model: Path, progress: StageProgress | bool | None) -> Iterator[StageProgress]:
+def opening_progress(model: Path, progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield the progress callback of opening ``model``.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +20,7 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -69,7 +69,7 @@ class Segmenter(OpenedEngine[SamModel]):
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
         threads: int | None = None,
-        progress: StageProgress | bool | None = None,
+        progress: Progress | bool | None = None,
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
@@ -84,7 +84,7 @@ class Segmenter(OpenedEngine[SamModel]):
         kernels: Mapping[str, str] | None,
         threads: int | None,
         build: SegmenterOptions,
-        progress: StageProgress,
+        progress: Progress,
     ) -> None:
         from modelmill.llm import engine_of
 
@@ -210,7 +210,7 @@ class Segmenter(OpenedEngine[SamModel]):
         image: Any,
         options: AutomaticMaskOptions | None = None,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         **changes: Any,
     ) -> list[Mask]:
         """Segment everything in an image with a grid of point prompts; masks are best first.
@@ -218,7 +218,7 @@ class Segmenter(OpenedEngine[SamModel]):
         Args:
             image: As for ``set_image``.
             options: None uses the defaults.
-            progress: Called with (done, total).
+            progress: Called with ("points", done, total).
             changes: Fields of ``AutomaticMaskOptions``, instead of ``options``.
         """
         if changes:

@@ -33,7 +33,7 @@ from modelmill.core.errors import (
     CorruptCheckpoint,
     UsageError,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.base import pack
 
@@ -47,7 +47,7 @@ def build(
     plan: BuildPlan,
     out: Path,
     accept: AcceptFunction | None,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     tune: TuneFunction | None = None,
 ) -> dict[str, Any]:
     """Write the engine of ``plan`` to ``out``.
@@ -112,7 +112,7 @@ def build(
     return report
 
 
-def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress | None) -> None:
+def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | None) -> None:
     done = 0
     shards = plan.shards()
     depth = sum(layer_index(name) is not None for name in shards)

@@ -47,7 +47,7 @@ from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.ops import registry
@@ -341,7 +341,7 @@ def layer_index(shard: str) -> int | None:
 
 
 def make_plan(
-    checkpoint: Checkpoint, config: BuildConfig, on_progress: StageProgress | None = None
+    checkpoint: Checkpoint, config: BuildConfig, on_progress: Progress | None = None
 ) -> BuildPlan:
     """Decide everything without reading weights, except for ``-q auto``, which measures.
 

@@ -121,7 +121,7 @@ def accept_options(*configs: type) -> Callable[[Init], Init]:
 
 
 def show_signature_of(other: Callable[..., None]) -> Callable[[Init], Init]:
-    """Decorate an ``__init__`` that passes its options on: its signature shows those of ``other``."""
+    """Decorate an ``__init__`` that passes its options on: it shows the signature of ``other``."""
 
     def set_signature(init: Init) -> Init:
         init.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]

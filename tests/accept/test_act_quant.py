@@ -4,6 +4,7 @@ in wide ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +23,7 @@ FIXED = SMALL | {"alpha": "0.5"}
 STATIC = {"activation_scales": "tensor", "weight_scales": "tensor"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
     settings: list[tuple[str, str, dict[str, Any]]] = [
         ("bfloat16", "fp8", SMALL),
         ("bfloat16", "smoothquant", FIXED),
@@ -36,16 +36,32 @@ def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path
         ]
     if name == "llama-tied":
         settings += [("bfloat16", "smoothquant", FIXED | {"quantize_head": True})]
-    for number, (dtype, recipe, options) in enumerate(settings):
-        report, written = build_and_accept(
-            tiny[name], tmp_path / str(number), dtype, recipe, **options
-        )
-        assert written, f"{dtype} {recipe} {options}: {report['reason']}"
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "options"),
+    [
+        pytest.param(name, *setting, id=f"{name}-{number}")
+        for name in FAMILIES
+        for number, setting in enumerate(_honest_settings(name))
+    ],
+)
+def test_an_honest_engine_is_accepted(
+    name: str,
+    dtype: str,
+    recipe: str,
+    options: dict[str, Any],
+    tiny: Mapping[str, Path],
+    tmp_path: Path,
+) -> None:
+    report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, recipe, **options)
+    assert written, report["reason"]
 
 
 @pytest.mark.parametrize(("family", "name"), FAULTS)
 def test_a_fault_is_refused_and_named(
-    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+    family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     fault = find_fault(family, name)
     settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL)]
@@ -60,7 +76,7 @@ def test_a_fault_is_refused_and_named(
         assert_names(report, fault)
 
 
-def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_smoother_folded_on_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     """The v rows are divided, the columns of o are left alone."""
     real_fold = activation_smoothing.fold_scales
 
@@ -80,7 +96,9 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_pat
 
 
 @pytest.mark.parametrize("wrong", ["a scale", "a sum that saturates"])
-def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kernel_that_errs_is_refused(
+    wrong: str, tiny: Mapping[str, Path], tmp_path: Path
+) -> None:
     real_linear, real = op.w8a8_linear, registry.select_backends
 
     def run(
@@ -106,7 +124,7 @@ def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_pa
     assert report["module"].endswith("_proj"), report["reason"]
 
 
-def test_the_report_tells_what_smoothing_did(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_tells_what_smoothing_did(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     report, written = build_and_accept(
         tiny["gpt2"], tmp_path / "e", "float32", "smoothquant", **SMALL
     )

@@ -4,7 +4,7 @@ the engine holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, Callable[[Any], None], tuple[str, ...]]] = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_bias_is_refused(
-    case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path
+    case: str, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     name, plant, modules = CASES[case]
     real_open = run.EngineCore.open
@@ -80,7 +80,7 @@ def test_a_wrong_bias_is_refused(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_honest_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_honest_ones_are_accepted(recipe: str, tiny: Mapping[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
         report, written = build_and_accept(
             tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe]

@@ -611,7 +611,7 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def fake(name: str, dest: Path, progress: Any) -> Path:
         dest.mkdir(parents=True, exist_ok=True)
-        progress(1, 2)
+        progress("pulling m.gguf", 1, 2)
         (dest / "m.gguf").write_bytes(b"12345")
         return dest / "m.gguf"
 

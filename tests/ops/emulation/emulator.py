@@ -32,7 +32,7 @@ HAS_FLOAT16 = (
 )
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
 requires_emulation = pytest.mark.skipif(
-    not CAN_EMULATE, reason="g++ 12 or newer, on Linux, is not here"
+    not CAN_EMULATE, reason="needs Linux with g++ 12 or newer: apt-get install g++"
 )
 FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MAX_SHARED_BYTES = 227 << 10

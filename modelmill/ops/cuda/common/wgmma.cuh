@@ -1,5 +1,10 @@
-// wgmma with 16-bit operands: D[64, N] (float32 accumulators in registers) += A[64, 16] · B[16, N],
-// A in shared memory or in registers. Used by all GEMMs with warpgroups and by paged_attention.cu.
+// Tensor-core products of a warpgroup with 16-bit operands.
+//
+// Computes: D[64, N] (float32, registers) += A[64, 16] · B[16, N]
+// Range: A in shared memory or in registers, B in shared memory, tiles of 64 columns
+// Technique: wgmma.mma_async
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_attention.cu, wgmma8.cuh,
+//     wq_gemm_pipelined.cu
 //
 // D: thread t of warp w holds rows 16·w + t/4 and that + 8; d[4·i], d[4·i + 1] are columns 8·i +
 // 2·(t%4), + 1 of the first row, d[4·i + 2], d[4·i + 3] the same of the second. A in registers:

@@ -1,7 +1,13 @@
-// wgmma with 8-bit operands: D[64, N] += A[64, 32] · B[N, 32]ᵀ, both in shared memory, K-major rows
-// of 128 bytes with the 128-byte swizzle (fragment and shared-memory layout: wgmma.cuh). With -DFP8
-// operands are e4m3 and accumulators float32 (the hardware keeps fewer mantissa bits), else int8
-// with exact int32 accumulators. Used by gemm_8bit.cu.
+// Tensor-core products of a warpgroup with 8-bit operands.
+//
+// Computes: D[64, N] += A[64, 32] · B[N, 32]ᵀ
+// Dtypes: int8 with exact int32 accumulators, or with FP8 e4m3 with float32 accumulators (the
+//     hardware keeps fewer mantissa bits)
+// Layout: A and B in shared memory, K-major rows of 128 bytes with the 128-byte swizzle; fragments
+//     as in wgmma.cuh
+// Range: N 32, 64, 128, 192 or 256
+// Technique: wgmma.mma_async
+// Used by: gemm_8bit.cu
 #pragma once
 #include "common/wgmma.cuh"
 
