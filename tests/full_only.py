@@ -96,22 +96,22 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/accept/test_planted_faults.py": (
         "test_the_build_is_refused_in_every_dtype[gpt2-*",
-        "test_an_honest_engine_is_accepted_in_every_dtype[llama-*",
-        "test_an_honest_engine_is_accepted_in_every_dtype[qwen*",
+        "test_a_faultless_engine_is_accepted_in_every_dtype[llama-*",
+        "test_a_faultless_engine_is_accepted_in_every_dtype[qwen*",
     ),
     "tests/accept/test_act_quant.py": (
-        "test_an_honest_engine_is_accepted[gpt2]",
-        "test_an_honest_engine_is_accepted[llama-*",
-        "test_an_honest_engine_is_accepted[qwen2]",
-        "test_an_honest_engine_is_accepted[qwen]",
+        "test_a_faultless_engine_is_accepted[gpt2]",
+        "test_a_faultless_engine_is_accepted[llama-*",
+        "test_a_faultless_engine_is_accepted[qwen2]",
+        "test_a_faultless_engine_is_accepted[qwen]",
         "test_a_fault_is_refused_and_named[gpt2-*",
         "test_a_fault_is_refused_and_named[qwen-*",
     ),
     "tests/accept/test_low_bits.py": (
-        "test_an_honest_engine_is_accepted[gpt2]",
-        "test_an_honest_engine_is_accepted[llama-*",
-        "test_an_honest_engine_is_accepted[qwen2]",
-        "test_an_honest_engine_is_accepted[qwen]",
+        "test_a_faultless_engine_is_accepted[gpt2]",
+        "test_a_faultless_engine_is_accepted[llama-*",
+        "test_a_faultless_engine_is_accepted[qwen2]",
+        "test_a_faultless_engine_is_accepted[qwen]",
         "test_a_fault_is_refused_and_named[gpt2-*",
     ),
     "tests/accept/test_vision_encoder.py": (
@@ -136,7 +136,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_lines_that_are_no_good_are_named[1*",
         "test_no_sequence_ends_inside_a_picture",
         "test_auto_looks_at_pictures_too",
-        "test_a_build_with_pictures_is_the_same_twice_and_told[{}]",
+        "test_a_build_with_pictures_is_the_same_twice_and_reported[{}]",
     ),
     "tests/builder/test_act_quant_builds.py": (
         "test_a_head_in_integers_scales_its_inputs_as_they_come[gpt2-*",
@@ -144,12 +144,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies[{'*",
     ),
     "tests/builder/test_auto_precision.py": (
-        "test_a_wider_limit_is_never_larger_and_what_is_told_is_kept",
+        "test_a_wider_limit_is_never_larger_and_what_is_reported_is_kept",
     ),
     "tests/test_segmenter.py": ("test_mobilesam_engines_keep_the_facts",),
     # servers that are loaded, killed or kept waiting
     "tests/serve/test_server.py": (
-        "test_loading_is_told_and_requests_are_refused_meanwhile",
+        "test_loading_is_reported_and_requests_are_refused_meanwhile",
         "test_a_worker_that_is_killed",
         "test_a_system_without_descriptors_for_a_while",
         "test_a_shutdown_that_does_not_wait[twice]",
@@ -163,7 +163,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/serve/test_worker.py": (
         "test_a_worker_ends_with_its_server*",
-        "test_what_cannot_be_opened_is_told_in_one_line",
+        "test_what_cannot_be_opened_is_reported_in_one_line",
     ),
     "tests/serve/test_tools.py": ("test_several_calls_at_once",),
     "tests/serve/test_structured.py": (
@@ -177,11 +177,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/trust/test_replies.py": (
         "test_a_large_reply_is_whole",
-        "test_a_large_reply_holds_nobody_up[*-1048576*",
-        "test_a_large_reply_holds_nobody_up[*-4194304]",
+        "test_a_large_reply_delays_no_other_request[*-1048576*",
+        "test_a_large_reply_delays_no_other_request[*-4194304]",
     ),
     "tests/trust/test_request_bodies.py": (
-        "test_a_large_body_holds_nobody_up[/detokenize-tokens-texts-4]",
+        "test_a_large_body_delays_no_other_request[/detokenize-tokens-texts-4]",
         "test_an_answer_with_its_log_probabilities_comes_back*",
     ),
     "tests/trust/test_pictures.py": ("test_the_key_is_needed_here_too",),

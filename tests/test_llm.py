@@ -372,7 +372,7 @@ def test_a_closed_engine_says_so(engine: Path) -> None:
         asyncio.run(closed.generate("Once upon a time", GREEDY))
 
 
-def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> None:
+def test_a_stream_that_begins_while_the_engine_closes_gets_an_error(engine: Path) -> None:
     many = AsyncLLM(engine, device="cpu")
     stepping, go_on, step = threading.Event(), threading.Event(), many.llm.step
 
@@ -402,7 +402,7 @@ def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> N
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 0, [GREEDY]])
-def test_what_is_no_sampling_is_told_by_a_stream_too(llm: LLM, params: Any) -> None:
+def test_what_is_no_sampling_is_reported_by_a_stream_too(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.stream("Once", params)
     with pytest.raises(RequestError, match="SamplingParams"):

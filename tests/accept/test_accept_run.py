@@ -60,7 +60,7 @@ def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> N
     assert second == report
 
 
-def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
+def test_progress_is_reported(built: tuple[Path, Path, dict[str, Any]]) -> None:
     checkpoint, engine, _ = built
     updates: list[tuple[str, int, int]] = []
     loop = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))

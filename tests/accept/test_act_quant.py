@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_faultless_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     settings: list[tuple[str, str, dict[str, Any]]] = [
         ("bfloat16", "fp8", SMALL),
         ("bfloat16", "smoothquant", FIXED),

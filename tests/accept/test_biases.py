@@ -86,7 +86,7 @@ def test_a_wrong_bias_is_refused(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_honest_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_faultless_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
         report, written = build_and_accept(
             tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe]

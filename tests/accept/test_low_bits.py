@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_faultless_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     settings = [("bfloat16", "awq+gptq"), ("float32", "nearest"), ("float16", "nearest")]
     if name == "llama":
         settings += [("float32", "gptq"), ("float32", "awq")]

@@ -56,7 +56,7 @@ def test_the_build_is_refused_in_every_dtype(
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_engine_is_accepted_in_every_dtype(
+def test_a_faultless_engine_is_accepted_in_every_dtype(
     name: str, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     for number, (dtype, recipe) in enumerate(SETTINGS):

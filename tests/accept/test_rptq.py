@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
-def test_an_honest_engine_is_accepted(
+def test_a_faultless_engine_is_accepted(
     name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)

@@ -165,7 +165,7 @@ CHECKS: list[tuple[Callable[[torch.Tensor], bool], torch.Tensor, bool]] = [
 
 
 @pytest.mark.parametrize(("check", "tensor", "fine"), CHECKS)
-def test_what_the_eyes_and_sam_save_is_compared(
+def test_what_the_vision_encoder_and_sam_save_is_compared(
     check: Callable, tensor: torch.Tensor, fine: bool
 ) -> None:
     assert check(tensor) is fine
@@ -190,7 +190,7 @@ def test_what_a_sam_saves_beside_its_weights(name: str, tmp_path: Path) -> None:
         build_engine(tmp_path / "sam.safetensors", tmp_path / "e", FLOAT)
 
 
-def test_what_the_eyes_leave_unused_is_named(tmp_path: Path, shared: Path) -> None:
+def test_what_the_vision_encoder_leaves_unused_is_named(tmp_path: Path, shared: Path) -> None:
     """The published files hold halves that this model does without; each is named, and nothing else
     is left.
     """

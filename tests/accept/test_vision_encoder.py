@@ -237,7 +237,7 @@ def test_faults_of_a_tower_in_8_bits_are_named(
     assert check_vision_encoder(loop, checkpoint)["ok"]
 
 
-def test_only_eyes_have_a_tower(tmp_path: Path) -> None:
+def test_only_image_models_have_a_tower(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hf")
     with pytest.raises(UsageError, match=r"--tower int8: .* does not read images; remove it"):
         make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))

@@ -90,7 +90,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: Any) -> N
     made(tmp_path / "e")
 
 
-def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(
+def test_a_place_that_cannot_be_taken_is_reported_and_only_the_move_is_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     def busy(*_: Any) -> None:

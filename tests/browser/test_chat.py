@@ -355,7 +355,9 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_errors_are_told_in_plain_words(opened: Any, error: dict[str, Any], message: str) -> None:
+def test_errors_are_reported_in_plain_words(
+    opened: Any, error: dict[str, Any], message: str
+) -> None:
     page = opened()
     wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**error))
@@ -414,7 +416,7 @@ def test_everything_has_a_name(opened: Any) -> None:
     assert page.get_by_role("log", name="Conversation").count() == 1
 
 
-def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
+def test_an_answer_that_failed_is_no_turn(opened: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 8}')
     wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body="<html>"))

@@ -243,7 +243,7 @@ def test_a_turned_photo_is_upright_for_both(opened: Any, engines: Engines) -> No
     expect_status(page, FOUND)
 
 
-def test_what_is_no_photo_is_told(opened: Any) -> None:
+def test_what_is_no_photo_is_reported(opened: Any) -> None:
     page = opened()
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     page.get_by_role("tab", name="Segment").click()

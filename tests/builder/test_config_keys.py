@@ -253,9 +253,7 @@ NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "lines"), NAMED)
-def test_keys_that_nobody_knows_are_named(
-    name: str, change: dict[str, Any], lines: list[str]
-) -> None:
+def test_unknown_keys_are_named(name: str, change: dict[str, Any], lines: list[str]) -> None:
     warnings = config_warnings({**PUBLISHED[name], **change})
     assert len(warnings) == len(lines)
     for line, expected in zip(warnings, lines, strict=True):

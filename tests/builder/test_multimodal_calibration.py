@@ -240,7 +240,7 @@ def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -
     )
 
 
-def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_vision_encoder_says_so(tmp_path: Path) -> None:
     path = written(tmp_path / "l.jsonl", {"text": "Fine."}, {"image": "a.png", "text": "What?"})
     with pytest.raises(UsageError, match="line 2: has an image, which this model does not support"):
         list(read_texts(path))
@@ -281,7 +281,7 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "smoothquant", "alpha": "0.5"}], ids=str)
-def test_a_build_with_pictures_is_the_same_twice_and_told(
+def test_a_build_with_pictures_is_the_same_twice_and_reported(
     folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     digests = set()

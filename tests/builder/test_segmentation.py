@@ -107,7 +107,7 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
 _LINEARS = ("attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")
 
 
-def test_a_file_of_nobody_without_config(tmp_path: Path) -> None:
+def test_a_file_of_no_known_family_without_config(tmp_path: Path) -> None:
     save_file({"what": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json: is missing.*x\.safetensors"):
         make_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())

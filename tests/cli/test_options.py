@@ -294,7 +294,7 @@ def test_changed() -> None:
     assert non_default_fields(BuildConfig(kernels=kernels)) == {"kernels": kernels}
 
 
-def test_an_engine_makes_room_for_the_reference_unless_told_otherwise() -> None:
+def test_an_engine_makes_room_for_the_reference_unless_a_size_is_set() -> None:
     assert share_gpu_with_reference(RunConfig()).gpu_memory_utilization == REFERENCE_GPU_FRACTION
     assert (
         share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization

@@ -59,7 +59,7 @@ def test_the_same_build_again_leaves_what_is_there(cli: Cli, checkpoint: Path, b
         (("-q", "auto", "--max-kl", "0.1"), "is an engine already"),
     ],
 )
-def test_another_build_replaces_nothing_unless_told_to(
+def test_another_build_replaces_nothing_without_force(
     cli: Cli, checkpoint: Path, built: Path, words: tuple[str, ...], why: str
 ) -> None:
     before = contents(built)

@@ -117,7 +117,7 @@ def test_a_mask_as_prompt_and_everything(
     assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
 
 
-def test_everything_tells_how_far_it_is_without_a_terminal(
+def test_everything_reports_progress_without_a_terminal(
     engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     updates: list[tuple[str, float, float]] = []

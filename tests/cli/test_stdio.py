@@ -51,14 +51,14 @@ def leaving(*words: object) -> subprocess.CompletedProcess[str]:
         os.close(out)
 
 
-def test_tables_for_nobody(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_tables_without_sequences(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     """The plot comes after the tables: it is drawn, and a good engine is a good engine."""
     done = leaving("compare", engine, checkpoint, "--plot", tmp_path / "good.png")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
+def test_an_answer_ends_where_no_client_reads_it(engine: Path) -> None:
     words = (
         "run",
         engine,
@@ -76,7 +76,7 @@ def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
     assert leaving(*words, "--json").returncode == 0
 
 
-def test_nobody_reads_what_is_said_along_the_way(checkpoint: Path, tmp_path: Path) -> None:
+def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) -> None:
     out = gone()
     try:
         done = modelmill(

@@ -187,7 +187,7 @@ def test_neutral_values_and_null_say_nothing() -> None:
     assert "logits_processors" not in defaults.values
 
 
-def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> None:
+def test_an_unknown_key_and_a_draw_that_never_happens_are_named() -> None:
     warning = read_generation({"temperature": 0.6, "odd\nkey": 3}).warning() or ""
     assert "temperature applies only if a request samples" in warning
     assert "is not known" in warning

@@ -80,7 +80,7 @@ def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks[0].what == "template", "the template comes first"
 
 
-def test_the_first_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = check(
         fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch
     )

@@ -39,7 +39,7 @@ def test_a_weight_of_8_bits_is_a_quarter_with_its_scales() -> None:
     assert cost == OpCost(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
 
 
-def test_operations_of_8_bits_are_told_apart() -> None:
+def test_operations_of_8_bits_are_counted_apart() -> None:
     x, scale = torch.ones(3, 64, dtype=torch.int8), torch.ones(128)
     weight = torch.ones(128, 64, dtype=torch.int8)
     args = {"weight": weight, "scale": scale, "x_scale": torch.ones(3), "dtype": torch.float32}
@@ -164,6 +164,6 @@ def _with(step: Any, ops: Any) -> Any:
 
 
 @pytest.mark.parametrize("op", registry.op_names())
-def test_every_op_of_the_shelf_can_be_counted(op: str) -> None:
+def test_every_op_of_the_registry_can_be_counted(op: str) -> None:
     case = next(iter(bench_cases(op, "cpu", torch.float32)))
     assert of(op, **case.args).nbytes > 0

@@ -241,7 +241,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
         ),
     ],
 )
-def test_what_is_not_known_is_told_in_a_line(
+def test_what_is_not_known_is_reported_in_a_line(
     folder: Path, tmp_path: Path, change: Any, error: type[Exception], message: str
 ) -> None:
     if "llama" not in folder.name:
@@ -252,6 +252,6 @@ def test_what_is_not_known_is_told_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_eyes_of_its_own_are_enough(folder: Path) -> None:
+def test_a_vision_encoder_of_its_own_is_enough(folder: Path) -> None:
     with pytest.raises((CheckpointError, UsageError)):
         open_checkpoint(folder, vision=[folder / "model.safetensors"])

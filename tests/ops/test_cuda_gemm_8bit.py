@@ -127,7 +127,7 @@ def test_long_sums_do_not_overflow() -> None:
     assert bool((actual == -127 * 127 * 40_000).all())
 
 
-def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+def test_what_tma_cannot_read_is_left_to_others() -> None:
     x, weight = torch.zeros(80, 48, dtype=torch.int8), torch.zeros(16, 48, dtype=torch.int8)
     scale, bias = torch.ones(16), torch.zeros(16, dtype=torch.bfloat16)
 

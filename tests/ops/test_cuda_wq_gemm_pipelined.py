@@ -202,7 +202,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
 
 
 @pytest.mark.gpu
-def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
+def test_the_backend_leaves_small_groups_and_odd_rows_to_others() -> None:
     run = registry.select_backends("cuda").int4_linear
     for rows, columns, group in (
         (100, 2048, 128),

@@ -216,7 +216,7 @@ def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: 
     assert len(brought) <= MAX_PREFILL_GRAPHS
 
 
-def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
+def test_forward_hooks_get_the_prompt_as_it_is() -> None:
     engine = filling(FakeCapturer())
     lengths: list[int] = []
     with engine.model_runner.forward_hooks(

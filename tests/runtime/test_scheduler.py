@@ -108,7 +108,7 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     assert all(sum(counts) <= most(counts.count(1)) for counts in steps)
 
 
-def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
+def test_a_step_lasts_no_longer_than_a_new_request_can_wait() -> None:
     """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each
     step.
     """

@@ -248,7 +248,7 @@ def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: 
     assert all(process.poll() is not None for process in workers._processes)
 
 
-def test_what_a_rank_says_last_is_told(engines: Callable[[str], Path]) -> None:
+def test_the_last_output_of_a_rank_is_reported(engines: Callable[[str], Path]) -> None:
     """An order that no rank can carry out: the error comes back as one line."""
     engine_core = opened(engines("llama"), 2)
     workers: Any = engine_core.model_runner.tp_workers

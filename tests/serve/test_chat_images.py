@@ -70,7 +70,7 @@ def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
         assert answer.json["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
 
 
-def test_pictures_are_told_apart(served: ServiceThread) -> None:
+def test_pictures_are_distinguished(served: ServiceThread) -> None:
     texts = set()
     for seed in range(4):
         body = {
@@ -189,7 +189,7 @@ def test_too_many_pictures(served: ServiceThread) -> None:
     assert "33 pictures" in answer.json["error"]["message"]
 
 
-def test_an_engine_without_eyes_refuses_pictures(running: ServiceThread) -> None:
+def test_an_engine_without_a_vision_encoder_refuses_pictures(running: ServiceThread) -> None:
     answer = running.post(
         "/v1/chat/completions",
         {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")},

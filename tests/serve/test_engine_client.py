@@ -148,7 +148,7 @@ def test_a_reader_that_never_reads_is_given_up_and_no_other(
     asyncio.run(main())
 
 
-def test_a_worker_that_dies_is_told_and_replaced() -> None:
+def test_a_worker_that_dies_is_reported_and_replaced() -> None:
     async def main() -> None:
         async with served_engine() as (engine, launcher):
             await answered(engine, [(5, 6)])
@@ -351,7 +351,7 @@ def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range)
     asyncio.run(main())
 
 
-def test_a_message_that_nobody_can_read_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_message_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with served_engine() as (engine, launcher):
             launcher.children[0].allow_steps.clear()

@@ -124,7 +124,7 @@ ENTRY = '{"token":"a","logprob":-0.5,"bytes":[97]}'
 
 @pytest.mark.parametrize("between", [",", " ,\n "])
 @pytest.mark.parametrize("count", [3, 20_000])
-def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) -> None:
+def test_long_unused_lists_are_left_empty(count: int, between: str) -> None:
     part = PART % (" [" + between.join([ENTRY] * count) + "] ")
     text = (
         '{"input":[{"role":"user","content":"logprobs"},{"content":['
@@ -140,7 +140,7 @@ def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) ->
 
 
 @pytest.mark.parametrize("wrong", ["[1 2]", "[1]]", "[{]}", "{", "tru", '"', "1,"])
-def test_what_nobody_uses_has_to_be_json(wrong: str) -> None:
+def test_unused_parts_have_to_be_json(wrong: str) -> None:
     text = (
         '{"input":[{"content":['
         + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]")

@@ -17,7 +17,7 @@ from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
 
 
-def test_every_path_is_tried_and_nothing_is_told(
+def test_every_path_is_tried_and_nothing_is_logged(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []

@@ -193,7 +193,7 @@ class Watched:
         return value
 
 
-def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(
+def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log_stream = io.StringIO()

@@ -280,7 +280,7 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
     asyncio.run(main())
 
 
-def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_reported_in_one_line(tmp_path: Path) -> None:
     async def main() -> None:
         engine, task = await opened(tmp_path / "none.engine")
         await task

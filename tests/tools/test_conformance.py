@@ -173,7 +173,7 @@ def test_cases_of_a_schemathesis_report() -> None:
     ("response", "num_notes"),
     [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)],
 )
-def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, num_notes: int) -> None:
+def test_a_pass_on_a_path_that_is_not_served_is_noted(response: Any, num_notes: int) -> None:
     result = SuiteResult(0)
     each = SimpleNamespace(
         status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[]

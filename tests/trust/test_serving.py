@@ -148,7 +148,7 @@ def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
     "content_type",
     ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"],
 )
-def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, content_type: str) -> None:
+def test_a_body_without_the_json_content_type(running: ServiceThread, content_type: str) -> None:
     """What a page of another origin can send without asking is refused, and the answer says what is
     missing.
     """
@@ -660,7 +660,7 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
     assert not any("0x7f00" in json_logs.JsonLogFormatter().format(record) for record in records)
 
 
-def test_a_task_that_nobody_waited_for_is_told_without_its_text(
+def test_an_unawaited_task_is_logged_without_its_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without a handler for asyncio's log, Python prints the exception with its text."""

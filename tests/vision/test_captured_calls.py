@@ -71,7 +71,7 @@ def test_what_waits_for_the_host_is_called() -> None:
 
 
 @pytest.mark.gpu
-def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
+def test_a_model_with_graphs_computes_what_one_without_computes() -> None:
     model = made(small_state(), device="cuda")
     models = [
         SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD)
