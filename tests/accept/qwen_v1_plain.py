@@ -77,7 +77,7 @@ def turned(head: torch.Tensor, position: int, base: float) -> torch.Tensor:
 
 
 class PlainQwen:
-    """Steps through a sequence; the prompt's length is told once and fixes the rotation's base."""
+    """Steps through a sequence; the prompt's length is set once and fixes the rotation's base."""
 
     def __init__(self, tensors: Tensors, config: dict[str, Any], prompt: int) -> None:
         self.tensors = {name: tensor.double() for name, tensor in tensors.items()}

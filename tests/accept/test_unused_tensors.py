@@ -70,7 +70,7 @@ def test_computed_frequencies_are_fine_in_any_dtype(dtype: torch.dtype, tmp_path
 
 
 def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
-    """Whoever saved them computed with them: config.json has lost its rope_theta."""
+    """Stored frequencies were computed with: config.json has lost its rope_theta."""
     other = 1.0 / 1e6 ** (torch.arange(0, 8, 2) / 8)
     with pytest.raises(
         AcceptanceError,
@@ -83,7 +83,7 @@ def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
 def test_a_rule_that_drops_too_much_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: a pattern that matches what nobody has looked at."""
+    """The planted fault: a pattern that matches tensors of another meaning."""
     folder = llama_with(tmp_path / "hf", **{"model.layers.1.self_attn.sinks": torch.ones(4)})
     monkeypatch.setattr(llama, "ignored_tensors", lambda _: (r".*\.self_attn\.s.*",))
     with pytest.raises(

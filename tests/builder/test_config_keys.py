@@ -335,7 +335,7 @@ def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
 
 
 def test_rotary_factors_of_a_gpt2_are_left_over(tmp_path: Path) -> None:
-    """It rotates nothing, so nobody would read them."""
+    """The model rotates nothing, so the keys stay unread."""
     import numpy as np
     from gguf import GGUFWriter
 

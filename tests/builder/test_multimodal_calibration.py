@@ -106,14 +106,14 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
     )
     samples = load_samples(source_of(path, 400), files, SIDE)
     assert [len(sample.images) for sample in samples] == [1, 1, 2, 1, 1, 0]
-    right, _ = load_square_image(photo, SIDE)
+    photo_pixels, _ = load_square_image(photo, SIDE)
     other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
     for number, expected in (
-        (0, [right]),
-        (1, [right]),
-        (2, [right, other]),
+        (0, [photo_pixels]),
+        (1, [photo_pixels]),
+        (2, [photo_pixels, other]),
         (3, [other]),
-        (4, [right]),
+        (4, [photo_pixels]),
     ):
         pictures = list(samples[number].images.values())
         assert all(np.array_equal(a, b) for a, b in zip(pictures, expected, strict=True))

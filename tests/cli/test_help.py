@@ -1,5 +1,5 @@
-"""Help pages at every width: names are whole, examples can be copied, and who left something out is
-told the form.
+"""Help pages at every width: names are whole, examples can be copied, and a
+missing argument shows the usage.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ FULL = Path("/dev/full")
 
 
 def gone() -> int:
-    """The writing end of a pipe that nobody reads."""
+    """Return the writing end of a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     return write
@@ -43,7 +43,7 @@ def test_what_is_said_arrives(monkeypatch: pytest.MonkeyPatch, unbuffered: str) 
 
 
 def leaving(*words: object) -> subprocess.CompletedProcess[str]:
-    """Nobody reads its stdout."""
+    """Run a command whose stdout has no reader."""
     out = gone()
     try:
         return modelmill(*words, stdout=out, stderr=subprocess.PIPE)

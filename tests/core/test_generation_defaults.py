@@ -99,7 +99,7 @@ def test_where_it_says_nothing_people_and_clients_differ(
     for request_fields in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
         # who says how to draw gets just that
         assert drawn(own, **request_fields) == SamplingParams(**request_fields).with_defaults({})
-    # the eyes of a MiniGPT-4 bring a generation_config of their own
+    # the vision encoder of a MiniGPT-4 brings a generation_config of their own
     assert read_generation({**IDS, "do_sample": True}, "joined/gguf").source == "checkpoint"
 
 

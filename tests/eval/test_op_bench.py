@@ -1,4 +1,4 @@
-"""Timing of ops against ceilings: every op on the shelf, the figures, and what fails."""
+"""Timing of ops against ceilings: every op of the registry, the figures, and failures."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_step_that_does_not_fit_is_one_line(work: ProfileCase, error: type[Exc
 
 
 def kernels() -> list[KernelRecord]:
-    """Two layers: a product of two kernels, an attention; then one that nobody is known for."""
+    """Two layers: a product of two kernels, an attention; then a kernel without a known op."""
     product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.core"
     records: list[KernelRecord] = []
     for layer in range(2):

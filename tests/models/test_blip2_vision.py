@@ -145,7 +145,7 @@ def test_equal_to_transformers(hf_modules) -> None:
 @torch.inference_mode()
 def test_files_with_more_than_is_used_give_the_same(hf_modules) -> None:
     spec, tensors = spec_of(RAW), published(state(hf_modules))
-    # the tower's own file has no prefix, and holds a block that nobody wants
+    # the tower's own file has no prefix, and holds an unused block
     more = {name.removeprefix("visual_encoder."): t for name, t in tensors.items()}
     more["blocks.3.norm1.weight"] = torch.zeros(48)
     more["Qformer.bert.encoder.layer.0.intermediate.dense.weight"] = torch.zeros(3, 3)

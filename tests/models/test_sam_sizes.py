@@ -61,8 +61,16 @@ def judge(reference: Any, model: sam.Model, side: int) -> None:
         for several in (True, False):
             output = reference(image_embeddings=expected, **prompt, multimask_output=several)
             for number in range(2):
-                right = output.pred_masks[number], output.iou_scores[number]
-                compare(model, actual[number : number + 1], prompt, number, right, several, side)
+                expected_output = output.pred_masks[number], output.iou_scores[number]
+                compare(
+                    model,
+                    actual[number : number + 1],
+                    prompt,
+                    number,
+                    expected_output,
+                    several,
+                    side,
+                )
 
 
 def compare(

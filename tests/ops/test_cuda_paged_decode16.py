@@ -68,7 +68,7 @@ def _arguments(
         drawn[:, context:] = float("nan")
         drawn[:, :first_key] = float("nan")
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
-        # a page in front of the window is somebody else's
+        # a page in front of the window belongs to another sequence
         tables[b, first_key // page : counts[b]] = order[b][first_key // page :]
     starts = torch.tensor(
         [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32

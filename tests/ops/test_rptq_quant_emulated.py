@@ -71,13 +71,13 @@ LARGEST = ("most = fmaxf(most, __shfl_xor_sync(~0u, most, by));", "most = most;"
     "change", [MET, LARGEST], ids=["columns not waited for", "each thread by itself"]
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    def right() -> bool:
+    def is_exact() -> bool:
         try:
             return off(emulator, made((6, 612, 128), BF)[1]) <= 1
         except AssertionError:
             return False
 
-    assert emulator.detects(change, right)
+    assert emulator.detects(change, is_exact)
 
 
 @nvcc_needed

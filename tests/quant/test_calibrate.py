@@ -1,4 +1,4 @@
-"""Calibration tokens on their way: what a layer sees, what folding keeps, what bad data is told."""
+"""Calibration: a layer's inputs, what folding keeps, errors for bad data."""
 
 from __future__ import annotations
 

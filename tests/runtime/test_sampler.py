@@ -70,7 +70,7 @@ def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-hows = st.builds(
+params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.sampled_from([None, 0, 1, 5, 50, 200, 1000]),
@@ -83,7 +83,7 @@ hows = st.builds(
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(hows, min_size=1, max_size=5), st.integers(0, 10_000))
+@given(st.lists(params_strategy, min_size=1, max_size=5), st.integers(0, 10_000))
 def test_against_transformers(params_list: list[SamplingParams], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params_list), VOCAB, generator=generator) * 3

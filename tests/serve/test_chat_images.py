@@ -43,7 +43,7 @@ def local(engine: Path) -> LLM:
     return LLM(engine, device="cpu", threads=1, kv_cache_bytes=8 << 20)
 
 
-def talk(*parts: Any) -> list[dict[str, Any]]:
+def image_messages(*parts: Any) -> list[dict[str, Any]]:
     content = [
         {"type": "image_url", "image_url": {"url": part}}
         if part.startswith("data:")
@@ -59,7 +59,8 @@ def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
     for count in (0, 1, 2, 3):
         data = [encode_image(picture) for picture in pictures[:count]]
         answer = served.post(
-            "/v1/chat/completions", {**ASK, "messages": talk(*map(data_url, data), "What?")}
+            "/v1/chat/completions",
+            {**ASK, "messages": image_messages(*map(data_url, data), "What?")},
         )
         assert answer.status == 200, answer.json
         here = [{"type": "image", "image": each} for each in data]
@@ -75,7 +76,7 @@ def test_pictures_are_distinguished(served: ServiceThread) -> None:
     for seed in range(4):
         body = {
             **ASK,
-            "messages": talk(data_url(encode_image(random_photo(seed))), "What?"),
+            "messages": image_messages(data_url(encode_image(random_photo(seed))), "What?"),
             "logprobs": True,
         }
         answer = served.post("/v1/chat/completions", body)
@@ -84,7 +85,7 @@ def test_pictures_are_distinguished(served: ServiceThread) -> None:
 
 
 def test_streamed(served: ServiceThread) -> None:
-    body = {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
+    body = {**ASK, "messages": image_messages(data_url(encode_image(random_photo())), "What?")}
     content = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
     events = served.post("/v1/chat/completions", {**body, "stream": True}).events
     assert (
@@ -123,7 +124,7 @@ def test_odd_pictures_are_answered(
     body = {
         **ASK,
         "max_tokens": 2,
-        "messages": talk(picture_file(mode, file_format, size), "What?"),
+        "messages": image_messages(picture_file(mode, file_format, size), "What?"),
     }
     assert served.post("/v1/chat/completions", body).status == 200
 
@@ -164,7 +165,9 @@ def test_bad_pictures_are_refused(served: ServiceThread, source: str, says: str)
 def test_the_servers_own_limit_of_pixels(served: ServiceThread) -> None:
     """--max-image-pixels is 50 million; the file is one that may be read elsewhere."""
     large = data_url(encode_image(PIL.Image.new("1", (10001, 5000))))
-    answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(large, "What?")})
+    answer = served.post(
+        "/v1/chat/completions", {**ASK, "messages": image_messages(large, "What?")}
+    )
     assert answer.status == 400
     assert "10001 × 5000 pixels are more than 50000000" in answer.json["error"]["message"]
 
@@ -183,7 +186,10 @@ def test_files_of_the_server_are_not_read(served: ServiceThread, part: dict[str,
 def test_too_many_pictures(served: ServiceThread) -> None:
     answer = served.post(
         "/v1/chat/completions",
-        {**ASK, "messages": talk(*[data_url(encode_image(random_photo()))] * 33, "What?")},
+        {
+            **ASK,
+            "messages": image_messages(*[data_url(encode_image(random_photo()))] * 33, "What?"),
+        },
     )
     assert answer.status == 400
     assert "33 pictures" in answer.json["error"]["message"]
@@ -192,7 +198,7 @@ def test_too_many_pictures(served: ServiceThread) -> None:
 def test_an_engine_without_a_vision_encoder_refuses_pictures(running: ServiceThread) -> None:
     answer = running.post(
         "/v1/chat/completions",
-        {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")},
+        {**ASK, "messages": image_messages(data_url(encode_image(random_photo())), "What?")},
     )
     assert answer.status == 400
 
@@ -200,7 +206,12 @@ def test_an_engine_without_a_vision_encoder_refuses_pictures(running: ServiceThr
 def test_tokenize_counts_the_places(served: ServiceThread) -> None:
     with_one = served.post(
         "/tokenize",
-        {"model": "stories", "messages": talk(data_url(encode_image(random_photo())), "What?")},
+        {
+            "model": "stories",
+            "messages": image_messages(data_url(encode_image(random_photo())), "What?"),
+        },
     ).json
-    without = served.post("/tokenize", {"model": "stories", "messages": talk("What?")}).json
+    without = served.post(
+        "/tokenize", {"model": "stories", "messages": image_messages("What?")}
+    ).json
     assert with_one["count"] > without["count"] + 8

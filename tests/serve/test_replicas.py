@@ -154,7 +154,7 @@ def test_plans() -> None:
 
 
 class FakeReplicas:
-    """Replicas that do as they are told: a list of parts, an Exception among them is raised."""
+    """Fake replicas with scripted answers: lists of parts; an Exception among them is raised."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
         self.answers, self.calls, self.closed = list(answers), list[Any](), 0

@@ -103,7 +103,7 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
         )  # fmt: skip
 
 
-class Told:
+class TokenCounts:
     """Usage that clients received, in total and by request id."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Told:
 
 
 async def send(
-    running: ServiceThread, usage_counts: Told, id: str, path: str, body: dict[str, Any]
+    running: ServiceThread, usage_counts: TokenCounts, id: str, path: str, body: dict[str, Any]
 ) -> None:
     headers = {"x-request-id": id}
     if body.get("cache_salt") != LEAVES:
@@ -176,7 +176,7 @@ def test_all_counts_agree(
     running: ServiceThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "modelmill.serve.access")
-    engine, usage_counts, requests = running.engine, Told(), list(random_requests(200))
+    engine, usage_counts, requests = running.engine, TokenCounts(), list(random_requests(200))
     push = engine._on_token
 
     def unended(token: TokenOutput) -> None:

@@ -52,7 +52,7 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 class Clock:
-    """time.perf_counter that goes on when it is told to."""
+    """time.perf_counter that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

@@ -98,7 +98,7 @@ def test_an_answer_goes_on_after_a_result(chat):
 
 
 def test_history(chat):
-    """As the original: the tools are told of in the last question that has an answer."""
+    """As the original: the last question that has an answer describes the tools."""
     messages = [
         ASK,
         call("weather"),

@@ -1,4 +1,4 @@
-"""Calls are told from content however the text is cut, and nothing that was told is taken back."""
+"""Calls are separated from content however the text is cut; no delta is ever revoked."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ STYLES = [
 def test_streamed_or_whole_it_is_the_same(
     style: str, text: str, sizes: list[int], thinking: bool
 ) -> None:
-    """For any text and any cut; and a client may put together what it is told, piece by piece."""
+    """For any text and any cut; a client may concatenate the deltas."""
     content, calls, pieces = read(style, text, sizes, thinking=thinking)
     assert (content, calls) == read(style, text, [10**6], thinking=thinking)[:2]
     if not calls and style != REACT_STYLE:

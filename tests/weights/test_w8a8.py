@@ -1,5 +1,5 @@
-"""8-bit weights for 8-bit activations: what is stored, what is multiplied, what a damaged file is
-told.
+"""8-bit weights for 8-bit activations: storage, multiplication, errors for
+damaged files.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Launches a kernel of ours with the silent driver: prints what the driver was told by
-``CachedLauncher``, then by Triton.
+"""Launches a kernel of ours with the silent driver: prints the launch arguments of
+``CachedLauncher``, then of Triton.
 
 Run by test_fast_launch_driver_calls.py in a process of its own, which finds that driver
 (``benchmarks/fake_cuda_driver.py``).
