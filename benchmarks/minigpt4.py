@@ -129,7 +129,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
     run = RunConfig(**run_options, max_model_len=length, device=device, enable_prefix_caching=False)
     loop = EngineCore(model, run, max_model_len=length)
 
-    def asks(count: int, new: int) -> Prepare:
+    def prepare_requests(count: int, new: int) -> Prepare:
         return functools.partial(_prepare_requests, loop, (count, new), queries, side)
 
     def prepare_images(count: int) -> Prepare:
@@ -144,7 +144,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
         "versions": versions(),
         "kernels": dict(loop.ops.backends),
     }
-    return MiniGPT4Side(name, asks, prepare_images, facts)
+    return MiniGPT4Side(name, prepare_requests, prepare_images, facts)
 
 
 def _prepare_requests(
@@ -225,7 +225,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
             random_images(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean
         ) / std
 
-    def asks(count: int, new: int) -> Prepare:
+    def prepare_requests(count: int, new: int) -> Prepare:
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
         options = transformers.GenerationConfig(
             do_sample=False, eos_token_id=None, pad_token_id=0, **lengths
@@ -279,7 +279,10 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     return MiniGPT4Side(
-        PEER, asks, prepare_images, {"device": device_name(device), "versions": versions}
+        PEER,
+        prepare_requests,
+        prepare_images,
+        {"device": device_name(device), "versions": versions},
     )
 
 

@@ -339,12 +339,12 @@ def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
 def test_a_salt_keeps_prefixes_apart(llm: LLM) -> None:
     ids = [1, *range(10, 80)]
 
-    def cached(**more: Any) -> int:
+    def count_cached(**more: Any) -> int:
         return llm.generate({"prompt_token_ids": ids, **more}, GREEDY)[0].cached_tokens
 
-    cached(cache_salt="a")
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
+    count_cached(cache_salt="a")
+    assert count_cached(cache_salt="a") > 0
+    assert count_cached(cache_salt="b") == 0
 
 
 def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:

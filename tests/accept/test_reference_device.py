@@ -132,13 +132,13 @@ def test_a_gpu_with_forced_tf32_is_not_believed(
     )
     real_open = reference_device.open_reference
 
-    def opened(
+    def open_coarse_on_gpu(
         checkpoint: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> ReferenceModel:
         reference = real_open(checkpoint, dtype, device)
         return coarse(reference) if torch.device(device).type == "cuda" else reference
 
-    monkeypatch.setattr(reference_device, "open_reference", opened)
+    monkeypatch.setattr(reference_device, "open_reference", open_coarse_on_gpu)
     placement = place_reference(checkpoints["llama"], loop, IDS)
     assert "off by" in placement.description
     assert placement.reference.device.type == "cpu"

@@ -30,7 +30,9 @@ CASES = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Artifact, Checkpoint]]:
+def built_engines(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Artifact, Checkpoint]]:
     """An engine in each dtype, plain and with each recipe, built and judged."""
     from modelmill.builder.plan import make_plan
 
@@ -47,8 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Artifact, 
     return engines
 
 
-def test_the_report_tells_of_embedding_masks_and_scores(made: dict) -> None:
-    for case, (artifact, _) in made.items():
+def test_the_report_tells_of_embedding_masks_and_scores(built_engines: dict) -> None:
+    for case, (artifact, _) in built_engines.items():
         dtype, _, recipe = case.partition("-")
         report = artifact.acceptance()
         masks = report["masks"]
@@ -79,7 +81,7 @@ def _biases(model) -> None:
     qkv.bias = torch.cat((v, k, q))
 
 
-def _swapped(model) -> None:
+def _swap_rel_pos(model) -> None:
     attn = model.image_encoder.blocks[0].attn
     attn.rel_pos_h, attn.rel_pos_w = attn.rel_pos_w, attn.rel_pos_h
 
@@ -112,7 +114,7 @@ def _token(model) -> None:
     [
         (_scaled, (1, "mlp")),
         (_biases, (1, "attn")),
-        (_swapped, (0, "attn")),
+        (_swap_rel_pos, (0, "attn")),
         (_eps, (1, "norm2.eps")),
         (_neck_eps, (None, "neck.3.eps")),
         (_decoder_eps, (None, "transformer.layers.1.norm4.eps")),
@@ -120,8 +122,10 @@ def _token(model) -> None:
         (_token, (None, "masks.0")),
     ],
 )
-def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where: tuple) -> None:
-    artifact, checkpoint = made[case]
+def test_planted_faults_are_named(
+    built_engines: dict, case: str, fault: Callable, where: tuple
+) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     fault(sam_model.model)
     report = compare_segmentation(artifact, sam_model, checkpoint)
@@ -131,8 +135,8 @@ def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where:
     assert (report["layer"], report["module"]) == where, report["reason"]
 
 
-def test_matrices_in_each_others_place_are_named(made: dict) -> None:
-    artifact, checkpoint = made["bfloat16-int8"]
+def test_matrices_in_each_others_place_are_named(built_engines: dict) -> None:
+    artifact, checkpoint = built_engines["bfloat16-int8"]
     sam_model = open_sam_model(artifact, "cpu")
     blocks = sam_model.model.image_encoder.blocks
     blocks[0].attn.proj.weight, blocks[1].attn.proj.weight = (
@@ -157,8 +161,10 @@ def rows_swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["bfloat16-int8", "bfloat16-fp8"])
 @pytest.mark.parametrize("change", [row_scaled, rows_swapped])
-def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Callable) -> None:
-    artifact, checkpoint = made[case]
+def test_rows_that_a_matrix_hides_are_named(
+    built_engines: dict, case: str, change: Callable
+) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     linear = sam_model.model.image_encoder.blocks[1].mlp.lin1
     tensors = linear.weight.tensors()
@@ -171,8 +177,8 @@ def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Calla
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16-int8", "float32-fp8"])
-def test_what_connects_the_modules_is_judged(made: dict, case: str) -> None:
-    artifact, checkpoint = made[case]
+def test_what_connects_the_modules_is_judged(built_engines: dict, case: str) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     sam_model.model.image_encoder.pos_embed = sam_model.model.image_encoder.pos_embed.transpose(
         1, 2
@@ -231,9 +237,9 @@ def accepted(folder: Path, layout: str, case: str, target: str) -> None:
 
 
 def test_an_overflow_between_the_modules_is_called_one(
-    made: dict, monkeypatch: pytest.MonkeyPatch
+    built_engines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact, checkpoint = made["float16"]
+    artifact, checkpoint = built_engines["float16"]
     sam_model = open_sam_model(artifact, "cpu")
     embed = sam_model.model.encode_image
     monkeypatch.setattr(sam_model.model, "encode_image", lambda x, vision: embed(x, vision) * 1e5)

@@ -42,7 +42,7 @@ FREQUENCIES = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-def judged(path: Path, out: Path) -> dict[str, Any]:
+def build_and_accept(path: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     # ids alone: a tokenizer is another matter
     made = make_plan(replace(open_checkpoint(path), side_files={}), FLOAT)
@@ -56,7 +56,7 @@ def llama_with(folder: Path, **more: torch.Tensor) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_computed_frequencies_are_fine_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    report = judged(
+    report = build_and_accept(
         llama_with(tmp_path / "hf", **{INV_FREQ: FREQUENCIES.to(dtype)}), tmp_path / "e"
     )
     assert report["accepted"]
@@ -76,7 +76,7 @@ def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
         AcceptanceError,
         match=r"may matter: .*inv_freq \(rotary frequencies, computed, but with other",
     ):
-        judged(llama_with(tmp_path / "hf", **{INV_FREQ: other}), tmp_path / "e")
+        build_and_accept(llama_with(tmp_path / "hf", **{INV_FREQ: other}), tmp_path / "e")
     assert not (tmp_path / "e").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_rule_that_drops_too_much_is_found(
     with pytest.raises(
         AcceptanceError, match=r"may matter: model\.layers\.1\.self_attn\.sinks \(unused\)"
     ):
-        judged(folder, tmp_path / "e")
+        build_and_accept(folder, tmp_path / "e")
 
 
 def mask(count: int) -> torch.Tensor:
@@ -116,10 +116,12 @@ def test_masks_are_the_causal_one(case: str, tmp_path: Path) -> None:
     name = f"transformer.h.1.{case.split()[0]}"
     save_file({**tensors, name: tensor.contiguous()}, tmp_path / "hf" / "model.safetensors")
     if fine:
-        assert judged(tmp_path / "hf", tmp_path / "e")["unused_tensors"][0]["names"] == [name]
+        assert build_and_accept(tmp_path / "hf", tmp_path / "e")["unused_tensors"][0]["names"] == [
+            name
+        ]
         return
     with pytest.raises(AcceptanceError, match=f"may matter: {name}"):
-        judged(tmp_path / "hf", tmp_path / "e")
+        build_and_accept(tmp_path / "hf", tmp_path / "e")
 
 
 @pytest.mark.parametrize("length", [32, 48])
@@ -133,15 +135,15 @@ def test_qwens_logn_factors(length: int, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(QWEN))
     if length == QWEN["seq_length"]:
-        assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
+        assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
         return
     with pytest.raises(AcceptanceError, match="logn_tensor"):
-        judged(tmp_path / "hf", tmp_path / "e")
+        build_and_accept(tmp_path / "hf", tmp_path / "e")
 
 
 def test_nothing_of_a_plain_checkpoint_is_dropped(tmp_path: Path) -> None:
     for path in (llama_with(tmp_path / "hf"), write_llama_gguf(tmp_path / "m.gguf", llama_state())):
-        report = judged(path, tmp_path / "e")
+        report = build_and_accept(path, tmp_path / "e")
         assert report["accepted"]
         assert report["unused_tensors"] == []
 

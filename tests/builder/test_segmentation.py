@@ -17,7 +17,7 @@ from modelmill.core.errors import CheckpointError, TensorMismatch, UsageError
 from tests.models.sam_seeded import small_file, small_state
 
 
-def built(checkpoint: Path, out: Path, dtype: str) -> Path:
+def build_sam(checkpoint: Path, out: Path, dtype: str) -> Path:
     build(make_plan(open_checkpoint(checkpoint), BuildConfig(dtype=dtype)), out, None)
     return out
 
@@ -25,7 +25,9 @@ def built(checkpoint: Path, out: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_two_builds_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
     checkpoint = small_file(tmp_path / "from")
-    one, two = (built(checkpoint, tmp_path / f"{name}.engine", dtype) for name in ("one", "two"))
+    one, two = (
+        build_sam(checkpoint, tmp_path / f"{name}.engine", dtype) for name in ("one", "two")
+    )
     files = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
     assert "weights/encoder-0001.safetensors" in files
     for name in files:
@@ -44,7 +46,7 @@ def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
     checkpoint = small_file(tmp_path / "from")
     torch.save(small_state(), tmp_path / "sam.pth")
     first, second = (
-        open_artifact(built(path, tmp_path / f"{i}.engine", "float32"))
+        open_artifact(build_sam(path, tmp_path / f"{i}.engine", "float32"))
         for i, path in enumerate((checkpoint, tmp_path / "sam.pth"))
     )
     assert sorted(first.names()) == sorted(second.names())

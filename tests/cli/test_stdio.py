@@ -15,7 +15,7 @@ import pytest
 FULL = Path("/dev/full")
 
 
-def gone() -> int:
+def broken_pipe() -> int:
     """Return the writing end of a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
@@ -44,7 +44,7 @@ def test_what_is_said_arrives(monkeypatch: pytest.MonkeyPatch, unbuffered: str) 
 
 def leaving(*words: object) -> subprocess.CompletedProcess[str]:
     """Run a command whose stdout has no reader."""
-    out = gone()
+    out = broken_pipe()
     try:
         return modelmill(*words, stdout=out, stderr=subprocess.PIPE)
     finally:
@@ -77,7 +77,7 @@ def test_an_answer_ends_where_no_client_reads_it(engine: Path) -> None:
 
 
 def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) -> None:
-    out = gone()
+    out = broken_pipe()
     try:
         done = modelmill(
             "build",

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=()
 SIDE, QUERIES, IMAGE = 56, 8, 31990
 
 
-def written(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
+def write_checkpoint(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
     """A checkpoint as transformers saves it, weights drawn so that answers depend on the
     picture.
     """
@@ -76,7 +76,9 @@ def folder(
 ) -> Path:
     pytest.importorskip("transformers")
     tokenizer = shared / "data" / "tokenizers" / "llama" / "tokenizer.model"
-    return written(tmp_path_factory.mktemp("blip2") / request.param, tokenizer, request.param)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("blip2") / request.param, tokenizer, request.param
+    )
 
 
 @pytest.fixture(scope="module")

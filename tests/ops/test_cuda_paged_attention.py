@@ -69,7 +69,7 @@ def _arguments(
     }
 
 
-def _poisoned(run: Any, args: dict[str, Any]) -> torch.Tensor:
+def _run_with_poisoned_memory(run: Any, args: dict[str, Any]) -> torch.Tensor:
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
         return run(PagedAttentionInputs(**args))
@@ -82,7 +82,7 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert variant.supports(PagedAttentionInputs(**args))
-    actual = _poisoned(run, args).double()
+    actual = _run_with_poisoned_memory(run, args).double()
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in args.items()

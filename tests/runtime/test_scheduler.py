@@ -19,11 +19,11 @@ def plans(engine: EngineCore) -> list[list[int]]:
     counts: list[list[int]] = []
     run = engine.model_runner.run
 
-    def noted(plan: Schedule):
+    def run_and_record(plan: Schedule):
         counts.append([count for _, count in plan.work])
         return run(plan)
 
-    engine.model_runner.run = noted  # type: ignore[method-assign]
+    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
     return counts
 
 
@@ -31,11 +31,11 @@ def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
     """Record (decodes, tokens, prefill_unlimited) of each step; chunks do not adapt to its time."""
     observed: list[tuple[int, int, bool]] = []
 
-    def noted(plan: Schedule, seconds: float) -> None:
+    def record(plan: Schedule, seconds: float) -> None:
         assert seconds > 0
         observed.append((plan.num_decodes, plan.num_tokens, plan.prefill_unlimited))
 
-    engine.scheduler.observe_step = noted  # type: ignore[method-assign]
+    engine.scheduler.observe_step = record  # type: ignore[method-assign]
     return observed
 
 
@@ -279,11 +279,11 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
     start_times: list[list[float | None]] = []
     run = engine.model_runner.run
 
-    def noted(plan: Schedule):
+    def run_and_record(plan: Schedule):
         start_times.append([seq.started_at for seq in leaders])
         return run(plan)
 
-    engine.model_runner.run = noted  # type: ignore[method-assign]
+    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
     assert start_times[0] == [0, 1, None]

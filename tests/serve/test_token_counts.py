@@ -222,7 +222,7 @@ def test_what_broke_off_with_its_worker_is_an_error(
     engine = running.engine
     monkeypatch.setattr(engine, "_send", lambda _: None)
 
-    async def lost() -> int:
+    async def lost_status() -> int:
         body = {"model": "stories", "prompt": "Once", "n": 3, "max_tokens": 5}
         random_requests = asyncio.create_task(running.client.post("/v1/completions", body))
         while not engine._active_requests:
@@ -232,7 +232,7 @@ def test_what_broke_off_with_its_worker_is_an_error(
         )
         return (await random_requests).status
 
-    assert running.run(lost()) == 503
+    assert running.run(lost_status()) == 503
     monkeypatch.undo()
     after = numbers(running)
     after.subtract(before)

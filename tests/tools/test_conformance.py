@@ -158,7 +158,7 @@ def test_cases_of_a_schemathesis_report() -> None:
         event([good, bad], 500),
         event([good], None),
     ]
-    result = openapi_schema.read(lines)
+    result = openapi_schema.read_report(lines)
     assert result.passed == 1
     assert [case.name for case in result.failed] == [
         "GET /x: fits",
@@ -215,7 +215,7 @@ def test_a_canary_that_warns_has_not_passed() -> None:
     results = [
         {"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))
     ]
-    result = compat_canary.read({"results": results, "score": 50})
+    result = compat_canary.read_report({"results": results, "score": 50})
     assert (result.passed, [case.name for case in result.failed]) == (1, ["1", "2"])
 
 

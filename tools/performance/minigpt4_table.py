@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tools.performance.numbers import number
 from tools.performance.rows import MeasuredFigure, Row
-from tools.performance.tables import spread
+from tools.performance.tables import format_spread
 
 WORKLOADS = {
     ("encoder", 1): "tower, Q-Former and projection, one picture, ms",
@@ -72,4 +72,4 @@ def _cell(row: Row | None, key: tuple[str, int]) -> str:
     reached = (
         "" if must is None else f" ({'reached' if row['value'] <= must else 'missed'}: {must:g})"
     )
-    return f"**{number(row['value'])}**{spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"  # noqa: E501
+    return f"**{number(row['value'])}**{format_spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"  # noqa: E501

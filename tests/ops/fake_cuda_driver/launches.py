@@ -48,7 +48,7 @@ def main() -> None:
     inputs = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (7, 7, 5)]
     outputs = []
 
-    def launched() -> list[dict[str, Any]]:
+    def run_launches() -> list[dict[str, Any]]:
         launches = []
         for x in inputs:
             outputs.append(
@@ -60,7 +60,7 @@ def main() -> None:
             )
         return launches
 
-    cached = launched()
+    cached = run_launches()
     compiled_launches = [
         launch.__name__ for launch in norm_quant._launcher.compiled_launches.values()
     ]
@@ -82,7 +82,7 @@ def main() -> None:
     json.dump(
         {
             "cached": cached,
-            "triton": launched(),
+            "triton": run_launches(),
             "compiled_launches": compiled_launches,
             "stream": fake_cuda_driver.FAKE_STREAM,
         },
