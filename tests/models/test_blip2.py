@@ -224,7 +224,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
         (
             lambda c: c["vision_config"].update(num_attention_heads="many"),
             CheckpointError,
-            "heads must be a whole",
+            "heads must be an integer",
         ),
         (
             lambda c: c["vision_config"].update(num_hidden_layers=2),
