@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -13,17 +14,11 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.errors import ModelmillError, UsageError
-from modelmill.core.options import (
-    BUILD_FIELDS,
-    RUN_FIELDS,
-    EngineOptions,
-    accept_options,
-    check_option_names,
-)
+from modelmill.core.errors import ModelmillError
+from modelmill.core.options import check_option_names
 from modelmill.core.types import POOL_MEAN, SamplingParams
-from modelmill.llm import LLM, ProgressCallback
+from modelmill.llm import LLM, LLMOptions
+from modelmill.opened_engine import closed_error
 from modelmill.outputs import OutputDelta, RequestOutput
 from modelmill.prompt_inputs import as_prompt_list, stack_embeddings
 from modelmill.request_state import RequestState
@@ -41,30 +36,17 @@ class AsyncLLM:
     AsyncLLM raises UsageError.
     """
 
-    @accept_options(RunConfig, BuildConfig)
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        tensor_parallel_size: int | None = None,
-        chat_template: str | Path | None = None,
-        progress: ProgressCallback | bool | None = None,
-        openai_defaults: bool = False,
-        **options: Unpack[EngineOptions],
-    ) -> None:
-        check_option_names(options, (*RUN_FIELDS, *BUILD_FIELDS), type(self).__name__)
-        llm_args: dict[str, Any] = {
-            "tensor_parallel_size": tensor_parallel_size, "chat_template": chat_template,
-            "progress": progress,
-            "openai_defaults": openai_defaults,
-        }  # fmt: skip
-        self.llm = LLM(model, **llm_args, **options)
+    def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
+        check_option_names(options, LLMOptions.__annotations__, type(self).__name__)
+        self.llm = LLM(model, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._running: dict[str, RequestState] = {}
         self._listeners: dict[str, _DeltaCallback] = {}
         self._closed, self._close_lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="modelmill-engine", daemon=True)
         self._thread.start()
+
+    __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
     async def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any
@@ -89,9 +71,7 @@ class AsyncLLM:
 
         with self._close_lock:  # a command queued after close() would never be read
             if self._closed or not self._thread.is_alive():
-                raise UsageError(
-                    f"this {type(self).__name__} ({self.llm.path}) is closed; open the engine again"
-                )
+                raise closed_error(self, self.llm.path)
             self._commands.put(lambda: self._add(state, send))
         try:
             while (item := await items.get()) is not None:
@@ -153,7 +133,7 @@ class AsyncLLM:
         return self._closed
 
     async def __aenter__(self) -> Self:
-        self.llm.engine_core  # noqa: B018 -- raises UsageError if closed
+        self.llm.check_open()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -27,8 +27,14 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
+from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.loader.device import compile_cpu_kernels
+from modelmill.opened_engine import (
+    OpenedEngine,
+    closed_error,
+    opening_progress,
+)
 from modelmill.outputs import OutputDelta, RequestOutput
 from modelmill.progress import show_progress
 from modelmill.prompt_inputs import (
@@ -45,13 +51,20 @@ if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
 
 _log = log.get_logger(__name__)
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with (stage, done, total)."""
 PROGRESS_DELAY_SECONDS = 1.0
 """Seconds of generation before a progress bar is shown."""
 
 
-class LLM:
+class LLMOptions(EngineOptions, total=False):
+    """Keyword arguments of ``LLM``."""
+
+    tensor_parallel_size: int | None
+    chat_template: str | Path | None
+    progress: StageProgress | bool | None
+    openai_defaults: bool
+
+
+class LLM(OpenedEngine):
     """An opened engine: ``generate``, ``chat``, ``stream`` and ``embed``.
 
     ``with LLM(path) as llm:`` closes the engine at the end of the block. Every call on a closed
@@ -82,7 +95,7 @@ class LLM:
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: ProgressCallback | bool | None = None,
+        progress: StageProgress | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -92,32 +105,22 @@ class LLM:
         engine = Path(model)
         self.path = engine
         self._engine_core: EngineCore | None = None
-        if callable(progress):
-            self._open(engine, chat_template, options, progress, openai_defaults)
-        else:
-            with show_progress(f"opening {engine.name}", enabled=progress) as report:
-                self._open(engine, chat_template, options, report, openai_defaults)
+        with opening_progress(engine, progress) as report:
+            self._open(engine, chat_template, options, report, openai_defaults)
 
     def _open(
         self,
         engine: Path,
         chat_template: str | Path | None,
         options: EngineOptions,
-        progress: ProgressCallback,
+        progress: StageProgress,
         openai_defaults: bool,
     ) -> None:
         build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
         run = {name: value for name, value in options.items() if name in RUN_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
         compile_cpu_kernels(config.device, progress)
-        if not is_engine(engine):
-            engine = cached_engine(engine, BuildConfig(**build), progress)  # type: ignore[arg-type]
-        elif build:
-            raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is already "
-                "built; leave it out, or give the checkpoint"
-            )
-        self.path = engine
+        self.path = engine = engine_of(engine, build, progress)
         self._engine_core = core = EngineCore.open(engine, config)
         artifact = core.artifact
         assert artifact is not None, "an engine core opened from a folder keeps its artifact"
@@ -140,9 +143,7 @@ class LLM:
     def engine_core(self) -> EngineCore:
         """The engine core. Raises UsageError once it is closed."""
         if self._engine_core is None:
-            raise UsageError(
-                f"this {type(self).__name__} ({self.path}) is closed; open the engine again"
-            )
+            raise closed_error(self, self.path)
         return self._engine_core
 
     @property
@@ -158,13 +159,6 @@ class LLM:
         core, self._engine_core = self._engine_core, None
         if core is not None:
             core.close()
-
-    def __enter__(self) -> Self:
-        self.engine_core  # noqa: B018 -- raises UsageError if closed
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._engine_core is None:
@@ -290,7 +284,7 @@ class LLM:
 
         Raises RequestError.
         """
-        self.engine_core  # noqa: B018 -- raises UsageError if closed
+        self.check_open()
         return self.language.request(prompt, check_params(params), **template)
 
     def chat_request(
@@ -300,7 +294,7 @@ class LLM:
 
         Raises UsageError if the engine has no chat template.
         """
-        self.engine_core  # noqa: B018 -- raises UsageError if closed
+        self.check_open()
         return self.language.chat_request(messages, check_params(params), **template)
 
     # -- stepping
@@ -373,7 +367,7 @@ def build_engine(
     *,
     delta: Path | None = None,
     vision: Sequence[Path] = (),
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: StageProgress | None = None,
     check: bool = True,
     tune: bool = True,
     plan: BuildPlan | None = None,
@@ -416,10 +410,31 @@ def build_engine(
     return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
 
 
+def engine_of(
+    model: Path,
+    build: Mapping[str, Any],
+    progress: StageProgress,
+    engine_type: str | None = "language",
+) -> Path:
+    """Return ``model`` if it is an engine, or the engine of a checkpoint as ``cached_engine`` does.
+
+    Raises:
+        UsageError: There are build options for a built engine.
+    """
+    if not is_engine(model):
+        return cached_engine(model, BuildConfig(**build), progress, engine_type)
+    if build:
+        raise UsageError(
+            f"{', '.join(build)}: decided when an engine is built, and {model} is already "
+            "built; leave it out, or give the checkpoint"
+        )
+    return model
+
+
 def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
-    on_progress: Callable[[str, int, int], None] | None = None,
+    on_progress: StageProgress | None = None,
     engine_type: str | None = "language",
 ) -> Path:
     """Return the checkpoint's engine in the cache folder; build it first if it is missing.

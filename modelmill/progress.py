@@ -10,12 +10,14 @@ import importlib
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from modelmill.core import env
 
 ProgressCallback = Callable[..., None]
+"""Called with (stage, done, total) or (done, total)."""
 """Called with (stage, done, total) or (done, total)."""
 
 COMPILING = "compiling kernels"
@@ -151,45 +153,60 @@ class TerminalLine:
             self._bars.stop()
 
 
-class NotebookLine:
-    """A cell output that is updated in place; needs no widgets."""
+class ProgressThread(ABC):
+    """Stores the last report; a thread shows it, since minutes may pass between two reports."""
+
+    def __init__(self, label: str) -> None:
+        self._start_time = time.monotonic()
+        self._stage, self._done, self._total = label, 0.0, 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+
+    def update(self, stage: str, done: float, total: float) -> None:
+        """Store the current progress."""
+        self._stage, self._done, self._total = stage, done, total
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_time
+
+    @abstractmethod
+    def _show(self) -> None:
+        """Show the stored report from time to time, until ``_closed`` is set."""
+
+
+class NotebookLine(ProgressThread):
+    """A cell output that is updated in place, at most twice a second; needs no widgets."""
 
     def __init__(self, label: str, delay: float = 0.0) -> None:
+        super().__init__(label)
         self._display = importlib.import_module("IPython.display").display
-        self._began = time.monotonic()
-        self._stage = label
-        self._done = 0.0
-        self._total = 0.0
         self._handle: Any = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._refresh, args=(delay,), name="progress", daemon=True
-        )
+        self._delay = delay
         if delay <= 0:
             self._draw()
         self._thread.start()
 
-    def update(self, stage: str, done: float, total: float) -> None:
-        """Store the state; a thread draws it at most twice a second."""
-        self._stage = stage
-        self._done = done
-        self._total = total
-
     def close(self) -> None:
         """Stop the thread and clear the output."""
-        self._closed.set()
-        self._thread.join()
+        super().close()
         if self._handle is not None:
             self._handle.update({"text/plain": ""}, raw=True)
 
-    def _refresh(self, delay: float) -> None:
-        pause = max(delay, REFRESH_SECONDS)
+    def _show(self) -> None:
+        pause = max(self._delay, REFRESH_SECONDS)
         while not self._closed.wait(pause):
             self._draw()
             pause = REFRESH_SECONDS
 
     def _draw(self) -> None:
-        line = format_bar(self._stage, self._done, self._total, time.monotonic() - self._began)
+        line = format_bar(self._stage, self._done, self._total, self.seconds)
         if self._handle is None:
             self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
         else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
-from modelmill.artifact.store import is_engine, open_artifact
+from modelmill.artifact.store import open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, from_dict
@@ -20,8 +20,13 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
+from modelmill.core.progress_types import StageProgress
 from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
-from modelmill.progress import ProgressCallback, show_progress
+from modelmill.opened_engine import (
+    OpenedEngine,
+    closed_error,
+    opening_progress,
+)
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.draw import mask_prompt_logits
 from modelmill.vision.image import BLACK, as_image, open_image
@@ -33,7 +38,7 @@ START_OPTIONS = ("device", "kernels", "threads")
 """Config fields that are separate parameters of Segmenter."""
 
 
-class Segmenter:
+class Segmenter(OpenedEngine):
     """An opened segmentation engine: ``set_image`` once, ``predict`` many times; ``everything``.
 
     An image is a path, bytes, a PIL image or an array [H, W, 3] uint8. The embeddings of the last
@@ -65,37 +70,27 @@ class Segmenter:
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
         threads: int | None = None,
-        progress: Callable[[str, int, int], None] | bool | None = None,
+        progress: StageProgress | bool | None = None,
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
         self.path, self.device = Path(model), pick_device(device)
         self._model: SamModel | None = None
         self._embedding: ImageEmbedding | None = None
-        if callable(progress):
-            self._open(kernels, threads, build, progress)
-        else:
-            with show_progress(f"opening {self.path.name}", enabled=progress) as report:
-                self._open(kernels, threads, build, report)
+        with opening_progress(self.path, progress) as report:
+            self._open(kernels, threads, build, report)
 
     def _open(
         self,
         kernels: Mapping[str, str] | None,
         threads: int | None,
         build: SegmenterOptions,
-        progress: ProgressCallback,
+        progress: StageProgress,
     ) -> None:
-        engine = self.path
-        compile_cpu_kernels(self.device, progress)
-        if not is_engine(engine):
-            from modelmill.llm import cached_engine
+        from modelmill.llm import engine_of
 
-            engine = cached_engine(engine, BuildConfig(**build), progress, ENGINE_TYPE)
-        elif build:
-            raise UsageError(
-                f"{', '.join(build)}: decided when an engine is built, and {engine} is already "
-                "built; leave it out, or give the checkpoint"
-            )
+        compile_cpu_kernels(self.device, progress)
+        engine = engine_of(self.path, build, progress, ENGINE_TYPE)
         artifact = open_artifact(engine)
         if self.device == "cpu":
             use_threads(threads)
@@ -109,9 +104,7 @@ class Segmenter:
     def model(self) -> SamModel:
         """The opened model. Raises UsageError once it is closed."""
         if self._model is None:
-            raise UsageError(
-                f"this {type(self).__name__} ({self.path}) is closed; open the engine again"
-            )
+            raise closed_error(self, self.path)
         return self._model
 
     @property
@@ -122,13 +115,6 @@ class Segmenter:
     def close(self) -> None:
         """Free the weights and the cached embeddings; calling it again does nothing."""
         self._model = self._embedding = None
-
-    def __enter__(self) -> Self:
-        self.model  # noqa: B018 -- raises UsageError if closed
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._model is None:
@@ -198,7 +184,7 @@ class Segmenter:
         return self.model.predict_all(current, prompts, multimask)
 
     def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
-        self.model  # noqa: B018 -- raises UsageError if closed
+        self.check_open()
         current = embedding or self._embedding
         if current is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")

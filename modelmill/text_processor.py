@@ -22,11 +22,11 @@ from modelmill.text import grammar as grammars
 from modelmill.text.chat import ChatFormat, load_chat
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
+from modelmill.text.messages import Messages
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 from modelmill.text.tool_prompts import CALL_MARKS
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
 

@@ -22,7 +22,7 @@ from modelmill import LLM, AsyncLLM, SamplingParams, Segmenter
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError, RequestError, UnknownOption, UsageError
 from modelmill.core.options import BuildOptions, EngineOptions, RunOptions, SegmenterOptions
-from modelmill.llm import build_engine
+from modelmill.llm import LLMOptions, build_engine
 
 CHECKPOINT = "data/models/stories260K"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -79,6 +79,7 @@ def test_types_of_options_are_those_of_the_configs() -> None:
 def test_the_signature_names_every_option(cls: type) -> None:
     shown = inspect.signature(cls).parameters
     assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in shown.values())
+    assert {"model", *LLMOptions.__annotations__} == set(shown)
     assert set(shown) == OWN | set(hints_of(RunConfig)) | set(hints_of(BuildConfig))
     for config in (BuildConfig(), RunConfig()):
         for name, hint in hints_of(type(config)).items():

@@ -22,7 +22,7 @@ from modelmill.accept.quantized_layers import QuantizedLayersCheck
 from modelmill.accept.quantized_reference import is_low_bit, language_formats
 from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
 from modelmill.accept.sequences import check_sequences
-from modelmill.accept.stage_check import finding_to_json, round_digits
+from modelmill.accept.stage_check import make_report, round_digits
 from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
 from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import Artifact, open_artifact
@@ -215,7 +215,6 @@ def _report(
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
-    manifest = engine_core.artifact.manifest
     bad = [f for f in findings if not f.ok]
     first = _first_failure(bad)
     if first is not None:
@@ -232,20 +231,19 @@ def _report(
         reason = f"{verdict} ({broken}); try another --dtype, or --kernel paged_attention=torch"
     else:
         verdict = reason = "numerical noise"
-    return {
-        "accepted": first is None and sequence_report["ok"],
-        "verdict": verdict,
-        "reason": reason,
-        "layer": None if first is None else first.layer,
-        "module": None if first is None else first.module,
-        "dtype": manifest.build["dtype"],
-        "quantization": manifest.build["quantization"],
-        "kernels": dict(engine_core.ops.backends),
-        "bytes": engine_core.artifact.nbytes(),
-        "logits": {k: round_digits(v) for k, v in sequence_report.items()},
-        "quantization_errors": _stored_quantization_errors(engine_core),
-        "layers": [finding_to_json(f) for f in findings],
-    }
+    return make_report(
+        engine_core.artifact,
+        engine_core.ops.backends,
+        first,
+        findings,
+        verdict=verdict,
+        reason=reason,
+        whole_ok=sequence_report["ok"],
+        whole={
+            "logits": {k: round_digits(v) for k, v in sequence_report.items()},
+            "quantization_errors": _stored_quantization_errors(engine_core),
+        },
+    )
 
 
 def _first_failure(failures: list[Finding]) -> Finding | None:

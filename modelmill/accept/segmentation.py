@@ -21,7 +21,7 @@ from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_e
 from modelmill.accept.reference.sam import SamReference, check_names, locate_module
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
 from modelmill.accept.reference.stage import ReferenceStage
-from modelmill.accept.stage_check import StageCheck, finding_to_json, round_digits
+from modelmill.accept.stage_check import StageCheck, make_report, round_digits
 from modelmill.accept.tolerances_segmentation import embedding_bound, mask_logits_bound
 from modelmill.accept.unused_tensors import unused_sam_tensors, with_unused_tensors
 from modelmill.artifact.store import Artifact, open_artifact
@@ -242,12 +242,7 @@ def _report(
     artifact: Artifact, stage_check: StageCheck, whole_model_report: dict[str, Any]
 ) -> dict[str, Any]:
     manifest = artifact.manifest
-    bad = [f for f in stage_check.findings if not f.ok]
-    first = min(
-        bad, key=lambda f: (f.name.endswith(".eps"), stage_check.findings.index(f)), default=None
-    )
-    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
-    first = eps or first
+    first = stage_check.first_failure(lambda f: f.name.endswith(".eps"))
     if first is not None:
         where = (
             first.name.split(".")[0].replace("_", " ")
@@ -276,17 +271,14 @@ def _report(
         reason = f"{verdict} ({'; '.join(whole_model_report['broken'])}); try another --dtype"
     else:
         verdict = reason = "numerical noise"
-    return {
-        "engine_type": manifest.engine_type,
-        "accepted": first is None and whole_model_report["ok"],
-        "verdict": verdict,
-        "reason": reason,
-        "layer": None if first is None else first.layer,
-        "module": None if first is None else first.module,
-        "dtype": manifest.build["dtype"],
-        "quantization": manifest.build["quantization"],
-        "kernels": dict(stage_check.vision.ops.backends),
-        "bytes": artifact.nbytes(),
-        "masks": {name: round_digits(value) for name, value in whole_model_report.items()},
-        "layers": [finding_to_json(f) for f in stage_check.findings],
-    }
+    report = make_report(
+        artifact,
+        stage_check.vision.ops.backends,
+        first,
+        stage_check.findings,
+        verdict=verdict,
+        reason=reason,
+        whole_ok=whole_model_report["ok"],
+        whole={"masks": {name: round_digits(value) for name, value in whole_model_report.items()}},
+    )
+    return {"engine_type": manifest.engine_type, **report}

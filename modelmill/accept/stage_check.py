@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
 from modelmill.accept.tolerances_segmentation import ACT_QUANT_STAGE_BOUNDS, stage_bound
+from modelmill.artifact.store import Artifact
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -39,6 +40,16 @@ class StageCheck:
         self.dtype = dtype
         self._uses_engine_dtype = uses_engine_dtype
         self.findings: list[Finding] = []
+
+    def first_failure(self, comes_last: Callable[[Finding], bool]) -> Finding | None:
+        """Return the finding to name in the verdict: the first failure, or the eps of its norm.
+
+        comes_last: which failures are named only if there are no others.
+        """
+        bad = [f for f in self.findings if not f.ok]
+        first = min(bad, key=lambda f: (comes_last(f), self.findings.index(f)), default=None)
+        eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
+        return eps or first
 
     def check_stages(self, stages: Iterable[ReferenceStage], num_outputs: int = 1) -> list[Tensor]:
         """Compare each stage; return the reference's last outputs.
@@ -124,6 +135,45 @@ def _get_submodule(model: nn.Module, path: str) -> Any:
         children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
         module = children[part] if part in children else getattr(module, part)
     return module
+
+
+def make_report(
+    artifact: Artifact,
+    backends: Mapping[str, str],
+    first: Finding | None,
+    findings: Sequence[Finding],
+    *,
+    verdict: str,
+    reason: str,
+    whole_ok: bool,
+    whole: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Make the acceptance report of an engine.
+
+    Args:
+        artifact: The engine.
+        backends: By op.
+        first: The finding that the verdict names.
+        findings: All findings.
+        verdict: What is wrong.
+        reason: The same with its figures and what to do.
+        whole_ok: Whether the checks of the whole model passed.
+        whole: Their results, by the report's keys.
+    """
+    build = artifact.manifest.build
+    return {
+        "accepted": first is None and whole_ok,
+        "verdict": verdict,
+        "reason": reason,
+        "layer": None if first is None else first.layer,
+        "module": None if first is None else first.module,
+        "dtype": build["dtype"],
+        "quantization": build["quantization"],
+        "kernels": dict(backends),
+        "bytes": artifact.nbytes(),
+        **whole,
+        "layers": [finding_to_json(f) for f in findings],
+    }
 
 
 def finding_to_json(finding: Finding) -> dict[str, Any]:

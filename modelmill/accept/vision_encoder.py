@@ -85,15 +85,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
     bound = embedding_bound(dtype, engine_core.artifact.manifest.build.get("tower", "none"))
-    bad = [finding for finding in stage_check.findings if not finding.ok]
-    # prefer a faulty module to a faulty block
-    first = min(
-        bad,
-        key=lambda f: (f.module in COMPOSITE_MODULES, stage_check.findings.index(f)),
-        default=None,
-    )
-    eps = next((f for f in bad if first is not None and f.name == f"{first.name}.eps"), None)
-    first = eps or first
+    first = stage_check.first_failure(lambda f: f.module in COMPOSITE_MODULES)
     verdict, reason = _verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == "numerical noise",

@@ -197,7 +197,7 @@ def _find_text(line: Mapping[str, Any]) -> str | None:
     return "\n".join(texts) if texts else None
 
 
-def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
+def builtin_text() -> str:
     """Return random paragraphs made from the patterns of calibration.txt."""
     lines = (
         (resources.files("modelmill.builder") / "calibration.txt")
@@ -210,12 +210,12 @@ def builtin_text(seed: int = 0, num_paragraphs: int = NUM_PARAGRAPHS) -> str:
         for name, _, filled in (line.partition(": ") for line in lines[1:cut])
     }
     patterns = [line.replace("\\n", "\n") for line in lines[cut + 1 :] if line]
-    source = random.Random(seed)
+    source = random.Random(0)
     made: list[str] = []
-    while len(made) < num_paragraphs:
+    while len(made) < NUM_PARAGRAPHS:
         source.shuffle(patterns)
         made += [_fill_pattern(pattern, words, source) for pattern in patterns]
-    return "\n\n".join(made[:num_paragraphs])
+    return "\n\n".join(made[:NUM_PARAGRAPHS])
 
 
 def _fill_pattern(pattern: str, words: Mapping[str, list[str]], rng: random.Random) -> str:

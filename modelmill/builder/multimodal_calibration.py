@@ -181,9 +181,9 @@ def encode_images(
     return embeddings
 
 
-def builtin_lines(image_size: int, seed: int = 0) -> Iterator[tuple[str, Any]]:
+def builtin_lines(image_size: int) -> Iterator[tuple[str, Any]]:
     """Yield (where, text or messages): generated paragraphs, every fourth with a drawn image."""
-    for number, text in enumerate(builtin_text(seed).split("\n\n")):
+    for number, text in enumerate(builtin_text().split("\n\n")):
         if number % TEXTS_PER_IMAGE:
             yield "our own", text
             continue

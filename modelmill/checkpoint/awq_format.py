@@ -18,6 +18,8 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    columns_per_group,
+    group_label,
     packed_words_shape,
     scales_shape,
     unpack_fields,
@@ -74,9 +76,7 @@ class AwqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return "AWQ, 4 bits" + (
-            " a channel" if self.group_size == -1 else f" in groups of {self.group_size}"
-        )
+        return f"AWQ, 4 bits{group_label(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
@@ -94,11 +94,7 @@ class AwqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0]
-        group = (
-            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
-            if self.group_size == -1
-            else self.group_size
-        )
+        group = columns_per_group(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CorruptCheckpoint(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}"

@@ -24,7 +24,6 @@ from modelmill.core.quoting import quote
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-HF_LANGUAGE_PREFIX = "language_model."
 _NAME_PATTERNS = (
     (r"vision_model\.embeddings\.class_embedding", VISION_ENCODER_PREFIX + "cls_token"),
     (r"vision_model\.embeddings\.position_embedding", VISION_ENCODER_PREFIX + "pos_embed"),

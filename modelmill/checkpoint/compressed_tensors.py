@@ -23,6 +23,7 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    columns_per_group,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
@@ -169,7 +170,7 @@ class CompressedTensorsScheme:
             (rows, columns), bits = info.shape, 8
         groups = self._count_groups(raw, stem, rows)
         group = -(-columns // groups)
-        whole = -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
+        whole = columns_per_group(-1, columns)
         if groups == 1:
             group = whole
         elif group % GROUP_SIZE_MULTIPLE or -(-columns // group) != groups:

@@ -38,7 +38,7 @@ LLAMA_NAMES = {
     "blk.ffn_up": "mlp.up_proj",
     "blk.ffn_down": "mlp.down_proj",
 }
-QWEN_NAMES = {
+TRANSFORMER_H_NAMES = {
     "token_embd": "transformer.wte",
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
@@ -46,21 +46,14 @@ QWEN_NAMES = {
     "blk.attn_qkv": "attn.c_attn",
     "blk.attn_output": "attn.c_proj",
     "blk.ffn_norm": "ln_2",
-    "blk.ffn_up": "mlp.w1",
-    "blk.ffn_gate": "mlp.w2",
     "blk.ffn_down": "mlp.c_proj",
 }
+"""What GPT-2 and Qwen v1 have in common."""
+QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
 GPT2_NAMES = {
-    "token_embd": "transformer.wte",
+    **TRANSFORMER_H_NAMES,
     "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "blk.attn_norm": "ln_1",
-    "blk.attn_qkv": "attn.c_attn",
-    "blk.attn_output": "attn.c_proj",
-    "blk.ffn_norm": "ln_2",
     "blk.ffn_up": "mlp.c_fc",
-    "blk.ffn_down": "mlp.c_proj",
 }
 
 CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))

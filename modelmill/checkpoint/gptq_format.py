@@ -19,6 +19,8 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    columns_per_group,
+    group_label,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
@@ -92,7 +94,7 @@ class GptqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return f"GPTQ, {self.bits} bits{_group_label(self.group_size)}"
+        return f"GPTQ, {self.bits} bits{group_label(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
@@ -110,11 +112,7 @@ class GptqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0] * 32 // self.bits
-        group = (
-            -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
-            if self.group_size == -1
-            else self.group_size
-        )
+        group = columns_per_group(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CheckpointError(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of "
@@ -174,7 +172,3 @@ class GptqScheme:
 
 def _names(raw: Container) -> set[str]:
     return set(raw.names())
-
-
-def _group_label(group_size: int) -> str:
-    return " a channel" if group_size == -1 else f" in groups of {group_size}"

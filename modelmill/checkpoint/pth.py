@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, list_names, no_such_tensor
-from modelmill.checkpoint.side_files import read_index
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor
+from modelmill.checkpoint.sharded_files import ShardedFiles
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -21,16 +21,17 @@ WRAPPER_KEYS = ("state_dict", "model", "module")
 """Keys under which training frameworks put the weights."""
 
 
-class PthFiles:
+class PthFiles(ShardedFiles):
     """The tensors of one or several PyTorch files as one container, mapped if possible.
 
     expected: tensor name -> file name, as in an index. Raises CheckpointError if a file contains
     more than tensors, CorruptCheckpoint if it is damaged.
     """
 
+    index_file = INDEX_FILE
+
     def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
-        self._paths = sorted(paths)
-        self.metadata: dict[str, Any] = {}
+        super().__init__(paths)
         self._tensors: dict[str, torch.Tensor] = {}
         for path in self._paths:
             for name, tensor in _load(path).items():
@@ -39,19 +40,7 @@ class PthFiles:
                         f"{path}: holds {quote(name)}, which another shard holds too"
                     )
                 self._tensors[name] = tensor
-        absent = [name for name in expected or {} if name not in self._tensors]
-        if absent:
-            raise CorruptCheckpoint(
-                f"{self._paths[0].parent / INDEX_FILE}: lists {len(absent)} tensor(s) no shard "
-                "holds: "
-                f"{list_names(absent)}"
-            )
-
-    @classmethod
-    def from_index(cls, folder: Path) -> PthFiles:
-        """Open all shards in the folder's index."""
-        expected = read_index(folder / INDEX_FILE)
-        return cls([folder / name for name in set(expected.values())], expected)
+        self._check_listed(expected or {}, self._tensors)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -68,10 +57,6 @@ class PthFiles:
         if name not in self._tensors:
             raise no_such_tensor(self._paths[0], name)
         return self._tensors[name]
-
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return list(self._paths)
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

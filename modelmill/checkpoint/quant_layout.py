@@ -93,6 +93,18 @@ class PackedMatrix:
         return wide if self.perm is None else wide[:, self.perm.argsort()]
 
 
+def columns_per_group(group_size: int, columns: int) -> int:
+    """Return a config's group size; of −1 (one group) a multiple that covers all columns."""
+    if group_size != -1:
+        return group_size
+    return -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
+
+
+def group_label(group_size: int) -> str:
+    """Return a config's group size for messages."""
+    return " a channel" if group_size == -1 else f" in groups of {group_size}"
+
+
 def packed_words_shape(info: TensorInfo, path: Path) -> tuple[int, int]:
     """Return [R, C] of packed words; raises CorruptCheckpoint if it is not an int32 matrix."""
     return _matrix_shape(info, path, info.dtype == "int32", "int32")

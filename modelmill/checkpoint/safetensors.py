@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from modelmill.checkpoint.container import TensorInfo, list_names, no_such_tensor
-from modelmill.checkpoint.side_files import read_index
+from modelmill.checkpoint.sharded_files import ShardedFiles
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -48,16 +48,17 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(ShardedFiles):
     """The tensors of one or several safetensors files as one container.
 
     expected: tensor name -> file name, as in an index; checked against the files. Raises
     CorruptCheckpoint for a file that contradicts its size, itself, another shard or the index.
     """
 
+    index_file = INDEX_FILE
+
     def __init__(self, paths: Sequence[Path], expected: Mapping[str, str] | None = None) -> None:
-        self._paths = sorted(paths)
-        self.metadata: dict[str, Any] = {}
+        super().__init__(paths)
         self._infos: dict[str, TensorInfo] = {}
         self._file_by_tensor: dict[str, Path] = {}
         self._open_files: dict[Path, Any] = {}
@@ -73,12 +74,6 @@ class SafetensorsFiles:
                 self._infos[info.name] = info
                 self._file_by_tensor[info.name] = path
         self._check_index(expected or {})
-
-    @classmethod
-    def from_index(cls, folder: Path) -> SafetensorsFiles:
-        """Open all shards in the folder's index."""
-        expected = read_index(folder / INDEX_FILE)
-        return cls([folder / name for name in set(expected.values())], expected)
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
@@ -103,25 +98,14 @@ class SafetensorsFiles:
             raise CorruptCheckpoint(f"{path}: {quote(name)} cannot be read ({error})") from None
         return tensor
 
-    def files(self) -> list[Path]:
-        """Return the files that the tensors are read from."""
-        return list(self._paths)
-
     def _check_index(self, expected: Mapping[str, str]) -> None:
-        folder = self._paths[0].parent
-        absent = [name for name in expected if name not in self._file_by_tensor]
-        if absent:
-            raise CorruptCheckpoint(
-                f"{folder / INDEX_FILE}: lists {len(absent)} tensor(s) no shard holds: "
-                f"{list_names(absent)}"
-            )
+        self._check_listed(expected, self._file_by_tensor)
         strays = [
             name for name, home in expected.items() if self._file_by_tensor[name].name != home
         ]
         if strays:
-            raise CorruptCheckpoint(
-                f"{folder / INDEX_FILE}: names the wrong shard for {list_names(strays)}"
-            )
+            index = self._paths[0].parent / INDEX_FILE
+            raise CorruptCheckpoint(f"{index}: names the wrong shard for {list_names(strays)}")
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:

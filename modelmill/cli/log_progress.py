@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
+
+from modelmill.progress import ProgressThread
 
 MIN_INTERVAL_SECONDS = 10.0
 """Minimum seconds between lines."""
@@ -14,8 +14,8 @@ MAX_COUNT = 10_000
 """Totals up to here are counts of something, above they are bytes."""
 
 
-class LogProgress:
-    """Prints the last report from a thread: a stage may take minutes between two reports.
+class LogProgress(ProgressThread):
+    """Prints the last report.
 
     A block that ends before ``every`` seconds prints nothing.
     """
@@ -23,36 +23,13 @@ class LogProgress:
     def __init__(
         self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS
     ) -> None:
-        self._write_line = write_line
-        self._every = every
-        self._start_time = time.monotonic()
-        self._stage = label
-        self._done = 0.0
-        self._total = 0.0
-        self._stop_event = threading.Event()
-        self._thread = threading.Thread(target=self._print, name="progress", daemon=True)
+        super().__init__(label)
+        self._write_line, self._every = write_line, every
         self._thread.start()
 
-    def update(self, stage: str, done: float, total: float) -> None:
-        """Store the current progress."""
-        self._stage = stage
-        self._done = done
-        self._total = total
-
-    def close(self) -> None:
-        """Stop the thread that writes the progress lines."""
-        self._stop_event.set()
-        self._thread.join()
-
-    def _print(self) -> None:
-        while not self._stop_event.wait(
-            seconds_to_next_line(time.monotonic() - self._start_time, self._every)
-        ):
-            self._write_line(
-                format_progress(
-                    self._stage, self._done, self._total, time.monotonic() - self._start_time
-                )
-            )
+    def _show(self) -> None:
+        while not self._closed.wait(seconds_to_next_line(self.seconds, self._every)):
+            self._write_line(format_progress(self._stage, self._done, self._total, self.seconds))
 
 
 def seconds_to_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS) -> float:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from modelmill.core import env
-from modelmill.progress import CompileAnnouncer, TerminalLine, make_reporter, parse_report
-
-ProgressCallback = Callable[..., None]
-"""Called with (stage, done, total) or (done, total)."""
+from modelmill.progress import (
+    CompileAnnouncer,
+    ProgressCallback,
+    TerminalLine,
+    make_reporter,
+    parse_report,
+)
 
 
 def emit_json(value: Any) -> None:

@@ -84,21 +84,19 @@ BUILD_FIELDS = tuple(each.name for each in fields(BuildConfig) if each.name not 
 """Options that only the build uses."""
 
 
-def accept_options(*configs: type, exclude: Iterable[str] = ()) -> Callable[[Init], Init]:
+def accept_options(*configs: type) -> Callable[[Init], Init]:
     """Decorate an ``__init__`` with ``**options``: its signature shows the fields of ``configs``.
 
     Args:
         configs: dataclasses whose fields are the options.
-        exclude: fields that are not options, or have their own parameter.
     """
-    excluded = set(exclude)
 
     def set_signature(init: Init) -> Init:
         signature = inspect.signature(init)
         own = [
             p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        known = {p.name for p in own} | excluded
+        known = {p.name for p in own}
         for config in configs:
             hints = typing.get_type_hints(config)
             for each in fields(config):

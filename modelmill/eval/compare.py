@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.errors import ModelmillError
+from modelmill.eval.report import BenchResult
 
 SAMPLE_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -34,7 +35,7 @@ MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
-class TextCheck:
+class TextCheck(BenchResult):
     """Comparison of one text or conversation between the engine and a reference.
 
     equal: None if the reference cannot process it; ``note`` has the reason. place: index of the
@@ -50,10 +51,6 @@ class TextCheck:
     ours: str | None = None
     theirs: str | None = None
     note: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
 
 
 def check_text(llm: Any, checkpoint: Checkpoint) -> list[TextCheck]:

@@ -74,13 +74,17 @@ def parse_jsonl(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: is not JSON ({error})") from None
+        value = _parse_json(line, f"{path}, line {number}")
         if not isinstance(value, dict):
             raise UsageError(f"{path}, line {number}: is not a JSON object")
         yield number, value
+
+
+def _parse_json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{place}: is not JSON ({error})") from None
 
 
 @dataclass(frozen=True)
@@ -143,11 +147,7 @@ def _read_objects(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".jsonl":
         yield from (value for _, value in read_jsonl(path))
         return
-    text = read_text(path).removeprefix("\ufeff")
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{path}: is not JSON ({error})") from None
+    values = _parse_json(read_text(path).removeprefix("\ufeff"), str(path))
     if not isinstance(values, list):
         raise UsageError(f"{path}: is not a list of conversations")
     yield from (value for value in values if isinstance(value, dict))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import random_requests
-from modelmill.eval.report import Spread
-from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
+from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class LatencyShape:
 
 
 @dataclass(frozen=True)
-class Latency:
+class Latency(BenchResult):
     """Latency of one target at one shape: milliseconds, and tokens per second of the whole batch.
 
     per_token_ms: mean time per token after the first, averaged over the answers of a run.
@@ -40,10 +41,6 @@ class Latency:
     input_tokens_per_s: Spread
     output_tokens_per_s: Spread | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
-
 
 def measure_latency(
     targets: Sequence[BenchTarget],
@@ -53,7 +50,7 @@ def measure_latency(
     runs: int = 5,
     warmup: int = 1,
     seed: int = 0,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Latency]:
     """Measure every target at one shape, in turn, on the same ids.
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from modelmill.eval.op_cases import bench_cases
 from modelmill.eval.op_cost import act_8bit_dtype
-from modelmill.eval.report import Spread
+from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.roofline import Roofline
 from modelmill.ops import registry, timing
 from modelmill.ops.case import Case, nbytes
@@ -35,7 +35,7 @@ QUEUED_CALLS = 4
 
 
 @dataclass(frozen=True)
-class OpTiming:
+class OpTiming(BenchResult):
     """Time of one implementation (``variant``) on one case.
 
     us: microseconds per call. tflops: None if the case counts no operations. bound: what limits the
@@ -56,10 +56,6 @@ class OpTiming:
     bound: str | None = None
     fraction: float | None = None
     failed: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

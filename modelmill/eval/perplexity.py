@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from modelmill.core.errors import UsageError
-
-ProgressCallback = Callable[[str, int, int], None]
+from modelmill.core.progress_types import StageProgress
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def measure_perplexity(
     *,
     max_length: int,
     stride: int,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> Perplexity:
     """Measure the perplexity of ``ids``.
 

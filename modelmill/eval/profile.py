@@ -8,7 +8,7 @@ in the same run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from modelmill.eval.profile_lines import (
     op_lines,
     with_shares,
 )
-from modelmill.eval.report import Spread
+from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.roofline import Roofline
 from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
@@ -53,7 +53,7 @@ CPU_ROUNDS, CPU_WARMUP_ROUNDS = 7, 2
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(BenchResult):
     """Profile of one phase.
 
     step_us: without the profiler. seen_us: the profiled step that the lines describe. gap_us: idle
@@ -72,10 +72,6 @@ class Profile:
     floor_us: float
     lines: tuple[ProfileLine, ...]
     inside: tuple[ProfileLine, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,14 @@ from modelmill.core.packages import require
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
+class BenchResult:
+    """A measurement, a dataclass, that becomes JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-serializable dict."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True)
 class Spread:
     """Statistics of several measurements of one quantity, in one unit."""

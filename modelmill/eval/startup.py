@@ -7,20 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import random_requests
-from modelmill.eval.report import Spread
-from modelmill.eval.targets import EngineTarget, ProgressCallback
+from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.targets import EngineTarget
 
 TIMEOUT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
-class StartupTimes:
+class StartupTimes(BenchResult):
     """Startup times in seconds.
 
     total: process start to first token; import, load and first are its parts, without the start of
@@ -32,10 +33,6 @@ class StartupTimes:
     load_s: Spread
     first_s: Spread
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
-
 
 def measure_startup(
     engine: Path,
@@ -43,7 +40,7 @@ def measure_startup(
     *,
     input_length: int,
     runs: int,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> StartupTimes:
     """Start ``runs`` processes one after another, after one that fills the file cache.
 

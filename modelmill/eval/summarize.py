@@ -8,15 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.logits_processors import LogitsProcessors
+from modelmill.core.progress_types import StageProgress
 from modelmill.core.types import SamplingParams
 from modelmill.eval.datasets import Article, parse_jsonl, read_text
 from modelmill.eval.report import device_name, versions
@@ -25,8 +27,8 @@ from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 TASK = "Summarize the following news article in three sentences.\n\n"
 TLDR = "\nTL;DR:"
 
-ProgressCallback = Callable[[str, int, int], None]
 Facts = dict[str, Any]
+Ids = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -50,29 +52,26 @@ class SummaryTask:
     eos_ids: tuple[int, ...]
 
 
-class Summarizer(Protocol):
+@dataclass
+class Summarizer(ABC):
     """Generates answer ids from prompt ids."""
 
-    name: str
+    model: Any
     batch: int
+    name: str
 
-    def answer(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
-    ) -> list[list[int]]:
-        """Return the greedy answer to each prompt, in order."""
+    @abstractmethod
+    def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
+        """Return greedy answers."""
 
 
-class EngineSummarizer:
-    """The engine, with ``batch`` prompts in flight."""
+@dataclass
+class EngineSummarizer(Summarizer):
+    """The engine (an LLM), with ``batch`` prompts in flight."""
 
-    def __init__(self, llm: Any, batch: int, name: str = "modelmill") -> None:
-        self.llm = llm
-        self.batch = batch
-        self.name = name
+    name: str = "modelmill"
 
-    def answer(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
-    ) -> list[list[int]]:
+    def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
         """Return greedy answers; override all generation defaults of the checkpoint."""
         params = SamplingParams(
             temperature=0.0,
@@ -84,25 +83,21 @@ class EngineSummarizer:
             min_tokens=0,
             logits_processors=LogitsProcessors(),
         )
-        answers = self.llm.generate(
+        answers = self.model.generate(
             [{"prompt_token_ids": list(p)} for p in prompts], params, progress=False
         )
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
-class HfSummarizer:
+@dataclass
+class HfSummarizer(Summarizer):
     """The transformers model, in static batches of ``batch``."""
 
-    def __init__(self, reference: Any, batch: int, name: str = "transformers") -> None:
-        self.reference = reference
-        self.batch = batch
-        self.name = name
+    name: str = "transformers"
 
-    def answer(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int]
-    ) -> list[list[int]]:
-        """Return the greedy answer to each prompt, in order."""
-        answers, _ = self.reference.generate(prompts, max_new_tokens, eos_ids)
+    def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
+        """Return greedy answers."""
+        answers, _ = self.model.generate(prompts, max_new_tokens, eos_ids)
         return answers
 
 
@@ -175,7 +170,7 @@ def summarize_articles(
     *,
     store: SummaryStore,
     facts: Facts | None = None,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Summary]:
     """Return all summaries of one summarizer, in the order of the articles.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from modelmill.core.progress_types import StageProgress
 from modelmill.eval.datasets import BenchRequest
-from modelmill.eval.report import Spread
-from modelmill.eval.targets import BenchTarget, ProgressCallback, TargetRun
+from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.targets import BenchTarget, TargetRun
 
 
 @dataclass(frozen=True)
-class Throughput:
+class Throughput(BenchResult):
     """Throughput of one target over one set of requests, input and output tokens apart."""
 
     subject: str
@@ -25,10 +25,6 @@ class Throughput:
     output_tokens_per_s: Spread
     first_token_ms: Spread
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-serializable dict."""
-        return asdict(self)
-
 
 def measure_throughput(
     targets: Sequence[BenchTarget],
@@ -36,7 +32,7 @@ def measure_throughput(
     *,
     runs: int = 3,
     warmup: int = 1,
-    on_progress: ProgressCallback | None = None,
+    on_progress: StageProgress | None = None,
 ) -> list[Throughput]:
     """Serve all of ``requests`` at once, ``runs`` times, the targets in turn.
 

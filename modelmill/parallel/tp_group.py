@@ -32,6 +32,7 @@ class TPGroup:
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
+        self.peer_buffers: PeerBuffers | None = None
 
     def all_reduce(self, x: torch.Tensor, *, decode: bool = False) -> torch.Tensor:  # noqa: ARG002
         """The sum of x over the ranks, the same on all; x may be overwritten.
@@ -48,10 +49,20 @@ class TPGroup:
         weight: torch.Tensor,
         eps: float,
         *,
-        decode: bool = False,  # noqa: ARG002
+        decode: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``op`` (add_rms_norm) on the sum of x [T, H] over the ranks."""
-        return op(x, residual, weight, eps)
+        """``op`` (add_rms_norm) on the sum of x [T, H] over the ranks.
+
+        One kernel with the all-reduce for small messages.
+        """
+        if (
+            self.peer_buffers is not None
+            and residual.is_contiguous()
+            and residual.dtype == weight.dtype == x.dtype
+            and self.peer_buffers.supports_all_reduce(x, decode=decode)
+        ):
+            return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return op(self.all_reduce(x, decode=decode), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
         """Gather columns: [T, widths[rank]] → [T, sum(widths)], in the order of the ranks."""
@@ -95,7 +106,6 @@ class DistributedTPGroup(TPGroup):
 
         super().__init__(rank, size)
         self.device = torch.device(device)
-        self.peer_buffers: PeerBuffers | None = None
         store = dist.PrefixStore("group", rendezvous)
         store.set_timeout(timedelta(seconds=seconds))
         self._min_options = dist.AllreduceOptions()
@@ -127,26 +137,6 @@ class DistributedTPGroup(TPGroup):
         x = x.contiguous()
         self._group.allreduce([x]).wait()
         return x
-
-    def all_reduce_add_rms_norm(
-        self,
-        op: AddRmsNormOp,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        *,
-        decode: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-reduce, residual add and RMSNorm: one kernel for small messages."""
-        can_fuse = residual.is_contiguous() and residual.dtype == weight.dtype == x.dtype
-        if (
-            self.peer_buffers is not None
-            and can_fuse
-            and self.peer_buffers.supports_all_reduce(x, decode=decode)
-        ):
-            return self.peer_buffers.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return op(self.all_reduce(x, decode=decode), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """All-gather of columns: custom kernel for small messages, else NCCL or gloo."""

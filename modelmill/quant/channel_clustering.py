@@ -50,18 +50,16 @@ def cluster_channels(
     return torch.from_numpy(order.reshape(-1))
 
 
-def kmeans(
-    points: np.ndarray, num_clusters: int, restarts: int = KMEANS_RESTARTS, seed: int = 0
-) -> np.ndarray:
+def kmeans(points: np.ndarray, num_clusters: int) -> np.ndarray:
     """Cluster points [K, D] into at most ``num_clusters`` clusters; return labels [K].
 
     The result is the best of several starts (k-means++).
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     points = points / (np.abs(points).max() or 1.0)
     size = (points**2).sum(-1)[:, None]
     best, labels = np.inf, np.zeros(len(points), dtype=np.int64)
-    for _ in range(restarts):
+    for _ in range(KMEANS_RESTARTS):
         centres = _kmeans_plus_plus(points, num_clusters, generator)
         for _ in range(KMEANS_ITERATIONS):
             away = size - 2 * points @ centres.T + (centres**2).sum(-1)

@@ -7,7 +7,7 @@ weights are int8 all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,6 @@ DECLARATION = RecipeDeclaration(
 )
 
 CLIP_FACTORS = (1.0, 0.85, 0.7, 0.5, 0.3)
-QuantizeWeight = Callable[[torch.Tensor, InputStatistics | None], W8A8Weight]
 
 
 class SmoothQuantRecipe(Recipe):

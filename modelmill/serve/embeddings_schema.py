@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import unit_vector
-from modelmill.serve.schema import TextList, TokenIdLists, TokenIds
+from modelmill.serve.schema import TextList, TokenIdLists, TokenIds, list_prompts
 from modelmill.serve.strict_models import StrictModel
 
 MAX_INPUTS = 2048
@@ -41,17 +40,7 @@ class EmbeddingRequest(StrictModel):
         Raises:
             RequestError: an input is empty, or there are too many.
         """
-        inputs = self.input
-        input_list: list[Any] = (
-            [inputs]
-            if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int))
-            else list(inputs)
-        )
-        if not input_list or any(len(each) == 0 for each in input_list):
-            raise RequestError("input is empty; give at least one token")
-        if len(input_list) > MAX_INPUTS:
-            raise RequestError(f"input has {len(input_list)} items; the limit is {MAX_INPUTS}")
-        return input_list
+        return list_prompts(self.input, "input", "texts", MAX_INPUTS)
 
     @property
     def pooling_type(self) -> str:

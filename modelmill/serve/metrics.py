@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,29 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from modelmill.core.types import FinishReason, Stats
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
-from modelmill.serve.segment_client import SegmentMetrics
+from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
-PREFIX = "modelmill:"
-LATENCY_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-)
+LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 E2E_LATENCY_BUCKETS = (
     0.3,
     0.5,
@@ -227,20 +207,17 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
         "kv_cache_usage_perc": ("Share of KV pages in use, 1 is all.", _kv_cache_usage),
         "kv_cache_limit_bytes": (
             "Bytes that the KV cache may take.",
-            lambda s: s.pages * s.page_bytes,
+            _bytes_of("pages"),
         ),
         "kv_cache_resident_bytes": (
             "Bytes of the KV cache in memory; on a CPU it grows as it is written.",
-            lambda s: s.touched_pages * s.page_bytes,
+            _bytes_of("touched_pages"),
         ),
         "prefix_cache_limit_bytes": (
             "Bytes of the KV cache that cached prefixes may take.",
-            lambda s: s.kept_pages * s.page_bytes,
+            _bytes_of("kept_pages"),
         ),
-        "prefix_cache_resident_bytes": (
-            "Bytes of cached prefixes.",
-            lambda s: s.idle_pages * s.page_bytes,
-        ),
+        "prefix_cache_resident_bytes": ("Bytes of cached prefixes.", _bytes_of("idle_pages")),
     }
     counters = {
         "num_preemptions": ("Preempted sequences.", lambda s: s.preemptions),
@@ -253,6 +230,11 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
                 family.add_metric([model], float(read(stats)))
             families.append(family)
     return families
+
+
+def _bytes_of(pages: str) -> Callable[[Stats], int]:
+    """A field of the statistics that counts pages, in bytes."""
+    return lambda stats: getattr(stats, pages) * stats.page_bytes
 
 
 def _kv_cache_usage(stats: Stats) -> float:

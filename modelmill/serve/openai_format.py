@@ -29,6 +29,13 @@ def sse_event(value: Mapping[str, Any], name: str = "") -> bytes:
     return head + b"data: " + dump_json(value) + b"\n\n"
 
 
+def end_of_stream(head: Mapping[str, Any], request_states: Iterable[RequestState] | None) -> bytes:
+    """Format the end of a stream, after an event with the usage of ``request_states`` if given."""
+    if request_states is None:
+        return DONE
+    return sse_event({**head, "choices": [], "usage": token_usage(request_states)}) + DONE
+
+
 class ChunkTemplate:
     """Formats events that differ only in their choice: the rest is serialized once."""
 

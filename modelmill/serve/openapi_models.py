@@ -156,15 +156,20 @@ class ChatChoice(ResponseModel):
     token_ids: list[int] = Field(default_factory=list)
 
 
-class ChatCompletionResponse(ResponseModel):
-    """Response body of POST /v1/chat/completions."""
+class GeneratedResponse(ResponseModel):
+    """What both responses with choices have."""
+
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletionResponse(GeneratedResponse):
+    """POST /v1/chat/completions."""
 
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
@@ -189,15 +194,12 @@ class CompletionChoice(ResponseModel):
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
-class CompletionResponse(ResponseModel):
-    """Response body of POST /v1/completions."""
+class CompletionResponse(GeneratedResponse):
+    """POST /v1/completions."""
 
     id: str = Field(pattern="^cmpl-")
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Usage
 
 
 class EmbeddingData(ResponseModel):

@@ -7,7 +7,7 @@ ignored; unsupported fields that would change it are rejected by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -260,6 +260,29 @@ TextList = Annotated[list[str], FAIL_FAST]
 TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
 
 
+def list_prompts(
+    prompts: str | Sequence[Any], name: str, noun: str, limit: int
+) -> list[str | list[int]]:
+    """The prompts of a field as a list, also if it has only one.
+
+    Args:
+        prompts: the value of the field.
+        name: of the field, for messages.
+        noun: what its items are, for messages.
+        limit: of items.
+
+    Raises:
+        RequestError: a prompt is empty, or there are too many.
+    """
+    single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    prompt_list: list[Any] = [prompts] if single else list(prompts)
+    if not prompt_list or any(len(each) == 0 for each in prompt_list):
+        raise RequestError(f"{name} is empty; give at least one token")
+    if len(prompt_list) > limit:
+        raise RequestError(f"{name} has {len(prompt_list)} {noun}; the limit is {limit}")
+    return prompt_list
+
+
 class CompletionRequest(GenerationFields):
     """Request body of POST /v1/completions."""
 
@@ -278,17 +301,7 @@ class CompletionRequest(GenerationFields):
         Raises:
             RequestError: a prompt is empty, or there are too many.
         """
-        prompts = self.prompt
-        prompt_list: list[Any] = (
-            [prompts]
-            if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-            else list(prompts)
-        )
-        if not prompt_list or any(len(each) == 0 for each in prompt_list):
-            raise RequestError("prompt is empty; give at least one token")
-        if len(prompt_list) > MAX_PROMPTS:
-            raise RequestError(f"prompt has {len(prompt_list)} prompts; the limit is {MAX_PROMPTS}")
-        return prompt_list
+        return list_prompts(self.prompt, "prompt", "prompts", MAX_PROMPTS)
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""

@@ -12,25 +12,8 @@ from modelmill.core.errors import CapacityError, ModelmillError, RequestError
 from modelmill.serve.segment_messages import SegmentFailure, SegmentJob, SegmentResult
 
 PREFIX = "modelmill:"
-SEGMENT_LATENCY_BUCKETS = (
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+SUBSECOND_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
+SEGMENT_LATENCY_BUCKETS = (*SUBSECOND_BUCKETS, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 MAX_WAITING_BYTES = 256 << 20
 """Limit of image bytes that wait for one engine."""
 

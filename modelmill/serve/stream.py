@@ -68,20 +68,11 @@ class EventStream(Response):
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or stop when the client disconnects or stalls."""
-        sender, gone = (
-            asyncio.create_task(self._send_events(send)),
-            asyncio.create_task(_wait_disconnect(receive)),
-        )
         try:
-            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
+            with contextlib.suppress(ClientDisconnect):
+                await run_while_connected(receive, self._send_events(send))
         finally:
             self._handle.close()
-            for task in (sender, gone):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
 
     async def _send_events(self, send: Send) -> None:
         headers = [
@@ -147,23 +138,14 @@ async def wait_or_disconnect(request: Request, pending: PendingResponse[T]) -> T
         ModelmillError: the request failed.
         ClientDisconnect: the client has disconnected.
     """
-    done, gone = (
-        asyncio.create_task(pending.finish()),
-        asyncio.create_task(_wait_disconnect(request.receive)),
-    )
     try:
-        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise ClientDisconnect
-        return done.result()
+        return await run_while_connected(request.receive, pending.finish())
     finally:
         pending.close()
-        done.cancel()
-        gone.cancel()
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, R]) -> R:
-    """Return the result of ``work``; cancel it if the client disconnects.
+    """Return the result of ``work``; cancel it, and wait for its end, if the client disconnects.
 
     Raises:
         ClientDisconnect: the client has disconnected.
@@ -177,6 +159,7 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, R]) ->
     finally:
         task.cancel()
         gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
 class ClientStalled(Exception):

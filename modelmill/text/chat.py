@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChat
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
-from modelmill.text.messages import check_data, validate_messages
+from modelmill.text.messages import Messages, TemplateInputs, check_data, validate_messages
 from modelmill.text.template import TemplateLimits, TemplateProcess
 from modelmill.text.template_probe import (
     CallContentForms,
@@ -56,19 +56,16 @@ class ChatFormat(Protocol):
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> list[int]:
         """Return the prompt ids, with BOS if the format has one.
 
         Args:
             messages: [{"role", "content", …}]; content: a string or [{"type": "text", "text"}, …].
             add_generation_prompt: whether the prompt ends with the beginning of an answer.
-            tools: function descriptions.
-            options: further template variables (enable_thinking, …).
+            template: tools and template options.
 
         Raises:
             RequestError: if a message is invalid.
@@ -77,11 +74,9 @@ class ChatFormat(Protocol):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> str:
         """Return the same prompt as text."""
 
@@ -192,14 +187,12 @@ class TemplateChat:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> list[int]:
         """See ``ChatFormat.encode``."""
-        text, mark = self._render(messages, add_generation_prompt, tools, options)
+        text, mark = self._render(messages, add_generation_prompt, **template)
         pieces = self._tokenizer.split_special(text)
         return self._tokenizer.encode_pieces(
             unmark(piece, mark) if isinstance(piece, str) else piece for piece in pieces
@@ -207,14 +200,12 @@ class TemplateChat:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> str:
         """See ``ChatFormat.render``."""
-        return unmark(*self._render(messages, add_generation_prompt, tools, options))
+        return unmark(*self._render(messages, add_generation_prompt, **template))
 
     def close(self) -> None:
         """End the template process; the next rendering starts another."""
@@ -222,10 +213,10 @@ class TemplateChat:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[str, str]:
         """Render the template; returns the text with marks in it, and the mark."""
         template = self._templates.get(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.messages import validate_messages
+from modelmill.text.messages import Messages, TemplateInputs, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_prompts import REACT_STYLE
 
@@ -22,23 +22,15 @@ class QwenChat:
     User text never becomes control tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        window: int = HISTORY_WINDOW_TOKENS,
-        system: str = DEFAULT_SYSTEM,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, window: int = HISTORY_WINDOW_TOKENS) -> None:
         """Make the format.
 
         Args:
             tokenizer: a Qwen v1 tokenizer.
             window: the newest turns are kept while they and the system prompt have fewer tokens.
-            system: system prompt of conversations without one.
         """
         self._tokenizer = tokenizer
         self._window = window
-        self._system = system
         self._start, self._end = tokenizer.special[START], tokenizer.special[END]
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
@@ -48,18 +40,16 @@ class QwenChat:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> list[int]:
         """Return the prompt ids.
 
         Raises:
             RequestError: if this format lacks the order of roles or an option.
         """
-        blocks, continues = self._blocks(messages, tools, options)
+        blocks, continues = self._blocks(messages, **template)
         ids = [
             id
             for role, content in blocks
@@ -79,14 +69,12 @@ class QwenChat:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
-        blocks, continues = self._blocks(messages, tools, options)
+        blocks, continues = self._blocks(messages, **template)
         text = "\n".join(f"{START}{role}\n{content}{END}" for role, content in blocks)
         if not add_generation_prompt:
             return text
@@ -97,9 +85,9 @@ class QwenChat:
 
     def _blocks(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: object,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[list[tuple[str, str]], bool]:
         """Return (role and text of each kept block, whether to continue the last answer)."""
         if options:
@@ -113,7 +101,7 @@ class QwenChat:
                 *query,
             ], False
         parsed = react.parse_conversation(conversation, tools)
-        system = self._system if parsed.system is None else parsed.system
+        system = DEFAULT_SYSTEM if parsed.system is None else parsed.system
         turns = [[("user", question), ("assistant", answer)] for question, answer in parsed.turns]
         if parsed.question is None:
             # as upstream: if the last answer is continued, all history is kept
@@ -125,7 +113,7 @@ class QwenChat:
         self, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[list[tuple[str, str]]], list[tuple[str, str]]]:
         """Return (system prompt, finished turns oldest first, the open question)."""
-        system = self._system
+        system = DEFAULT_SYSTEM
         turns: list[list[tuple[str, str]]] = []
         for index, message in enumerate(messages):
             role, content = message["role"], message["content"]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.messages import validate_messages
+from modelmill.text.messages import Messages, TemplateInputs, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
 from modelmill.text.tool_prompts import DESCRIBED_STYLE
@@ -82,11 +82,9 @@ class ImageChat:
 
     def encode_with_images(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
         """Return the prompt ids, and the pictures with the position of each one's first id.
 
@@ -99,7 +97,7 @@ class ImageChat:
         ids: list[int] = []
         pictures: list[tuple[int, ImagePart]] = []
         has_text = False
-        for piece in self._segments(messages, add_generation_prompt, tools, options):
+        for piece in self._segments(messages, add_generation_prompt, **template):
             if isinstance(piece, ImagePart):
                 pictures.append((len(ids), piece))
                 ids += [0] * self.image_tokens
@@ -115,27 +113,21 @@ class ImageChat:
 
     def encode(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> list[int]:
         """See ``ChatFormat.encode``; the ids of a picture are 0."""
-        return self.encode_with_images(
-            messages, add_generation_prompt, tools=tools, options=options
-        )[0]
+        return self.encode_with_images(messages, add_generation_prompt, **template)[0]
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool = True,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[TemplateInputs],
     ) -> str:
         """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
-        pieces = self._segments(messages, add_generation_prompt, tools, options)
+        pieces = self._segments(messages, add_generation_prompt, **template)
         return "".join(
             IMAGE_PLACEHOLDER if isinstance(piece, ImagePart) else piece for piece in pieces
         )
@@ -145,10 +137,10 @@ class ImageChat:
 
     def _segments(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[str | ImagePart]:
         """Return texts and pictures in order; raises RequestError as ``encode_with_images``."""
         if tools:

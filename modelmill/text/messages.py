@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from modelmill.core.errors import RequestError
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: [{"role", "content", …}]."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
+
+
+class TemplateInputs(TypedDict, total=False):
+    """What a chat format renders beside the messages.
+
+    Attributes:
+        tools: function descriptions.
+        options: further template variables (enable_thinking, …).
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    options: Mapping[str, Any] | None
 
 
 def validate_messages(messages: object, *, as_sent: bool = False) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ calls of unknown tools are text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, suffix_overlap
+from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, ToolParser, suffix_overlap
 from modelmill.text.tool_prompts import OBSERVATION, arguments_json, split_parallel_calls
 
 TOOL = (
@@ -157,23 +157,16 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
         conversation.question = f"{text}\n\nQuestion: {conversation.question}"
 
 
-class ReactToolParser:
+class ReactToolParser(ToolParser):
     """Tool parser of ReAct; a thought before a call is content, before a final answer it is not."""
 
     def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
         """Start an answer; thinking: the prompt ended in "Thought:"."""
-        self._names, self._output = frozenset(names), output
-        self._buffer, self._lead = "", ""
-        self._mode: Callable[[], bool] = self._scan_thought if thinking else self._scan_start
+        super().__init__(names, output)
+        self._lead = ""
+        self._mode = self._scan_thought if thinking else self._scan_start
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_arguments = self._has_answer = False
-
-    def push(self, text: str) -> list[str | ToolCallDelta]:
-        """See ``ToolParser.push``."""
-        self._buffer += text
-        while self._buffer and self._mode():
-            pass
-        return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """See ``ToolParser.flush``."""

@@ -12,9 +12,9 @@ import ast
 import json
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.tool_json import ToolJsonParser
@@ -65,12 +65,26 @@ class ParsedToolCall:
     arguments: str
 
 
-class ToolParser(Protocol):
-    """Splits an answer into content and tool calls."""
+class ToolParser(ABC):
+    """Splits an answer into content and tool calls: a state machine over what is still open.
+
+    A state (``_mode``) reads from the buffer and returns whether the next one can go on.
+    """
+
+    _mode: Callable[[], bool]
+
+    def __init__(self, names: Sequence[str], output: ParserOutput) -> None:
+        self._names, self._output = frozenset(names), output
+        self._buffer = ""
 
     def push(self, text: str) -> list[str | ToolCallDelta]:
         """Add text; return the content and deltas of calls that are now certain, in order."""
+        self._buffer += text
+        while self._buffer and self._mode():
+            pass
+        return self._output.drain()
 
+    @abstractmethod
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """Return what is still buffered; cut: the answer was cut off by a limit."""
 
@@ -184,27 +198,19 @@ class ParserOutput:
         return self.drain()
 
 
-class JsonToolParser:
+class JsonToolParser(ToolParser):
     """Parser of JSON calls: after an opening mark, or an answer that begins with a call."""
 
     def __init__(self, style: str, names: Sequence[str], output: ParserOutput) -> None:
-        self._names, self._output = frozenset(names), output
+        super().__init__(names, output)
         self._mark, self._close = {
             BARE_STYLE: (PYTHON_MARK, ""),
             LISTED_STYLE: (CALL_LIST_MARK, ""),
         }.get(style, (CALL_OPEN, CALL_CLOSE))
-        self._buffer = ""
-        self._mode: Callable[[], bool] = self._scan_content
+        self._mode = self._scan_content
         # small models omit the marks even though the prompt describes them
         if style in (BARE_STYLE, DESCRIBED_STYLE):
             self._begin_block("")
-
-    def push(self, text: str) -> list[str | ToolCallDelta]:
-        """See ``ToolParser.push``."""
-        self._buffer += text
-        while self._buffer and self._mode():
-            pass
-        return self._output.drain()
 
     def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
         """See ``ToolParser.flush``."""

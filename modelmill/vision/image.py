@@ -184,17 +184,12 @@ def fit_longest_side(size: tuple[int, int], longest_side: int) -> tuple[int, int
     return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
 
 
-def resize_pixels(
-    picture: Image, size: tuple[int, int], resample: str = "bilinear"
-) -> torch.Tensor:
-    """Resize to (width, height) with PIL's antialiasing; returns [3, height, width] uint8."""
+def resize_pixels(picture: Image, size: tuple[int, int]) -> torch.Tensor:
+    """Resize to (width, height), bilinear and antialiased as PIL: [3, height, width] uint8."""
     import torch  # the API process reads pictures without torch
 
-    resampling = (
-        PIL.Image.Resampling.BICUBIC if resample == "bicubic" else PIL.Image.Resampling.BILINEAR
-    )
     if picture.size != size:
-        picture = picture.resize(size, resampling)
+        picture = picture.resize(size, PIL.Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 

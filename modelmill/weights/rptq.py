@@ -34,7 +34,6 @@ from modelmill.weights._rptq_columns import (
 )
 from modelmill.weights.base import PackedInfo, TensorLayout, UnpackSpec, WeightFormat, slice_tensor
 
-MODES = ("exact", "folded", "dynamic")
 STATIC_SUFFIXES = ("inv_input_scales", "input_zero_points", "input_scales", "zero_point_bias")
 
 

@@ -17,8 +17,8 @@ from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
-from modelmill.vision.masks import decode_rle, from_coco_rle
 from tests.models.sam_seeded import small_file
+from tests.vision.coco_rle import decode_rle, from_coco_rle
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,10 @@ from modelmill.serve.engine_client import EngineState
 from modelmill.serve.segment_messages import SegmentJob, SegmentResult
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import SegmentFailure, decode, encode
-from modelmill.vision.masks import decode_rle, from_coco_rle
 from modelmill.vision.prompts import make_prompt
 from tests.serve.asgi_client import Client, Response
 from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
+from tests.vision.coco_rle import decode_rle, from_coco_rle
 
 PICTURE = random_photo()
 IMAGE = data_url(encode_image(PICTURE))

@@ -16,11 +16,12 @@ from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
-from modelmill.vision.masks import from_coco_rle, to_coco_rle
+from modelmill.vision.masks import to_coco_rle
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state
 from tests.models.test_sam import make_model
 from tests.vision import plain_mask_generator as plain
+from tests.vision.coco_rle import from_coco_rle
 
 
 def assert_equal_masks(

@@ -20,10 +20,11 @@ from modelmill.vision.automatic_mask_generator import (
     point_grid,
     touches_crop_edge,
 )
-from modelmill.vision.masks import encode_rle, from_coco_rle
+from modelmill.vision.masks import encode_rle
 from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
 from modelmill.vision.sam_model import Mask, SamModel
 from tests.models.test_sam import make_model
+from tests.vision.coco_rle import from_coco_rle
 
 
 @pytest.fixture(scope="module")

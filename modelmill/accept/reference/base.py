@@ -63,6 +63,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class LayerRecorder:
+    """Records what the modules of one layer read and return."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self._weights = weights
+        self.trace: LayerTrace = {}
+
+    def record(self, name: str, output: Tensor, *inputs: Tensor) -> Tensor:
+        """Record a module; returns its output."""
+        self.trace[name] = ModuleIO(inputs, output)
+        return output
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply a projection and record it."""
+        return self.record(name, project(x, self._weights[name]), x)
+
+
 class ReferenceModel(ABC):
     """One checkpoint, computed plainly; families define the weights and the layer."""
 
@@ -179,7 +196,7 @@ def layer_norm(x: Tensor, weights: Affine, eps: float) -> Tensor:
 
 
 def project(x: Tensor, weights: Affine) -> Tensor:
-    """Compute (x − mean) / √(variance + eps) · weight + bias over the last axis."""
+    """Compute x · weightᵀ + bias, with x rounded first where activations are quantized."""
     x = x if weights.fake_quantize is None else weights.fake_quantize(x)
     with no_tf32():
         y = x @ weights.weight.T

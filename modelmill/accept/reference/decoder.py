@@ -10,12 +10,11 @@ from torch import Tensor
 from modelmill.accept.reference.base import (
     ACTIVATIONS,
     Affine,
+    LayerRecorder,
     LayerTrace,
     LayerWeights,
-    ModuleIO,
     ReferenceModel,
     causal_attention,
-    project,
     rms_norm,
 )
 from modelmill.accept.reference.rope import ReferenceRope, apply_rope, rope_from_config
@@ -190,15 +189,8 @@ class DecoderReference(ReferenceModel):
         self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
     ) -> LayerTrace:
         """Run one decoder layer."""
-        trace: LayerTrace = {}
-
-        def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:
-            trace[name] = ModuleIO(inputs, output)
-            return output
-
-        def linear(name: str, value: Tensor) -> Tensor:
-            return record(name, project(value, weights[name]), value)
-
+        recorder = LayerRecorder(weights)
+        record, linear = recorder.record, recorder.linear
         assert self.activation is not None
         count = x.shape[0]
         normed = record("input_norm", rms_norm(x, weights["input_norm"], self.eps), x)
@@ -211,7 +203,7 @@ class DecoderReference(ReferenceModel):
         mixed = causal_attention(
             q_rot, k_rot, values, self.head_dim**-0.5, self.sliding_windows[index]
         )
-        record("attn", mixed, trace["q_rot"].output, trace["k_rot"].output, v)
+        record("attn", mixed, recorder.trace["q_rot"].output, recorder.trace["k_rot"].output, v)
         attention = linear("o_proj", mixed)
         middle = record("post_attn_residual", x + attention, x, attention)
         normed = record("mlp_norm", rms_norm(middle, weights["mlp_norm"], self.eps), middle)
@@ -219,4 +211,4 @@ class DecoderReference(ReferenceModel):
         act = record("act", self.activation(gate) * up, gate, up)
         down = linear("down", act)
         record("output", middle + down, middle, down)
-        return trace
+        return recorder.trace

@@ -20,15 +20,6 @@ from modelmill.accept.reference.tensor_source import RawContainer
 
 Matrix = NDArray[np.float64]
 MARKER_SUFFIXES = ("qweight", "weight_scale")
-PACKED_SUFFIXES = (
-    "qzeros",
-    "scales",
-    "g_idx",
-    "weight_packed",
-    "weight_zero_point",
-    "weight_shape",
-    "weight_g_idx",
-)
 
 
 class DequantizedContainer:

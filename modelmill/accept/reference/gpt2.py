@@ -10,13 +10,12 @@ from torch import Tensor
 from modelmill.accept.reference.base import (
     ACTIVATIONS,
     Affine,
+    LayerRecorder,
     LayerTrace,
     LayerWeights,
-    ModuleIO,
     ReferenceModel,
     causal_attention,
     layer_norm,
-    project,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -92,15 +91,8 @@ class Gpt2Reference(ReferenceModel):
     ) -> LayerTrace:
         """Run one decoder layer."""
         del prompt_length  # learned positions do not depend on it
-        trace: LayerTrace = {}
-
-        def record(name: str, output: Tensor, *inputs: Tensor) -> Tensor:
-            trace[name] = ModuleIO(inputs, output)
-            return output
-
-        def linear(name: str, value: Tensor) -> Tensor:
-            return record(name, project(value, weights[name]), value)
-
+        recorder = LayerRecorder(weights)
+        record, linear = recorder.record, recorder.linear
         normed = record("input_norm", layer_norm(x, weights["input_norm"], self.eps), x)
         q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
         heads = [t.reshape(x.shape[0], self.num_heads, -1) for t in (q, k, v)]
@@ -118,4 +110,4 @@ class Gpt2Reference(ReferenceModel):
         act = record("act", self.activation(wide), wide)
         down = linear("down", act)
         record("output", middle + down, middle, down)
-        return trace
+        return recorder.trace

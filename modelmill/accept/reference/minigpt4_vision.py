@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, project
-from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
-from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
+from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage, VisionReference
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint
 
 VISION_ENCODER_PREFIX = "visual_encoder"
 QFORMER_PREFIX = "Qformer.bert"
@@ -25,18 +25,13 @@ LN_VISION_EPS = 1e-5
 VISION_ENCODER_EPS, QFORMER_EPS = 1e-6, 1e-12
 
 
-class MiniGpt4VisionReference:
-    """The image part of a checkpoint; raises TensorMismatch for missing tensors.
-
-    engine_matrices: matrices by the engine's paths that replace the checkpoint's
-    (accept.quantized_encoder_reference).
-    """
+class MiniGpt4VisionReference(VisionReference):
+    """The image part of a checkpoint."""
 
     def __init__(
         self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
     ) -> None:
-        self._engine_matrices = engine_matrices or {}
-        self.source = TensorSource(checkpoint.raw, torch.float32)
+        super().__init__(checkpoint, engine_matrices)
         embedder_config: Mapping[str, Any] = checkpoint.config["image_embedder"]
         self.vision_config, self.qformer_config = (
             embedder_config["vision_encoder"],
@@ -55,7 +50,6 @@ class MiniGpt4VisionReference:
             "qformer": QFORMER_EPS,
             **eps,
         }
-        self.norms: list[ReferenceNorm] = []
 
     def normalize_image(self, image: Tensor) -> Tensor:
         """Normalize [S, S, 3] uint8 to [1, 3, S, S]."""
@@ -78,7 +72,7 @@ class MiniGpt4VisionReference:
         yield ReferenceStage(
             "image_embedder.ln_vision", None, "ln_vision", (vision_output,), (normed,)
         )
-        queries = self._get("query_tokens")
+        queries = self.source.get("query_tokens")
         for stage in self._qformer_stages(queries, normed):
             yield stage
         query_output = stage.expected[0]
@@ -87,7 +81,7 @@ class MiniGpt4VisionReference:
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         kernel, bias = (
-            self._get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}")
+            self.source.get(f"{VISION_ENCODER_PREFIX}.patch_embed.proj.{end}")
             for end in ("weight", "bias")
         )
         # each patch's pixels times the kernel, from the definition
@@ -100,8 +94,8 @@ class MiniGpt4VisionReference:
             "image_embedder.visual_encoder.patch_embed", None, "patch_embed", (x,), (patches,)
         )
         stream = torch.cat(
-            (self._get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1
-        ) + self._get(f"{VISION_ENCODER_PREFIX}.pos_embed")
+            (self.source.get(f"{VISION_ENCODER_PREFIX}.cls_token"), patches), 1
+        ) + self.source.get(f"{VISION_ENCODER_PREFIX}.pos_embed")
         eps = self.eps["vision_encoder"]
         for i in range(int(self.vision_config["depth"])):
             engine_name = f"image_embedder.visual_encoder.blocks.{i}"
@@ -140,10 +134,10 @@ class MiniGpt4VisionReference:
 
     def matrix(self, name: str) -> Affine:
         """Return a linear layer of the checkpoint by its name there; keys have no bias."""
-        weight = self._get(f"{name}.weight")
+        weight = self.source.get(f"{name}.weight")
         if not name.endswith(".attn.qkv"):
-            return Affine(weight, self._get(f"{name}.bias"))
-        q, v = (self._get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
+            return Affine(weight, self.source.get(f"{name}.bias"))
+        q, v = (self.source.get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
         return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
 
     def _qformer_stages(self, x: Tensor, image_features: Tensor) -> Iterator[ReferenceStage]:
@@ -244,8 +238,8 @@ class MiniGpt4VisionReference:
         engine_name, file_name = names
         norm = ReferenceNorm(
             engine_name,
-            self._get(f"{file_name}.weight"),
-            self._get(f"{file_name}.bias"),
+            self.source.get(f"{file_name}.weight"),
+            self.source.get(f"{file_name}.bias"),
             eps,
             layer=layer,
             module=module,
@@ -255,12 +249,7 @@ class MiniGpt4VisionReference:
         return norm(x)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        plain, own = self.matrix(name), self._engine_matrices.get(f"image_embedder.{name}")
-        # biases are never quantized: compare with the checkpoint's
-        return project(x, plain if own is None else own._replace(bias=plain.bias))
-
-    def _get(self, name: str) -> Tensor:
-        return self.source.get(name)
+        return project(x, self.used_matrix(name, f"image_embedder.{name}"))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

@@ -15,34 +15,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine
-from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
-from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
+from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage, VisionReference
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint
 from modelmill.core.errors import TensorMismatch
 
 BATCH_NORM_EPS = 1e-5
 
 
-class SamReference:
-    """A checkpoint's three stages; raises TensorMismatch for missing tensors.
-
-    engine_matrices: matrices by the engine's paths that replace the checkpoint's
-    (accept.quantized_encoder_reference).
-    """
+class SamReference(VisionReference):
+    """A checkpoint's three stages."""
 
     def __init__(
         self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
     ) -> None:
-        self._engine_matrices = engine_matrices or {}
+        super().__init__(checkpoint, engine_matrices)
         names = checkpoint.raw.names()
         self.is_transformers_layout = "vision_encoder.pos_embed" in names
         self._prefix = next(
             (p for p in ("", "module.", "model.") if f"{p}mask_decoder.iou_token.weight" in names),
             "",
         )
-        self.source = TensorSource(checkpoint.raw, torch.float32)
         vision: Mapping[str, Any] = checkpoint.config.get("vision_config") or {}
         self.is_mobile_sam = f"{self._prefix}image_encoder.patch_embed.seq.0.c.weight" in names
-        self.norms: list[ReferenceNorm] = []
         if not self.is_mobile_sam:
             grid, width = self.get("image_encoder.pos_embed").shape[2:]
             self.grid, self.width = int(grid), int(width)
@@ -70,9 +64,7 @@ class SamReference:
 
     def get(self, name: str) -> Tensor:
         """Return a tensor in float32 by its name in the original files."""
-        return self.source.get(
-            _transformers_name(name) if self.is_transformers_layout else self._prefix + name
-        )
+        return self.source.get(self._name(name))
 
     def _depth(self) -> int:
         depth = 0
@@ -109,9 +101,7 @@ class SamReference:
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         """Apply a linear layer: […, in] → […, out]."""
-        plain, own = self.matrix(path), self._engine_matrices.get(path)
-        # biases are never quantized: compare with the checkpoint's
-        weight, bias, fake_quantize = plain if own is None else own._replace(bias=plain.bias)
+        weight, bias, fake_quantize = self.used_matrix(path, path)
         y = (x if fake_quantize is None else fake_quantize(x)) @ weight.t()
         return y if bias is None else y + bias
 

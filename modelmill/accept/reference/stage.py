@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from modelmill.accept.reference.base import Affine
+from modelmill.accept.reference.tensor_source import OpenedCheckpoint, TensorSource
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,28 @@ class ReferenceNorm:
         return (x - mean) / (spread + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(
             shape
         )
+
+
+class VisionReference(ABC):
+    """A checkpoint's vision model, stage by stage; raises TensorMismatch for missing tensors.
+
+    engine_matrices: matrices by the engine's paths that replace the checkpoint's
+    (accept.quantized_encoder_reference).
+    """
+
+    def __init__(
+        self, checkpoint: OpenedCheckpoint, engine_matrices: Mapping[str, Affine] | None = None
+    ) -> None:
+        self._engine_matrices = engine_matrices or {}
+        self.source = TensorSource(checkpoint.raw, torch.float32)
+        self.norms: list[ReferenceNorm] = []
+
+    @abstractmethod
+    def matrix(self, name: str) -> Affine:
+        """Return a linear layer of the checkpoint by its name there."""
+
+    def used_matrix(self, name: str, path: str) -> Affine:
+        """Return the matrix of the engine's module ``path`` if one is given, else ``matrix``."""
+        plain, own = self.matrix(name), self._engine_matrices.get(path)
+        # biases are never quantized: compare with the checkpoint's
+        return plain if own is None else own._replace(bias=plain.bias)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill import __version__
@@ -20,7 +21,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.replicas.affinity import prefix_digests
 from modelmill.serve.service import TENANT_KEY, Service
-from modelmill.serve.stream import ClientStalled, send_with_timeout
+from modelmill.serve.stream import ClientStalled, run_while_connected, send_with_timeout
 
 MAX_ATTEMPTS = 3
 REPLICA_TIMEOUT = 60.0
@@ -99,18 +100,8 @@ class ReplicaProxy:
         if body is None:
             return
         relay = _ProxiedRequest(self._replicas, _request_head(scope), body, send)
-        work, disconnect = (
-            asyncio.create_task(relay.run()),
-            asyncio.create_task(_wait_disconnect(receive)),
-        )
-        try:
-            await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for task in (work, disconnect):
-                task.cancel()
-            await asyncio.gather(work, disconnect, return_exceptions=True)
+        with contextlib.suppress(ClientDisconnect):
+            await run_while_connected(receive, relay.run())
 
 
 class _ProxiedRequest:
@@ -262,11 +253,6 @@ async def _read_body(receive: Receive) -> bytes | None:
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_json(

@@ -19,7 +19,7 @@ from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import (
     check_message_sizes,
-    get_service,
+    find_engine,
     openai_finish_reason,
     random_id,
     submit_requests,
@@ -41,21 +41,18 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Any:
     """Answer a conversation through the engine's chat template."""
-    service = get_service(request)
-    engine = service.get_engine(body.model)
+    service, engine = find_engine(request, body.model)
     body.check()
-    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(body.n or 1)
     _, handle = await submit_requests(
         request,
         engine,
         chat_request_state,
-        text_processor,
         body,
-        limits.max_len,
+        engine.request_limits.max_len,
         get_states=lambda one: [one],
     )
-    builder = ChatResponseBuilder(body, handle, text_processor)
+    builder = ChatResponseBuilder(body, handle, engine.text_processor)
     if body.stream:
         return EventStream(handle, builder)
     await wait_or_disconnect(request, handle)
@@ -291,16 +288,8 @@ class ChatResponseBuilder(EventFormatter):
 
     def last_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
-        usage = b""
-        if self._body.wants_usage:
-            usage = sse_event(
-                {
-                    **self._head,
-                    "choices": [],
-                    "usage": openai_format.token_usage(self._handle.request_states),
-                }
-            )
-        return usage + openai_format.DONE
+        states = self._handle.request_states if self._body.wants_usage else None
+        return openai_format.end_of_stream(self._head, states)
 
 
 def _is_valid_json(arguments: str) -> bool:

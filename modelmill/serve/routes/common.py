@@ -25,6 +25,12 @@ def get_service(request: Request) -> Service:
     return service
 
 
+def find_engine(request: Request, model: str | None) -> tuple[Service, EngineClient]:
+    """The service, and its engine with a model's name; raises ApiError for an unknown one."""
+    service = get_service(request)
+    return service, service.get_engine(model)
+
+
 def random_id(prefix: str, separator: str = "-") -> str:
     """An id that cannot be guessed."""
     return f"{prefix}{separator}{secrets.token_hex(16)}"
@@ -42,7 +48,8 @@ async def submit_requests(
     Args:
         request: the HTTP request.
         engine: to queue at.
-        make: called on a thread with ``args``; tokenizes and validates.
+        make: called on a thread with the engine's text processor and ``args``; tokenizes and
+            validates.
         *args: of ``make``.
         get_states: the requests in the result of ``make``.
 
@@ -51,7 +58,7 @@ async def submit_requests(
     """
 
     def prepare() -> tuple[T, list[bytes]]:
-        result = make(*args)
+        result = make(engine.text_processor, *args)
         return result, engine.encode_requests(get_states(result))
 
     result, frames = await get_service(request).run_in_thread(prepare)

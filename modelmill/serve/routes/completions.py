@@ -15,10 +15,10 @@ from modelmill.runtime.admission import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.json_text import dump_json
-from modelmill.serve.openai_format import TextLogprobsFormatter, sse_event
+from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import (
-    get_service,
+    find_engine,
     openai_finish_reason,
     random_id,
     submit_requests,
@@ -38,15 +38,13 @@ A single prompt of up to ``max_model_len`` tokens may exceed it.
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service = get_service(request)
-    engine = service.get_engine(body.model)
+    service, engine = find_engine(request, body.model)
     body.check()
-    limits, text_processor = engine.request_limits, engine.text_processor
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await submit_requests(
-        request, engine, _make_request_states, text_processor, body, limits, get_states=list
+        request, engine, _make_request_states, body, engine.request_limits, get_states=list
     )
-    builder = CompletionResponseBuilder(body, handle, text_processor)
+    builder = CompletionResponseBuilder(body, handle, engine.text_processor)
     if body.stream:
         return EventStream(
             handle,
@@ -249,13 +247,5 @@ class CompletionResponseBuilder(EventFormatter):
 
     def last_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
-        usage = b""
-        if self._body.wants_usage:
-            usage = sse_event(
-                {
-                    **self._head,
-                    "choices": [],
-                    "usage": openai_format.token_usage(self._handle.request_states),
-                }
-            )
-        return usage + openai_format.DONE
+        states = self._handle.request_states if self._body.wants_usage else None
+        return openai_format.end_of_stream(self._head, states)

@@ -21,7 +21,7 @@ from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
 from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
 from modelmill.serve.routes.common import (
-    get_service,
+    find_engine,
     openai_finish_reason,
     random_id,
     submit_requests,
@@ -37,21 +37,18 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service = get_service(request)
-    engine = service.get_engine(body.model)
-    limits, text_processor = engine.request_limits, engine.text_processor
+    service, engine = find_engine(request, body.model)
     engine.check_capacity(1)
     submitted = await submit_requests(
         request,
         engine,
         _make_chat_request,
-        text_processor,
         body,
-        limits.max_len,
+        engine.request_limits.max_len,
         get_states=lambda prepared: [prepared[1]],
     )
     (chat, _), handle = submitted
-    builder = ResponsesBuilder(body, chat, handle, text_processor)
+    builder = ResponsesBuilder(body, chat, handle, engine.text_processor)
     if body.stream:
         return EventStream(handle, builder, service.run_in_thread if body.wants_logprobs else None)
     response = await wait_or_disconnect(request, _ResponseCollector(handle, builder))

@@ -11,7 +11,7 @@ from modelmill.runtime.admission import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_text
-from modelmill.serve.routes.common import check_message_sizes, get_service
+from modelmill.serve.routes.common import check_message_sizes, find_engine
 from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
 from modelmill.text_processor import TextProcessor
 
@@ -21,17 +21,16 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service = get_service(request)
-    engine = service.get_engine(body.model)
-    limits, text_processor = engine.request_limits, engine.text_processor
-    return await service.run_in_thread(_tokenize, text_processor, body, limits.max_len)
+    service, engine = find_engine(request, body.model)
+    return await service.run_in_thread(
+        _tokenize, engine.text_processor, body, engine.request_limits.max_len
+    )
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service = get_service(request)
-    engine = service.get_engine(body.model)
+    service, engine = find_engine(request, body.model)
     return await service.run_in_thread(
         _detokenize, engine.text_processor, body, engine.request_limits
     )
