@@ -50,10 +50,12 @@ MAY = {
     "text_processor": {"core", "text", "artifact.manifest", "request_state", "vision.image_input"},
     "progress": {"core"},
     "prompt_inputs": {"core", "outputs", "text_processor"},
+    "opened_engine": {"core", "progress"},
     "llm": {
         *(
             "core",
             "progress",
+            "opened_engine",
             "loader.device",
             "runtime",
             "artifact",
@@ -64,8 +66,13 @@ MAY = {
         ),
         *("builder", "accept", "checkpoint"),
     },
-    "segmenter": {"core", "progress", "vision", "loader.device", "artifact", "llm"},
-    "async_llm": {"core", "outputs", "request_state", "text_processor", "prompt_inputs", "llm"},
+    "segmenter": {
+        *("core", "progress", "opened_engine", "vision", "loader.device", "artifact", "llm"),
+    },
+    "async_llm": {
+        *("core", "opened_engine", "outputs", "request_state", "text_processor", "prompt_inputs"),
+        "llm",
+    },
     "serve": {
         "core",
         "text",
