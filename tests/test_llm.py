@@ -157,9 +157,9 @@ def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
 def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    messages = LLM(engine, device="cpu", chat_template=TEMPLATE)
-    one = messages.chat([{"role": "user", "content": "hi"}], GREEDY)
-    two = messages.chat(
+    with_template = LLM(engine, device="cpu", chat_template=TEMPLATE)
+    one = with_template.chat([{"role": "user", "content": "hi"}], GREEDY)
+    two = with_template.chat(
         [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
     )
     assert one[0].outputs[0].text == two[0].outputs[0].text
@@ -167,14 +167,14 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 
 
 def test_shipped_templates_by_name(engine: Path) -> None:
-    conversation = LLM(engine, device="cpu", chat_template="vicuna")
+    llm = LLM(engine, device="cpu", chat_template="vicuna")
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho"},
         {"role": "user", "content": "x"},
     ]
-    assert conversation.chat_format is not None
-    rendered = conversation.chat_format.render(messages)
+    assert llm.chat_format is not None
+    rendered = llm.chat_format.render(messages)
     assert rendered.startswith("<s>A chat between a curious user")
     assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
     with pytest.raises(UsageError, match="vicuna and chatml"):

@@ -303,11 +303,11 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     links = answer_text.locator("a").evaluate_all(
         "all => all.map(a => [a.getAttribute('href'), a.rel, a.target])"
     )
-    options = ["noopener noreferrer", "_blank"]
+    link_attributes = ["noopener noreferrer", "_blank"]
     assert links == [
-        ["http://evil.example/pixel.png", *options],
-        ["https://example.org/a_(b)", *options],
-        ["https://example.org/", *options],
+        ["http://evil.example/pixel.png", *link_attributes],
+        ["https://example.org/a_(b)", *link_attributes],
+        ["https://example.org/", *link_attributes],
     ]
     assert answer_text.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
     assert answer_text.locator("ul ul li").inner_text() == "nested"

@@ -152,7 +152,7 @@ def lines(path: Path, *values: Any) -> Path:
 
 
 def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
-    messages = {
+    message = {
         "messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
     }
     path = lines(
@@ -160,7 +160,7 @@ def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
         {"text": "a"},
         {"article": "b", "highlights": "x"},
         {"prompt": "c"},
-        messages,
+        message,
     )
     assert list(read_texts(path)) == ["a", "b", "c", "d\ne"]
 

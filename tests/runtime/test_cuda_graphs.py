@@ -120,8 +120,8 @@ def test_whatever_comes_the_tokens_are_the_same(
 ) -> None:
     model = tiny.decoder("prompt")
     todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
-    fields = tiny.run if together else tiny.run_one_by_one
-    assert fields(filling(FakeCapturer(), model, **options), todo) == fields(
+    run = tiny.run if together else tiny.run_one_by_one
+    assert run(filling(FakeCapturer(), model, **options), todo) == run(
         tiny.make_engine(model, **options), todo
     )
 

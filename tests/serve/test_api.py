@@ -310,8 +310,8 @@ def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> Non
         ]
         == ids[1:]
     )
-    messages = running.post("/tokenize", {"messages": TALK}).json
-    assert messages["count"] == chat(running)["usage"]["prompt_tokens"]
+    tokenized = running.post("/tokenize", {"messages": TALK}).json
+    assert tokenized["count"] == chat(running)["usage"]["prompt_tokens"]
     assert running.get("/version").json.keys() == {"version"}
     health = running.get("/health")
     assert (health.status, health.json["status"]) == (200, "ok")

@@ -298,9 +298,9 @@ def test_a_queue_that_is_full(seeing: SegmentService) -> None:
 
 
 def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    chat_body = {"messages": [{"role": "user", "content": "hi"}]}
     for path, body in (
-        ("/v1/chat/completions", messages),
+        ("/v1/chat/completions", chat_body),
         ("/v1/completions", {"prompt": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [3]}),

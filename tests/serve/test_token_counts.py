@@ -60,7 +60,7 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
         options: dict[str, Any] = {**plain, "max_tokens": tokens}
         if stream:
             options |= {"stream": True, "stream_options": {"include_usage": True}}
-        text, messages = {**options, "prompt": prompt}, {**options, "messages": TALK}
+        text, chat_body = {**options, "prompt": prompt}, {**options, "messages": TALK}
         warm = {"temperature": 1.0, "seed": draw.randrange(99), "n": draw.randrange(2, 6)}
         stops = {
             "stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]),
@@ -82,12 +82,12 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                 "n": 2}),
                 ("/v1/completions", {**text, "echo": True, "logprobs": 2,
                 "max_tokens": draw.choice([0, 3])}),
-                ("/v1/chat/completions", messages),
-                ("/v1/chat/completions", {**messages, **stops, **warm}),
-                ("/v1/chat/completions", {**messages, "response_format": {"type": "json_object"},
+                ("/v1/chat/completions", chat_body),
+                ("/v1/chat/completions", {**chat_body, **stops, **warm}),
+                ("/v1/chat/completions", {**chat_body, "response_format": {"type": "json_object"},
                 "max_tokens": 9}),
                 ("/v1/chat/completions", {
-                    **messages, "tools": [{"type": "function", "function": TOOL}],
+                    **chat_body, "tools": [{"type": "function", "function": TOOL}],
                     "tool_choice": "required", "max_tokens": 60}),
                 ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens,
                 "stream": stream}),
@@ -98,7 +98,7 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                                      "cache_salt": LEAVES, "n": draw.randrange(1, 3)}),
                 ("/v1/completions", {**text, "n": 0}),
                 ("/v1/completions", {**text, "prompt": "a " * 2000}),
-                ("/v1/chat/completions", {**messages, "model": "none"}),
+                ("/v1/chat/completions", {**chat_body, "model": "none"}),
             ]
         )  # fmt: skip
 

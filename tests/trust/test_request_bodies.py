@@ -192,12 +192,12 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
     ],
 )
 def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> None:
-    messages = {"messages": [{"role": "user", "content": "x"}]}
+    chat_body = {"messages": [{"role": "user", "content": "x"}]}
     body = {
         **(
             {"prompt": "x"}
             if path == "/v1/completions"
-            else messages
+            else chat_body
             if "chat" in path
             else {"input": "x"}
         )
