@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance lint format clean
+.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -25,15 +25,15 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
-HALF := tests/ops tests/accept tests/builder
+HALF := tests/ops tests/accept tests/builder tests/cli tests/models
 # a selection that sees a fault of every op, route and check within minutes, in two halves side by side, since most
-# tests keep one core busy; grep passes whole lines on
-test: $(VENV)/.test lint
-	$(MAKE) --no-print-directory -j2 test-half test-rest QUICK=--quick
+# tests keep one core busy, and the linters beside them, while tests wait for processes; grep passes whole lines on
+test: $(VENV)/.test
+	$(MAKE) --no-print-directory -j3 test-half test-rest lint QUICK=--quick
 
 # every test that runs on a machine without a GPU (contains those of make test)
-test-all: $(VENV)/.test lint
-	$(MAKE) --no-print-directory -j2 test-half test-rest
+test-all: $(VENV)/.test
+	$(MAKE) --no-print-directory -j3 test-half test-rest lint
 
 test-half test-rest: SHELL := bash
 test-half test-rest: .SHELLFLAGS := -o pipefail -c
@@ -107,6 +107,10 @@ performance: $(VENV)/.test
 # docs/quantization.md and its plot from benchmarks/results and docs/quantization.story.md; after new rows or new text
 quantization: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
+
+# docs/kernels.md from the heads of the kernel files and benchmarks/results; after a new kernel, head or row
+kernels: $(VENV)/.test
+	$(BIN)/python -m tools.kernels_page
 
 $(VENV)/bin/python:
 	@$(PYTHON) tools/setup_venv.py create $(VENV)

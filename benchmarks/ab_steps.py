@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.model_step import greedy_ids, make_step, random_model, spread_fields  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
+from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, versions  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
@@ -139,14 +140,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--against", action="append", default=[], metavar="OP=VARIANT[,…]")
-    parser.add_argument(
-        "-q",
-        "--weights",
-        default="dense",
-        choices=WEIGHT_FORMATS,
-        metavar="KIND",
-        help=", ".join(WEIGHT_FORMATS),
-    )
+    add_weights_option(parser, WEIGHT_FORMATS, "dense")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--save", type=Path)

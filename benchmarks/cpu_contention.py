@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
+from benchmarks.serve_command import serve_command  # noqa: E402
 
 OPENMP_SETTINGS: dict[str, dict[str, str]] = {
     "ours": {},
@@ -90,17 +91,7 @@ class HttpServer:
     def __init__(self, engine: Path, use: str, setting: str) -> None:
         del use
         self.port, self.draw, self.number = random.randrange(20000, 60000), random.Random(1), 0
-        command = [
-            sys.executable,
-            "-m",
-            "modelmill",
-            "serve",
-            str(engine),
-            "--port",
-            str(self.port),
-            "--device",
-            "cpu",
-        ]
+        command = serve_command([engine], self.port, "--device", "cpu")
         more = ["--threads", "1"] if setting == "one thread" else []
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen([*command, *more], env=make_environment(setting), **silent)  # type: ignore[call-overload]

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.core.progress import Progress
 
 ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
-
-ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass
@@ -78,7 +77,7 @@ def measure_fidelity(
     engine_core: Any,
     windows: Sequence[Sequence[int]],
     reference: torch.Tensor | None,
-    on_progress: ProgressCallback,
+    on_progress: Progress,
 ) -> dict[str, Any]:
     """The loop's engine on the windows.
 
@@ -105,7 +104,7 @@ def measure_fidelity(
 
         TokenScorer(engine_core).run([window], None, take)
         first += len(window)
-        on_progress(number + 1, len(windows))
+        on_progress("windows", number + 1, len(windows))
     return sums.facts()
 
 
@@ -113,7 +112,7 @@ def cached_logits(
     open_engine_core: Callable[[], Any],
     windows: Sequence[Sequence[int]],
     file: Path,
-    on_progress: ProgressCallback,
+    on_progress: Progress,
 ) -> torch.Tensor:
     """Return the float32 logits [all rows, V] of an engine on the windows, cached in ``file``.
 
@@ -138,7 +137,7 @@ def cached_logits(
 
             TokenScorer(loop).run([window], None, take)
             first += len(window)
-            on_progress(number + 1, len(windows))
+            on_progress("windows", number + 1, len(windows))
         del logits_file
         part.rename(done)
     size = done.stat().st_size // 4

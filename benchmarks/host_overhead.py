@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import fake_cuda_driver  # noqa: E402
+from benchmarks.weights_option import add_weights_option  # noqa: E402
 
 WEIGHT_FORMATS = ("smoothquant", "smoothquant-static", "fp8", "fp8-static")
 SMALL_CONFIG = {
@@ -106,14 +107,7 @@ def cpu_ms(call: Callable[[], Any], rounds: int) -> list[float]:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "-q",
-        "--weights",
-        default="smoothquant",
-        choices=WEIGHT_FORMATS,
-        metavar="KIND",
-        help=", ".join(WEIGHT_FORMATS),
-    )
+    add_weights_option(parser, WEIGHT_FORMATS, "smoothquant")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--steps", default="1024,768+230")
     parser.add_argument("--rounds", type=int, default=60)

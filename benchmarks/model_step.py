@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS, weight_quantizer  # noqa: E402
+from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.cli.profile import show_profile  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
@@ -238,14 +239,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--mixed", default="")
-    parser.add_argument(
-        "-q",
-        "--weights",
-        default="dense",
-        choices=WEIGHT_FORMATS,
-        metavar="KIND",
-        help=", ".join(WEIGHT_FORMATS),
-    )
+    add_weights_option(parser, WEIGHT_FORMATS, "dense")
     parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_DTYPES)
     parser.add_argument("--kernel", action="append", default=[], metavar="OP=VARIANT")

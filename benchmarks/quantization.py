@@ -44,6 +44,7 @@ from benchmarks.result_rows import (  # noqa: E402
     rouge_articles,
     without_threads,
 )
+from modelmill.core.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
 FLOAT32 = ("--dtype", "float32")
@@ -371,10 +372,10 @@ def row_label(row: dict[str, Any]) -> str:
     return name + ", inputs whole" * bool(row.get("whole_inputs")) or "as it is"
 
 
-def make_progress(label: str) -> Any:
+def make_progress(label: str) -> Progress:
     """Progress on stderr."""
-    return lambda done, total: print(
-        f"\r{label}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr
+    return lambda stage, done, total: print(
+        f"\r{label}: {done}/{total} {stage}", end="\n" if done == total else "", file=sys.stderr
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.serve_command import serve_command
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import ModelmillError
 from modelmill.core.types import Request, SamplingParams
@@ -85,17 +86,7 @@ class ServedEngine:
     def __init__(self, engine: Path, run: dict[str, Any], worker_core: int, core: int) -> None:
         """run: fields of RunConfig, given as flags."""
         self._cores = worker_core, core
-        words = [
-            sys.executable,
-            "-m",
-            "modelmill",
-            "serve",
-            str(engine),
-            "--port",
-            "0",
-            "--served-model-name",
-            "load",
-        ]
+        words = serve_command([engine], 0, "--served-model-name", "load")
         for name, value in run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)

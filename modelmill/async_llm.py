@@ -133,7 +133,7 @@ class AsyncLLM:
         return self._closed
 
     async def __aenter__(self) -> Self:
-        self.llm.check_open()
+        self.llm.opened  # noqa: B018 -- raises UsageError if closed
         return self
 
     async def __aexit__(self, *_: object) -> None:

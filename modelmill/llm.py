@@ -27,12 +27,11 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
-    closed_error,
     opening_progress,
 )
 from modelmill.outputs import OutputDelta, RequestOutput
@@ -60,11 +59,11 @@ class LLMOptions(EngineOptions, total=False):
 
     tensor_parallel_size: int | None
     chat_template: str | Path | None
-    progress: StageProgress | bool | None
+    progress: Progress | bool | None
     openai_defaults: bool
 
 
-class LLM(OpenedEngine):
+class LLM(OpenedEngine[EngineCore]):
     """An opened engine: ``generate``, ``chat``, ``stream`` and ``embed``.
 
     ``with LLM(path) as llm:`` closes the engine at the end of the block. Every call on a closed
@@ -95,7 +94,7 @@ class LLM(OpenedEngine):
         *,
         tensor_parallel_size: int | None = None,
         chat_template: str | Path | None = None,
-        progress: StageProgress | bool | None = None,
+        progress: Progress | bool | None = None,
         openai_defaults: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -104,7 +103,7 @@ class LLM(OpenedEngine):
             options = {"tp": tensor_parallel_size, **options}
         engine = Path(model)
         self.path = engine
-        self._engine_core: EngineCore | None = None
+        self._opened: EngineCore | None = None
         with opening_progress(engine, progress) as report:
             self._open(engine, chat_template, options, report, openai_defaults)
 
@@ -113,7 +112,7 @@ class LLM(OpenedEngine):
         engine: Path,
         chat_template: str | Path | None,
         options: EngineOptions,
-        progress: StageProgress,
+        progress: Progress,
         openai_defaults: bool,
     ) -> None:
         build = {name: value for name, value in options.items() if name in BUILD_FIELDS}
@@ -121,7 +120,7 @@ class LLM(OpenedEngine):
         config = RunConfig(**run)  # type: ignore[arg-type]
         compile_cpu_kernels(config.device, progress)
         self.path = engine = engine_of(engine, build, progress)
-        self._engine_core = core = EngineCore.open(engine, config)
+        self._opened = core = EngineCore.open(engine, config)
         artifact = core.artifact
         assert artifact is not None, "an engine core opened from a folder keeps its artifact"
         self.language = language = TextProcessor(
@@ -142,28 +141,21 @@ class LLM(OpenedEngine):
     @property
     def engine_core(self) -> EngineCore:
         """The engine core. Raises UsageError once it is closed."""
-        if self._engine_core is None:
-            raise closed_error(self, self.path)
-        return self._engine_core
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._engine_core is None
+        return self.opened
 
     def close(self) -> None:
         """Free weights and KV cache and end the other ranks; calling it again does nothing.
 
         Open streams raise UsageError, as every later call does.
         """
-        core, self._engine_core = self._engine_core, None
+        core, self._opened = self._opened, None
         if core is not None:
             core.close()
 
     def __repr__(self) -> str:
-        if self._engine_core is None:
+        if self._opened is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
-        core, manifest = self._engine_core, self.language.manifest
+        core, manifest = self._opened, self.language.manifest
         sizes = [
             entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")
         ]
@@ -284,7 +276,7 @@ class LLM(OpenedEngine):
 
         Raises RequestError.
         """
-        self.check_open()
+        self.opened  # noqa: B018 -- raises UsageError if closed
         return self.language.request(prompt, check_params(params), **template)
 
     def chat_request(
@@ -294,7 +286,7 @@ class LLM(OpenedEngine):
 
         Raises UsageError if the engine has no chat template.
         """
-        self.check_open()
+        self.opened  # noqa: B018 -- raises UsageError if closed
         return self.language.chat_request(messages, check_params(params), **template)
 
     # -- stepping
@@ -337,8 +329,8 @@ class LLM(OpenedEngine):
         finally:
             for id in own:
                 self._delta_queues.pop(id, None)
-                if self._running.pop(id, None) is not None and self._engine_core is not None:
-                    self._engine_core.abort(id)
+                if self._running.pop(id, None) is not None and self._opened is not None:
+                    self._opened.abort(id)
 
     def step(self, running: dict[str, RequestState]) -> list[OutputDelta]:
         """Run one engine step and return its deltas.
@@ -367,7 +359,7 @@ def build_engine(
     *,
     delta: Path | None = None,
     vision: Sequence[Path] = (),
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     check: bool = True,
     tune: bool = True,
     plan: BuildPlan | None = None,
@@ -413,7 +405,7 @@ def build_engine(
 def engine_of(
     model: Path,
     build: Mapping[str, Any],
-    progress: StageProgress,
+    progress: Progress,
     engine_type: str | None = "language",
 ) -> Path:
     """Return ``model`` if it is an engine, or the engine of a checkpoint as ``cached_engine`` does.
@@ -434,7 +426,7 @@ def engine_of(
 def cached_engine(
     checkpoint: Path,
     config: BuildConfig,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     engine_type: str | None = "language",
 ) -> Path:
     """Return the checkpoint's engine in the cache folder; build it first if it is missing.

@@ -6,38 +6,40 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.progress import show_progress
 
+T = TypeVar("T")
 
-class OpenedEngine(ABC):
+
+class OpenedEngine(ABC, Generic[T]):
     """An engine that is open until ``close``; ``with`` closes it at the end of the block."""
 
     path: Path
+    _opened: T | None
+    """What runs the model; None once it is closed."""
 
     @property
-    @abstractmethod
+    def opened(self) -> T:
+        """What runs the model. Raises UsageError once it is closed."""
+        if self._opened is None:
+            raise closed_error(self, self.path)
+        return self._opened
+
+    @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
+        return self._opened is None
 
     @abstractmethod
     def close(self) -> None:
         """Free the engine; calling it again does nothing."""
 
-    def check_open(self) -> None:
-        """Check that the engine is open.
-
-        Raises:
-            UsageError: It is closed.
-        """
-        if self.closed:
-            raise closed_error(self, self.path)
-
     def __enter__(self) -> Self:
-        self.check_open()
+        self.opened  # noqa: B018 -- raises UsageError if closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,7 +52,7 @@ def closed_error(opened: object, path: Path) -> UsageError:
 
 
 @contextlib.contextmanager
-def opening_progress(model: Path, progress: StageProgress | bool | None) -> Iterator[StageProgress]:
+def opening_progress(model: Path, progress: Progress | bool | None) -> Iterator[Progress]:
     """Yield the progress callback of opening ``model``.
 
     Args:

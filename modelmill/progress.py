@@ -11,14 +11,11 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from modelmill.core import env
-
-ProgressCallback = Callable[..., None]
-"""Called with (stage, done, total) or (done, total)."""
-"""Called with (stage, done, total) or (done, total)."""
+from modelmill.core.progress import Progress
 
 COMPILING = "compiling kernels"
 """Prefix of the stages that compile: they take long, so plain output announces them as well."""
@@ -31,8 +28,8 @@ REFRESH_SECONDS = 0.5
 class ProgressDisplay(Protocol):
     """Interface of a progress display."""
 
-    def update(self, stage: str, done: float, total: float) -> None:
-        """Show how far a stage is."""
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Show how far a stage is: the ``Progress`` callback."""
 
     def close(self) -> None:
         """Remove the progress display from the terminal."""
@@ -41,11 +38,11 @@ class ProgressDisplay(Protocol):
 @contextlib.contextmanager
 def show_progress(
     label: str, *, enabled: bool | None = None, delay: float = 0.0
-) -> Iterator[ProgressCallback]:
+) -> Iterator[Progress]:
     """Show progress while the block runs; yields the progress callback.
 
     Args:
-        label: Stage to show while a report names none.
+        label: Stage to show before the first report.
         enabled: None shows it on a terminal (stderr) and in a notebook; True elsewhere too; False
             nowhere. Where no line is drawn, only compilations are announced, in a plain line on
             stderr.
@@ -58,7 +55,7 @@ def show_progress(
         sys.stderr.write
     )
     try:
-        yield make_reporter(label, display)
+        yield display.update
     finally:
         display.close()
 
@@ -74,23 +71,6 @@ def open_display(
     return None
 
 
-def make_reporter(label: str, display: ProgressDisplay) -> ProgressCallback:
-    """Make the progress callback of a display; ``label`` is the stage if a report names none."""
-
-    def report(*args: Any) -> None:
-        stage, numbers = parse_report(label, args)
-        if len(numbers) >= 2:
-            display.update(stage, *numbers[:2])
-
-    return report
-
-
-def parse_report(label: str, args: Sequence[Any]) -> tuple[str, list[float]]:
-    """Split (stage, done, total) or (done, total) into stage (default ``label``) and numbers."""
-    stage = str(args[0]) if args and isinstance(args[0], str) else label
-    return stage, [arg for arg in args if isinstance(arg, (int, float))]
-
-
 def in_notebook() -> bool:
     """Whether this process is a Jupyter kernel; imports nothing."""
     get = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -104,7 +84,7 @@ class CompileAnnouncer:
         self._write = write
         self._announced: set[str] = set()
 
-    def update(self, stage: str, done: float, total: float) -> None:  # noqa: ARG002
+    def update(self, stage: str, done: int, total: int) -> None:  # noqa: ARG002
         """Announce a stage once, if it is a compilation."""
         if stage.startswith(COMPILING) and stage not in self._announced:
             self._announced.add(stage)
@@ -135,7 +115,7 @@ class TerminalLine:
         self._task = self._bars.add_task(label, total=None, share="")
         self._delayed = DelayedStart(self._bars.start, delay)
 
-    def update(self, stage: str, done: float, total: float) -> None:
+    def update(self, stage: str, done: int, total: int) -> None:
         """Show a stage; one with a total of 1 has no percentage, its bar only pulses."""
         counted = total > 1
         task = self._bars.tasks[0]
@@ -158,11 +138,11 @@ class ProgressThread(ABC):
 
     def __init__(self, label: str) -> None:
         self._start_time = time.monotonic()
-        self._stage, self._done, self._total = label, 0.0, 0.0
+        self._stage, self._done, self._total = label, 0, 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
-    def update(self, stage: str, done: float, total: float) -> None:
+    def update(self, stage: str, done: int, total: int) -> None:
         """Store the current progress."""
         self._stage, self._done, self._total = stage, done, total
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,11 +20,10 @@ from modelmill.core.options import (
     check_option_names,
     describe_options,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.loader.device import compile_cpu_kernels, pick_device, use_threads
 from modelmill.opened_engine import (
     OpenedEngine,
-    closed_error,
     opening_progress,
 )
 from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
@@ -38,7 +37,7 @@ START_OPTIONS = ("device", "kernels", "threads")
 """Config fields that are separate parameters of Segmenter."""
 
 
-class Segmenter(OpenedEngine):
+class Segmenter(OpenedEngine[SamModel]):
     """An opened segmentation engine: ``set_image`` once, ``predict`` many times; ``everything``.
 
     An image is a path, bytes, a PIL image or an array [H, W, 3] uint8. The embeddings of the last
@@ -70,12 +69,12 @@ class Segmenter(OpenedEngine):
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
         threads: int | None = None,
-        progress: StageProgress | bool | None = None,
+        progress: Progress | bool | None = None,
         **build: Unpack[SegmenterOptions],
     ) -> None:
         check_option_names(build, SegmenterOptions.__annotations__, type(self).__name__)
         self.path, self.device = Path(model), pick_device(device)
-        self._model: SamModel | None = None
+        self._opened: SamModel | None = None
         self._embedding: ImageEmbedding | None = None
         with opening_progress(self.path, progress) as report:
             self._open(kernels, threads, build, report)
@@ -85,7 +84,7 @@ class Segmenter(OpenedEngine):
         kernels: Mapping[str, str] | None,
         threads: int | None,
         build: SegmenterOptions,
-        progress: StageProgress,
+        progress: Progress,
     ) -> None:
         from modelmill.llm import engine_of
 
@@ -98,26 +97,19 @@ class Segmenter(OpenedEngine):
         verify(artifact)
         self.path = engine
         self.manifest = artifact.manifest
-        self._model = model
+        self._opened = model
 
     @property
     def model(self) -> SamModel:
         """The opened model. Raises UsageError once it is closed."""
-        if self._model is None:
-            raise closed_error(self, self.path)
-        return self._model
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._model is None
+        return self.opened
 
     def close(self) -> None:
         """Free the weights and the cached embeddings; calling it again does nothing."""
-        self._model = self._embedding = None
+        self._opened = self._embedding = None
 
     def __repr__(self) -> str:
-        if self._model is None:
+        if self._opened is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
         build, files = self.manifest.build, self.manifest.files
         weights = format_bytes(
@@ -184,7 +176,7 @@ class Segmenter(OpenedEngine):
         return self.model.predict_all(current, prompts, multimask)
 
     def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
-        self.check_open()
+        self.opened  # noqa: B018 -- raises UsageError if closed
         current = embedding or self._embedding
         if current is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")
@@ -218,7 +210,7 @@ class Segmenter(OpenedEngine):
         image: Any,
         options: AutomaticMaskOptions | None = None,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         **changes: Any,
     ) -> list[Mask]:
         """Segment everything in an image with a grid of point prompts; masks are best first.
@@ -226,7 +218,7 @@ class Segmenter(OpenedEngine):
         Args:
             image: As for ``set_image``.
             options: None uses the defaults.
-            progress: Called with (done, total).
+            progress: Called with ("points", done, total).
             changes: Fields of ``AutomaticMaskOptions``, instead of ``options``.
         """
         if changes:

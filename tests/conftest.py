@@ -79,7 +79,7 @@ def shared() -> Path:
     """Path of the shared data folder, or a skip that says why."""
     path = shared_dir()
     if path is None:
-        pytest.skip("needs the shared data folder beside the checkout")
+        pytest.skip("needs ../shared/data; where from: CONTRIBUTING.md, Test data")
     return path
 
 

@@ -49,8 +49,8 @@ MAY = {
     "request_state": {"core", "text", "outputs"},
     "text_processor": {"core", "text", "artifact.manifest", "request_state", "vision.image_input"},
     "progress": {"core"},
-    "prompt_inputs": {"core", "outputs", "text_processor"},
     "opened_engine": {"core", "progress"},
+    "prompt_inputs": {"core", "outputs", "text_processor"},
     "llm": {
         *(
             "core",
@@ -67,10 +67,21 @@ MAY = {
         *("builder", "accept", "checkpoint"),
     },
     "segmenter": {
-        *("core", "progress", "opened_engine", "vision", "loader.device", "artifact", "llm"),
+        "core",
+        "progress",
+        "opened_engine",
+        "vision",
+        "loader.device",
+        "artifact",
+        "llm",
     },
     "async_llm": {
-        *("core", "opened_engine", "outputs", "request_state", "text_processor", "prompt_inputs"),
+        "core",
+        "opened_engine",
+        "outputs",
+        "request_state",
+        "text_processor",
+        "prompt_inputs",
         "llm",
     },
     "serve": {

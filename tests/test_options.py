@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import subprocess
-import sys
 import typing
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import ModelmillError, RequestError, UnknownOption, UsageError
 from modelmill.core.options import BuildOptions, EngineOptions, RunOptions, SegmenterOptions
 from modelmill.llm import LLMOptions, build_engine
+from tests.run_code import run_code
 
 CHECKPOINT = "data/models/stories260K"
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -115,10 +114,7 @@ def test_public_names_are_shown_although_they_are_lazy() -> None:
         "assert '__version__' in dir(modelmill)\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(code)
     assert all(hasattr(modelmill, name) for name in modelmill.__all__)
 
 

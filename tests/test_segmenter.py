@@ -137,9 +137,9 @@ def test_several_prompts_and_everything(engine: Path) -> None:
         "stability_score_thresh": 0.0,
         "box_nms_thresh": 1.0,
     }
-    reports: list[tuple[int, int]] = []
+    reports: list[tuple[str, int, int]] = []
     masks = segmenter.everything(photo(), progress=lambda *at: reports.append(at), **loose)
-    assert reports == [(0, 4), (4, 4)]
+    assert reports == [("points", 0, 4), ("points", 4, 4)]
     assert all(m.stability is not None for m in masks)
 
 

@@ -29,7 +29,7 @@ from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
 from modelmill.core.config import RunConfig
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.quoting import one_line
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ SEQUENCE_LENGTH = 96
 
 
 def accept(
-    staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+    staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine.
 
@@ -89,7 +89,7 @@ def compare_engine(
     checkpoint: Checkpoint,
     ids: Sequence[Sequence[int]],
     *,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compare an opened engine with its checkpoint on sequences of ids.
 

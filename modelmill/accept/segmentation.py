@@ -27,7 +27,7 @@ from modelmill.accept.unused_tensors import unused_sam_tensors, with_unused_tens
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.errors import RequestError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.vision.masks import mask_iou
 from modelmill.vision.open_model import open_sam_model
 from modelmill.vision.prompts import Prompt, prompt_tensors
@@ -40,7 +40,7 @@ MIN_CLEAR_PIXEL_MATCH = 0.999
 
 
 def accept_segmentation(
-    staged: Path, checkpoint: Checkpoint, *, on_progress: StageProgress | None = None
+    staged: Path, checkpoint: Checkpoint, *, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """Check a staged engine on its target device if that exists here; return the report."""
     artifact = open_artifact(staged, staged=True)
@@ -60,7 +60,7 @@ def compare_segmentation(
     sam_model: SamModel,
     checkpoint: Checkpoint,
     *,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compare an opened engine with its checkpoint; return the report.
 

@@ -18,7 +18,7 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact, UsageEr
 from modelmill.core.quoting import quote
 
 SCHEMA = 1
-PACKINGS = ("rows/2",)
+PACKING = "rows/2"
 MANIFEST_FILE = "manifest.json"
 MAX_MODEL_LEN = 1 << 24
 # engine types, and the command that uses each
@@ -104,10 +104,10 @@ class Manifest:
                 "rebuild the engine"
             )
         _check_values(manifest, engine_path)
-        if manifest.packing not in PACKINGS:
+        if manifest.packing != PACKING:
             raise IncompatibleArtifact(
                 f"{engine_path} is packed as {manifest.packing[:40]!r}, this modelmill reads "
-                f"{', '.join(PACKINGS)}; "
+                f"{PACKING}; "
                 f"rebuild it: modelmill build CHECKPOINT -o {engine_path}"
             )
         return manifest

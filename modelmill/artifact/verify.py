@@ -15,15 +15,13 @@ from pathlib import Path
 from modelmill.artifact.store import Artifact
 from modelmill.core.env import cache_dir
 from modelmill.core.errors import CorruptArtifact
-from modelmill.core.progress_types import AmountProgress
+from modelmill.core.progress import Progress
 
 
-def verify(
-    artifact: Artifact, *, force: bool = False, on_progress: AmountProgress | None = None
-) -> None:
+def verify(artifact: Artifact, *, force: bool = False, on_progress: Progress | None = None) -> None:
     """Check the files' hashes.
 
-    on_progress: called with (bytes read, bytes in all).
+    on_progress: called with ("checking", bytes read, bytes in all).
 
     Raises:
         CorruptArtifact: with the name of the first damaged file.
@@ -42,7 +40,7 @@ def verify(
                 digest.update(chunk)
                 done += len(chunk)
                 if on_progress is not None:
-                    on_progress(done, total)
+                    on_progress("checking", done, total)
         if digest.hexdigest() != entry["sha256"]:
             raise CorruptArtifact(
                 f"{artifact.path / name} was damaged after the build (its sha256 differs); "

@@ -22,7 +22,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, apply_rule
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.bit_allocation import (
@@ -220,7 +220,7 @@ class LayerStreamer:
 def resolve_auto_precision(
     checkpoint: Checkpoint, config: BuildConfig, family: Any, model_config: Any,
     renames: Sequence[ResolvedRule],
-    on_progress: StageProgress | None,
+    on_progress: Progress | None,
 ) -> tuple[BuildConfig, AutoPrecisionResult | None]:  # fmt: skip
     """Resolve ``-q auto`` to a bit choice per layer; None if the bit choices are set."""
     if config.quantization != AUTO or config.layer_recipes:
@@ -247,7 +247,7 @@ def search_bit_choices(
     streamer: LayerStreamer,
     config: BuildConfig,
     source: CalibrationSource,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> tuple[list[LayerOption], list[list[LayerOption]], MeasuredDivergence]:
     """Search the bit choices.
 
@@ -325,7 +325,7 @@ def _measure_layers_alone(
     streamer: LayerStreamer,
     unquantized: CalibrationState,
     probe: CalibrationState,
-    on_progress: StageProgress,
+    on_progress: Progress,
 ) -> tuple[list[list[LayerOption]], list[Mapping[str, Any]]]:
     """Measure each bit choice of each layer with all other layers unquantized.
 

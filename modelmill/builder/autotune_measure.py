@@ -28,7 +28,7 @@ from modelmill.builder.autotune_search import (
 )
 from modelmill.builder.plan import BuildPlan
 from modelmill.core import log
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
@@ -66,7 +66,7 @@ def skip_reason(plan: BuildPlan) -> str | None:
 
 
 @torch.inference_mode()
-def autotune(plan: BuildPlan, on_progress: StageProgress | None = None) -> AutotuneRecord | None:
+def autotune(plan: BuildPlan, on_progress: Progress | None = None) -> AutotuneRecord | None:
     """Tune launch configs for the GPU of this machine, in about 30 s at most.
 
     Any error (out of memory, an unsupported weight) is logged and the result is None: an engine
@@ -86,7 +86,7 @@ def autotune(plan: BuildPlan, on_progress: StageProgress | None = None) -> Autot
 
 
 def _tune_row_buckets(
-    plan: BuildPlan, deadline: float, on_progress: StageProgress | None
+    plan: BuildPlan, deadline: float, on_progress: Progress | None
 ) -> dict[int, AutotuneOutcome]:
     model = _sample_model(plan)
     outcomes = {}

@@ -14,11 +14,11 @@ import torch
 
 import modelmill
 from modelmill.artifact.autotune_store import AutotuneRecord, record_path, record_to_bytes
-from modelmill.artifact.manifest import SCHEMA, Manifest
+from modelmill.artifact.manifest import PACKING, SCHEMA, Manifest
 from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, Staging
 from modelmill.builder.layer_quantizer import LayerQuantizer
-from modelmill.builder.plan import PACKING, BuildPlan, layer_index
+from modelmill.builder.plan import BuildPlan, layer_index
 from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
 from modelmill.builder.segmentation import LANGUAGE
 from modelmill.builder.tensor_plan import VISION_BLOCKS_PREFIX, PlannedTensor
@@ -33,7 +33,7 @@ from modelmill.core.errors import (
     CorruptCheckpoint,
     UsageError,
 )
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.weights.base import pack
 
@@ -47,7 +47,7 @@ def build(
     plan: BuildPlan,
     out: Path,
     accept: AcceptFunction | None,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
     tune: TuneFunction | None = None,
 ) -> dict[str, Any]:
     """Write the engine of ``plan`` to ``out``.
@@ -112,7 +112,7 @@ def build(
     return report
 
 
-def _write_weights(plan: BuildPlan, staging: Staging, on_progress: StageProgress | None) -> None:
+def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | None) -> None:
     done = 0
     shards = plan.shards()
     depth = sum(layer_index(name) is not None for name in shards)

@@ -12,7 +12,7 @@ from modelmill.artifact.store import open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import to_dict
 from modelmill.core.errors import ArtifactError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 
 
 def differences_from_plan(
@@ -20,7 +20,7 @@ def differences_from_plan(
     engine_path: Path,
     *,
     with_acceptance: bool = True,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> list[str]:
     """Describe how the engine at a path differs from the one that ``plan`` would write.
 
@@ -61,10 +61,5 @@ def differences_from_plan(
         differences.append("calibrated on something else")
     if differences:
         return differences
-
-    def report_progress(done: int, total: int) -> None:
-        if on_progress is not None:
-            on_progress("fingerprint", done, total)
-
-    same = manifest.source.get("fingerprint") == plan.checkpoint.fingerprint(report_progress)
+    same = manifest.source.get("fingerprint") == plan.checkpoint.fingerprint(on_progress)
     return [] if same else ["built from another checkpoint"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import modelmill
+from modelmill.artifact.manifest import PACKING
 from modelmill.builder import memory_plan
 from modelmill.builder.auto_precision import AUTO, AutoPrecisionResult, resolve_auto_precision
 from modelmill.builder.calibration_data import CalibrationSource, find_calibration
@@ -46,7 +47,7 @@ from modelmill.core.config import BuildConfig, to_dict
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.ops import registry
@@ -58,8 +59,6 @@ from modelmill.quant.vision_encoder import (
     vision_encoder_recipe,
 )
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
-
-PACKING = "rows/2"
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,7 @@ def layer_index(shard: str) -> int | None:
 
 
 def make_plan(
-    checkpoint: Checkpoint, config: BuildConfig, on_progress: StageProgress | None = None
+    checkpoint: Checkpoint, config: BuildConfig, on_progress: Progress | None = None
 ) -> BuildPlan:
     """Decide everything without reading weights, except for ``-q auto``, which measures.
 

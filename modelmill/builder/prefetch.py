@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -39,11 +39,11 @@ class BackgroundFingerprint:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._stop_event, self._callbacks = threading.Event(), list[StageProgress]()
+        self._stop_event, self._callbacks = threading.Event(), list[Progress]()
         self._pool = ThreadPoolExecutor(1)
         self._future = self._pool.submit(checkpoint.fingerprint, self._report)
 
-    def result(self, on_progress: StageProgress | None) -> str:
+    def result(self, on_progress: Progress | None) -> str:
         """Wait for the result; progress is reported from now on."""
         if on_progress is not None:
             self._callbacks.append(on_progress)
@@ -54,8 +54,8 @@ class BackgroundFingerprint:
         self._stop_event.set()
         self._pool.shutdown()
 
-    def _report(self, done: int, total: int) -> None:
+    def _report(self, stage: str, done: int, total: int) -> None:
         if self._stop_event.is_set():
             raise InterruptedError("the build ended")
         for progress in self._callbacks:
-            progress("fingerprint", done, total)
+            progress(stage, done, total)

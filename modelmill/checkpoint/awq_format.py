@@ -15,9 +15,9 @@ import torch
 
 from modelmill.checkpoint.container import Container
 from modelmill.checkpoint.quant_layout import (
-    GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
+    check_group_size,
     columns_per_group,
     group_label,
     packed_words_shape,
@@ -50,14 +50,7 @@ def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
             f"{path} is an AWQ checkpoint of {quote(bits, 60)} bits, 4 can be read; "
             "take the original and build with -q int4"
         )
-    if not isinstance(group, int) or (
-        group != -1 and (group < GROUP_SIZE_MULTIPLE or group % GROUP_SIZE_MULTIPLE)
-    ):
-        raise CheckpointError(
-            f"{path} is an AWQ checkpoint in groups of {quote(group, 60)}; "
-            f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
-            "can be kept; take the original and build with -q int4 --group-size 32"
-        )
+    group = check_group_size(group, f"{path} is an AWQ checkpoint")
     return AwqScheme(path, group)
 
 

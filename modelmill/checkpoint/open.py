@@ -35,7 +35,7 @@ from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.checkpoint.side_files import read_json, tokenizer_files
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
-from modelmill.core.progress_types import AmountProgress
+from modelmill.core.progress import Progress
 from modelmill.core.quoting import quote
 
 HASH_CHUNK_BYTES = 1 << 22
@@ -99,7 +99,7 @@ class Checkpoint:
         """Return the tokenizer's files by name; for a GGUF the generated gguf_vocab.json."""
         return dict(self.side_files)
 
-    def fingerprint(self, on_progress: AmountProgress | None = None) -> str:
+    def fingerprint(self, on_progress: Progress | None = None) -> str:
         """Return the sha256 over config, tokenizer files and the content of the weight files."""
         files = self.raw.files()
         total = sum(file.stat().st_size for file in files)
@@ -112,7 +112,7 @@ class Checkpoint:
                     content.update(chunk)
                     done += len(chunk)
                     if on_progress is not None:
-                        on_progress(done, total)
+                        on_progress("fingerprint", done, total)
             digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode() + content.digest())
         return digest.hexdigest()
 

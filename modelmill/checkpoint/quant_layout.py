@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from modelmill.checkpoint.container import Container, TensorInfo
-from modelmill.core.errors import CorruptCheckpoint
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.quoting import quote
 
 GROUP_SIZE_MULTIPLE = 32
 """Group sizes must be multiples of this for a matrix to be kept."""
@@ -91,6 +92,23 @@ class PackedMatrix:
                 + self.offset.float().repeat_interleave(group_size, 1)[:, :columns]
             )
         return wide if self.perm is None else wide[:, self.perm.argsort()]
+
+
+def check_group_size(group_size: object, subject: str) -> int:
+    """Return a config's group size.
+
+    Raises:
+        CheckpointError: if such groups cannot be kept; ``subject`` begins the message.
+    """
+    if isinstance(group_size, int):
+        fits = group_size >= GROUP_SIZE_MULTIPLE and group_size % GROUP_SIZE_MULTIPLE == 0
+        if group_size == -1 or fits:
+            return group_size
+    raise CheckpointError(
+        f"{subject} in groups of {quote(group_size, 60)}; "
+        f"groups of −1 or a multiple of {GROUP_SIZE_MULTIPLE} "
+        "can be kept; take the original and build with -q int4 --group-size 32"
+    )
 
 
 def columns_per_group(group_size: int, columns: int) -> int:

@@ -13,13 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from modelmill.core import env
-from modelmill.progress import (
-    CompileAnnouncer,
-    ProgressCallback,
-    TerminalLine,
-    make_reporter,
-    parse_report,
-)
+from modelmill.core.progress import Progress
+from modelmill.progress import CompileAnnouncer, TerminalLine
 
 
 def emit_json(value: Any) -> None:
@@ -124,7 +119,7 @@ def show_progress(
     lines: bool = False,
     every: float | None = None,
     delay: float = 0.0,
-) -> Iterator[ProgressCallback]:
+) -> Iterator[Progress]:
     """Show the progress of the block on stderr; yields the callback that reports it.
 
     Args:
@@ -145,13 +140,13 @@ def show_progress(
         return
     display = TerminalLine(label, delay)
     try:
-        yield make_reporter(label, display)
+        yield display.update
     finally:
         display.close()
 
 
 @contextlib.contextmanager
-def _progress_in_lines(label: str, every: float | None) -> Iterator[ProgressCallback]:
+def _progress_in_lines(label: str, every: float | None) -> Iterator[Progress]:
     from modelmill.cli.log_progress import LogProgress
 
     log_progress, announcer = (
@@ -159,11 +154,9 @@ def _progress_in_lines(label: str, every: float | None) -> Iterator[ProgressCall
         CompileAnnouncer(sys.stderr.write),
     )
 
-    def report(*args: Any) -> None:
-        stage, numbers = parse_report(label, args)
-        if len(numbers) >= 2:
-            announcer.update(stage, *numbers[:2])
-            log_progress.update(stage, *numbers[:2])
+    def report(stage: str, done: int, total: int) -> None:
+        announcer.update(stage, done, total)
+        log_progress.update(stage, done, total)
 
     try:
         yield report

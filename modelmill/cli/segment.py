@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, UsageError
+from modelmill.core.progress import Progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -258,7 +259,7 @@ def parse_numbers(text: str, count: int, flag: str, metavar: str) -> list[float]
 def segment_images(
     args: Args, segmenter: Segmenter, paths: list[Path], query: SegmentQuery,
     outputs: SegmentOutputs,
-    on_progress: Callable[..., None],
+    on_progress: Progress,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield one result per picture, in order; pictures are read and encoded in small batches."""
     from modelmill.vision.image import open_image
@@ -315,7 +316,7 @@ def _masks(
     picture: Image,
     query: SegmentQuery,
     embedding: ImageEmbedding | None,
-    on_progress: Callable[..., None],
+    on_progress: Progress,
 ) -> list[list[Mask]]:
     """Return the masks of each prompt, or of everything."""
     from dataclasses import replace
@@ -324,11 +325,7 @@ def _masks(
     from modelmill.vision.prompts import check_inside
 
     if embedding is None:
-        return [
-            segmenter.everything(
-                picture, query.everything, progress=lambda done, of: on_progress("points", done, of)
-            )
-        ]
+        return [segmenter.everything(picture, query.everything, progress=on_progress)]
     prompts = query.prompts
     for prompt in prompts:
         check_inside(prompt, picture.size)

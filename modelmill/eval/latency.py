@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.targets import BenchTarget, TargetRun
@@ -50,7 +50,7 @@ def measure_latency(
     runs: int = 5,
     warmup: int = 1,
     seed: int = 0,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Latency]:
     """Measure every target at one shape, in turn, on the same ids.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from modelmill.core.errors import UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def measure_perplexity(
     *,
     max_length: int,
     stride: int,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> Perplexity:
     """Measure the perplexity of ``ids``.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
+from modelmill.core.progress import Progress
 from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
 from modelmill.eval.report import quantile
 
@@ -40,11 +41,11 @@ class ServingLoad:
 
 
 async def run_load(
-    client: OpenAIClient, model: str, load: ServingLoad, on_progress: Callable[[int, int], None]
+    client: OpenAIClient, model: str, load: ServingLoad, on_progress: Progress
 ) -> tuple[list[RequestTiming], float]:
     """Send all requests; return their timings and the total seconds.
 
-    ``on_progress`` is called with (requests ended, number of requests).
+    ``on_progress`` is called with ("requests", ended, number of requests).
     """
     rng, words = random.Random(load.seed), WORDS.split()
     slots = asyncio.Semaphore(load.concurrency or len(load.lengths))
@@ -61,7 +62,7 @@ async def run_load(
                 "chat/completions" if load.chat else "completions",
             )
         ended += 1
-        on_progress(ended, len(load.lengths))
+        on_progress("requests", ended, len(load.lengths))
         return timing
 
     arrival, tasks = 0.0, []

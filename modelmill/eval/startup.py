@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import ModelmillError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.eval.datasets import random_requests
 from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.targets import EngineTarget
@@ -40,7 +40,7 @@ def measure_startup(
     *,
     input_length: int,
     runs: int,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> StartupTimes:
     """Start ``runs`` processes one after another, after one that fills the file cache.
 

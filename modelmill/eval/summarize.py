@@ -18,7 +18,7 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import to_dict
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.logits_processors import LogitsProcessors
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.types import SamplingParams
 from modelmill.eval.datasets import Article, parse_jsonl, read_text
 from modelmill.eval.report import device_name, versions
@@ -62,7 +62,7 @@ class Summarizer(ABC):
 
     @abstractmethod
     def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class HfSummarizer(Summarizer):
     name: str = "transformers"
 
     def answer(self, prompts: Sequence[Ids], max_new_tokens: int, eos_ids: Ids) -> list[list[int]]:
-        """Return greedy answers."""
+        """Return the greedy answer to each prompt, in order."""
         answers, _ = self.model.generate(prompts, max_new_tokens, eos_ids)
         return answers
 
@@ -170,7 +170,7 @@ def summarize_articles(
     *,
     store: SummaryStore,
     facts: Facts | None = None,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Summary]:
     """Return all summaries of one summarizer, in the order of the articles.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from modelmill.core.errors import CapacityError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.types import FinishReason, Request, SamplingParams
 from modelmill.eval.datasets import BenchRequest
 
@@ -44,7 +44,7 @@ class BenchTarget(Protocol):
         """Do all one-time work for up to ``max_requests`` concurrent requests."""
 
     def run(
-        self, workload: Sequence[BenchRequest], on_progress: StageProgress | None = None
+        self, workload: Sequence[BenchRequest], on_progress: Progress | None = None
     ) -> TargetRun:
         """Submit all requests at once and run until they have ended."""
 
@@ -66,7 +66,7 @@ class EngineTarget:
         self.engine_core.warm_up(max_requests)
 
     def run(
-        self, workload: Sequence[BenchRequest], on_progress: StageProgress | None = None
+        self, workload: Sequence[BenchRequest], on_progress: Progress | None = None
     ) -> TargetRun:
         """Submit all requests at once and step until the last one has ended."""
         began = time.perf_counter()
@@ -149,7 +149,7 @@ class HfTarget:
         """Do nothing: transformers needs no warm-up."""
 
     def run(
-        self, workload: Sequence[BenchRequest], on_progress: StageProgress | None = None
+        self, workload: Sequence[BenchRequest], on_progress: Progress | None = None
     ) -> TargetRun:
         """Run batch by batch.
 

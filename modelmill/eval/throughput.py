@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.eval.datasets import BenchRequest
 from modelmill.eval.report import BenchResult, Spread
 from modelmill.eval.targets import BenchTarget, TargetRun
@@ -32,7 +32,7 @@ def measure_throughput(
     *,
     runs: int = 3,
     warmup: int = 1,
-    on_progress: StageProgress | None = None,
+    on_progress: Progress | None = None,
 ) -> list[Throughput]:
     """Serve all of ``requests`` at once, ``runs`` times, the targets in turn.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 
 import psutil
 import torch
 
 from modelmill.core import memory_limits
 from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.core.progress import Progress
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.cpu.common import openmp
 
@@ -41,7 +41,7 @@ COMPILING_STAGE = "compiling kernels for this machine, once"
 """Stage name that ``compile_cpu_kernels`` reports."""
 
 
-def compile_cpu_kernels(name: str, on_progress: Callable[[str, int, int], None]) -> None:
+def compile_cpu_kernels(name: str, on_progress: Progress) -> None:
     """Compile the CPU kernels if device ``name`` is a CPU and this machine has none yet.
 
     Raises what ``pick_device`` raises. ``on_progress``: called with (stage, done, total).

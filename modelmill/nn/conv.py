@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.linear import Linear
+from modelmill.nn.norm import AffineNorm
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.quant_types import QuantizedInput
 
@@ -74,17 +75,11 @@ def _disable_tf32() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-class LayerNorm2d(nn.Module):
+class LayerNorm2d(AffineNorm):
     """LayerNorm over the channels of each pixel, statistics in float32."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor
-
-    def __init__(self, width: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("weight", torch.empty(width, device="meta"))
-        self.register_buffer("bias", torch.empty(width, device="meta"))
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 1e-6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, H, W], the same shape."""
@@ -93,17 +88,8 @@ class LayerNorm2d(nn.Module):
         return normed.permute(0, 3, 1, 2)
 
 
-class PlainNorm(nn.Module):
+class PlainNorm(AffineNorm):
     """LayerNorm over the last dimension; ``add_norm`` also adds what the stream still lacks."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("weight", torch.empty(width, device="meta"))
-        self.register_buffer("bias", torch.empty(width, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, C], the same shape."""

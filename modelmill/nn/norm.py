@@ -41,8 +41,8 @@ class RMSNorm(nn.Module):
         )
 
 
-class LayerNorm(nn.Module):
-    """(x, residual) → (normed, new residual), with mean and bias."""
+class AffineNorm(nn.Module):
+    """The weights of a norm with mean and bias; a subclass says how it runs."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -52,6 +52,10 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.register_buffer("weight", torch.empty(width, device="meta"))
         self.register_buffer("bias", torch.empty(width, device="meta"))
+
+
+class LayerNorm(AffineNorm):
+    """(x, residual) → (normed, new residual), with mean and bias."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step

@@ -20,7 +20,6 @@ from modelmill.core.errors import CheckpointError
 from modelmill.nn.step import Step
 
 NTK_SCALINGS = ("dynamic", "qwen_ntk")
-ROPE_KEY_RULES = ("fixed", "prompt", "running")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """The engine core: queues requests and returns tokens, one step at a time.
 
+``step`` reads schedule, run, sample, process: the scheduler picks the tokens of all sequences, the
+model runner computes them and samples, the output processor appends the ids and ends sequences.
+
 On a GPU the next step is launched before the tokens of the current one are read (async scheduling),
 so that the GPU never waits for Python. The last sampled token stays on the device; the schedule
 (which sequences run, which pages they use) depends on token counts alone. If the token that is

@@ -1,5 +1,8 @@
 """Runs steps: packs a schedule, replays a CUDA graph or runs the modules, and samples.
 
+On a GPU a step of decodes alone replays a decode graph and one of a single short prompt a prefill
+graph; all others, decodes mixed with prefill chunks among them, launch kernel by kernel.
+
 ``run`` and ``sample`` launch a scheduled step without waiting; its ``PendingStep`` is read later.
 Sampled ids also stay on the device (``last_ids``), so that the next step can use them before the
 host has read them.

@@ -1,10 +1,14 @@
 """Continuous batching: which tokens are computed in the next step.
 
-Requests join and leave at every step. Running sequences come first: decode tokens, then prefill
-chunks. Then waiting sequences are admitted in order of arrival, as long as rows, the token budget
-and KV pages last. If pages run out, the latest arrival is preempted: its pages are freed and it is
-recomputed later. The earliest arrival is never preempted, so that progress is guaranteed; if it
-exhausts the pool alone, it ends there.
+Requests join and leave at every step, which ``schedule`` fills in two phases:
+
+1. decode: one token of each running sequence whose prompt is computed;
+2. prefill: chunks of the running prompts, then waiting sequences are admitted in order of arrival,
+   as long as rows, the token budget and KV pages last.
+
+If pages run out, the latest arrival is preempted: its pages are freed and it is recomputed later.
+The earliest arrival is never preempted, so that progress is guaranteed; if it exhausts the pool
+alone, it ends there.
 """
 
 from __future__ import annotations
@@ -33,14 +37,16 @@ class SchedulerLimits:
     """Limits of a step.
 
     Attributes:
-        max_tokens: Per step.
-        max_seqs: Per step.
+        max_tokens: Per step: activations of so many tokens fit beside the KV cache.
+        max_seqs: Per step: rows of the page tables.
         page_size: Tokens of a KV page.
         prefix_caching: Whether cached prefixes are reused.
-        max_mixed_tokens: Most tokens of a step that also decodes; None: ``max_tokens``.
-        min_chunk_tokens: Prompt tokens that may join such a step in any case.
+        max_mixed_tokens: Most tokens of a step that also decodes, whose streams wait for all of it;
+            None: ``max_tokens``.
+        min_chunk_tokens: Prompt tokens that may join such a step in any case, or prompts would
+            never start beside many decodes.
         fresh_output_tokens: Sequences with at most so many output tokens have just started: while
-            all decodes are such, prompts may fill the step.
+            all decodes are such, prompts may fill the step. 0: never.
         reserve_until_finish: Do not admit a sequence that would make the pages run out before the
             running ones finish (``runtime.admission``).
         prefill_all_first: Run all waiting prompts first, whatever ``max_mixed_tokens`` is, if all
@@ -101,7 +107,8 @@ class Scheduler:
         self.step_token_budget = limits.max_tokens
         self.adaptive_chunk: AdaptiveChunk | None = None
         self._num_releases = 0
-        # the last sequence that was not admitted, and the number of releases at that time
+        # the last sequence that was not admitted, and the number of releases then: until the next
+        # one, peak_pages would refuse it again
         self._last_refusal: tuple[Sequence, int] | None = None
 
     def add(self, seq: Sequence) -> None:
@@ -124,16 +131,46 @@ class Scheduler:
         """
         schedule = Schedule()
         picked: dict[Sequence, int] = {}
-        left = self.step_token_budget
-        size = self.limits.page_size
-        refs = self.pool.refs
+        # decode phase: one token of each running sequence whose prompt is computed; first, because
+        # each is one row of the step, and the next token of a stream that is being read
+        chunks = self._schedule_decodes(schedule, picked, overlapped)
+        if chunks is None:
+            return None
+        schedule.num_decodes = len(picked)
+        # prefill phase: prompts that run continue, then waiting ones are admitted, with the tokens
+        # that the decodes' latency leaves
+        budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
+        if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
+            return None
+        self._admit(schedule, picked, budget - sum(picked.values()))
+        self._drop_partial_beams(picked)
+        schedule.work = list(picked.items())
+        self._schedule_forks(schedule)
+        # pages that stuck beams use would never be released: nothing else would ever run
+        if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
+            self._end_stuck_beams(schedule)
+        return schedule
+
+    def _schedule_decodes(
+        self, schedule: Schedule, picked: dict[Sequence, int], overlapped: bool
+    ) -> list[Sequence] | None:
+        """Pick one token of each running sequence that decodes.
+
+        Returns:
+            The other running sequences, prompts and beams; None if ``overlapped`` and pages are
+            short.
+        """
         chunks: list[Sequence] = []
-        # first pass: decode tokens; prefill chunks and beams follow with the budget they leave
+        left = self.step_token_budget
+        size, refs = self.limits.page_size, self.pool.refs
+        # a copy: _reserve_pages may preempt, which removes from ``running``
         for seq in list(self.running):
             need = len(seq.tokens) + seq.pending - seq.computed
             if need != 1 or seq.beam_search is not None:
                 chunks.append(seq)
                 continue
+            # preempted by an earlier sequence of this loop; no budget; or the unread token is the
+            # last one, so that the sequence only waits to be read
             if seq.table_row < 0 or left == 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
             page = seq.computed // size
@@ -145,8 +182,20 @@ class Scheduler:
                 left -= 1
             elif overlapped:
                 return None
-        schedule.num_decodes = len(picked)
-        budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
+        return chunks
+
+    def _schedule_chunks(
+        self,
+        chunks: list[Sequence],
+        budget: int,
+        schedule: Schedule,
+        picked: dict[Sequence, int],
+        overlapped: bool,
+    ) -> bool:
+        """Pick prefill chunks and beams with the tokens of ``budget`` that ``picked`` leaves.
+
+        Returns False if ``overlapped`` and pages are short.
+        """
         left = budget - len(picked)
         for seq in chunks:
             if left <= 0:
@@ -159,16 +208,10 @@ class Scheduler:
             if self._reserve_pages(seq, count, schedule, picked, overlapped):
                 picked[seq] = count
             elif overlapped:
-                return None
+                return False
             # summed again, since _reserve_pages may have preempted sequences in ``picked``
             left = budget - sum(picked.values())
-        self._admit(schedule, picked, left)
-        self._drop_partial_beams(picked)
-        schedule.work = list(picked.items())
-        self._schedule_forks(schedule)
-        if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
-            self._end_stuck_beams(schedule)
-        return schedule
+        return True
 
     def set_step_token_budget(self, tokens: int) -> None:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
@@ -374,6 +417,7 @@ class Scheduler:
                     return False
                 page = self.pool.alloc()
             if index < len(seq.pages):
+                # shared with a fork: the copy runs before the step that writes into it
                 old = seq.pages[index]
                 schedule.page_copies.append((old, page))
                 self.pool.decref(old)
@@ -388,6 +432,7 @@ class Scheduler:
 
         Returns False if ``seq`` is that arrival; if it also runs alone, it ends out of pages.
         """
+        # the latest arrival has computed least, and the earliest always progresses
         victim = max(self.running, key=lambda s: s.priority)
         group = self._beam_group(victim)
         if seq in group:
@@ -423,11 +468,13 @@ class Scheduler:
         size = self.limits.page_size
         while self.waiting and left > 0:
             seq = self.waiting[0]
+            # strictly in order: a smaller request behind it would let a large one wait forever
             if self._num_free_rows() < self._rows_needed(seq):
                 return
             cached = self._match_prefix(seq)
             need = -(-seq.length // size) - len(cached)
             if self.running and not self._fits_until_finish(seq, need):
+                # give the references back, last page first, as _release does
                 for page in reversed(cached):
                     self.pool.decref(page)
                 return
@@ -438,6 +485,7 @@ class Scheduler:
                 seq.note_admission(time.perf_counter())
             self.add_running(seq)
             count = min(self._runnable_tokens(seq, left), left)
+            # overlapped=True: a new sequence never preempts one that runs
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
                 picked[seq] = count
                 left -= count
@@ -483,7 +531,7 @@ class Scheduler:
         for seq in self.running:
             if seq.beam_search is not None and id(seq.beam_search) not in counted:
                 counted.add(id(seq.beam_search))
-                reserved += self._num_beams(seq) - sum(
+                reserved += seq.request.params.num_beams - sum(
                     1 for s in self.running if s.beam_search is seq.beam_search
                 )
         return self.tables.num_free_rows - reserved
@@ -496,12 +544,8 @@ class Scheduler:
         return (
             0
             if any(s.beam_search is seq.beam_search for s in self.running)
-            else self._num_beams(seq)
+            else seq.request.params.num_beams
         )
-
-    @staticmethod
-    def _num_beams(seq: Sequence) -> int:
-        return seq.request.params.num_beams
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         """Look up the cached pages of the sequence's prefix and take a reference to each.

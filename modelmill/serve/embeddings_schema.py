@@ -40,7 +40,7 @@ class EmbeddingRequest(StrictModel):
         Raises:
             RequestError: an input is empty, or there are too many.
         """
-        return list_prompts(self.input, "input", "texts", MAX_INPUTS)
+        return list_prompts(self.input, "input", "items", MAX_INPUTS)
 
     @property
     def pooling_type(self) -> str:

@@ -165,7 +165,7 @@ class GeneratedResponse(ResponseModel):
 
 
 class ChatCompletionResponse(GeneratedResponse):
-    """POST /v1/chat/completions."""
+    """Response body of POST /v1/chat/completions."""
 
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
@@ -195,7 +195,7 @@ class CompletionChoice(ResponseModel):
 
 
 class CompletionResponse(GeneratedResponse):
-    """POST /v1/completions."""
+    """Response body of POST /v1/completions."""
 
     id: str = Field(pattern="^cmpl-")
     object: Literal["text_completion"]

@@ -300,7 +300,7 @@ class SegmentWorker:
             raise _too_large(pixels)
         self._current_job = job
 
-        def on_progress(*_: int) -> None:
+        def on_progress(*_: str | int) -> None:
             if not self._receive(wait=False):
                 raise BrokenPipeError
             if self._current_job is not job:

@@ -27,7 +27,7 @@ from modelmill.artifact.verify import verify
 from modelmill.core import malloc
 from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
-from modelmill.core.progress_types import StageProgress
+from modelmill.core.progress import Progress
 from modelmill.core.types import Request
 from modelmill.loader.capacity import free_cpu_bytes
 from modelmill.loader.device import compile_cpu_kernels, pick_device
@@ -316,7 +316,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
     )
 
 
-def open_or_build_artifact(open_engine: OpenEngine, on_progress: StageProgress) -> Artifact:
+def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Artifact:
     """Open and verify the engine; a checkpoint is first built into the cache.
 
     Raises:
@@ -337,12 +337,12 @@ def open_or_build_artifact(open_engine: OpenEngine, on_progress: StageProgress) 
             f"{', '.join(open_engine.build)}: options of a build, and {path} is already built"
         )
     artifact = open_artifact(path)
-    verify(artifact, on_progress=lambda done, total: on_progress("checking", done, total))
+    verify(artifact, on_progress=on_progress)
     return _ProgressArtifact(artifact, on_progress)
 
 
 def load_engine_core(
-    open_engine: OpenEngine, artifact: Artifact, on_progress: StageProgress
+    open_engine: OpenEngine, artifact: Artifact, on_progress: Progress
 ) -> EngineCore:
     """Load the engine core of an engine that generates text.
 
@@ -429,7 +429,7 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
 class _ProgressArtifact(Artifact):
     """An artifact that reports how many of its bytes have been read."""
 
-    def __init__(self, artifact: Artifact, on_progress: StageProgress) -> None:
+    def __init__(self, artifact: Artifact, on_progress: Progress) -> None:
         super().__init__(artifact.path, artifact.manifest)
         self._on_progress = on_progress
         self._done_bytes = 0
@@ -442,7 +442,7 @@ class _ProgressArtifact(Artifact):
         return tensor
 
 
-def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> StageProgress:
+def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> Progress:
     """Make a callback that sends LoadingUpdate, at most every ``seconds`` for each stage."""
     last: dict[str, float] = {}
 
@@ -455,7 +455,7 @@ def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> StagePro
     return on_progress
 
 
-def _announce(on_progress: StageProgress, stage: str, done: int, total: int) -> None:
+def _announce(on_progress: Progress, stage: str, done: int, total: int) -> None:
     """Report progress to the server and to the terminal.
 
     Used for a stage that takes long and comes before everything else.

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.messages import Messages, TemplateInputs, validate_messages
+from modelmill.text.messages import ChatInputs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_prompts import REACT_STYLE
 
@@ -39,10 +39,7 @@ class QwenChat:
         self.writes_calls = False
 
     def encode(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        **template: Unpack[TemplateInputs],
+        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
     ) -> list[int]:
         """Return the prompt ids.
 
@@ -68,10 +65,7 @@ class QwenChat:
         ]
 
     def render(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        **template: Unpack[TemplateInputs],
+        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
         blocks, continues = self._blocks(messages, **template)

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.core import log
-from modelmill.ops.cuda_graph import (
-    CapturedGraph,
-    GraphCapturer,
-    NotCapturable,
-    dry_run,
-    on_side_stream,
-)
+from modelmill.ops import cuda_graph
 
 _log = log.get_logger(__name__)
 Tensors = tuple[torch.Tensor, ...]
@@ -26,7 +20,7 @@ MAX_GRAPHS = 24  # graphs in the cache; the least recently replayed is evicted f
 class _CapturedCall:
     """A graph with the static tensors that it reads."""
 
-    graph: CapturedGraph[Tensors]
+    graph: cuda_graph.CapturedGraph[Tensors]
     inputs: Tensors
 
 
@@ -41,7 +35,7 @@ class CapturedCalls:
         """Start with an empty cache; with enabled=False every call runs eagerly."""
         self.enabled = enabled
         self._graphs: OrderedDict[Hashable, _CapturedCall | None] = OrderedDict()
-        self._capturer = GraphCapturer() if enabled else None
+        self._capturer = cuda_graph.GraphCapturer() if enabled else None
 
     def __len__(self) -> int:
         """Return the number of captured graphs in the cache."""
@@ -65,7 +59,7 @@ class CapturedCalls:
         if captured is None:
             try:
                 captured = self._capture(call, inputs)
-            except NotCapturable as error:
+            except cuda_graph.NotCapturable as error:
                 _log.warning("segmentation runs without CUDA graphs: %s", error)
                 self.enabled = False
                 return call(*inputs)
@@ -81,9 +75,9 @@ class CapturedCalls:
             self._graphs.popitem(last=False)
 
     def _capture(self, call: Callable[..., Tensors], inputs: Tensors) -> _CapturedCall:
-        """Capture the call; raise NotCapturable if an op synchronizes with the host."""
+        """Capture the call; raise cuda_graph.NotCapturable if an op synchronizes with the host."""
         assert self._capturer is not None
         static_inputs = tuple(t.clone() for t in inputs)
-        with on_side_stream(torch.cuda.Stream()):
-            dry_run(lambda: call(*static_inputs))
+        with cuda_graph.on_side_stream(torch.cuda.Stream()):
+            cuda_graph.dry_run(lambda: call(*static_inputs))
         return _CapturedCall(self._capturer.capture(lambda: call(*static_inputs)), static_inputs)

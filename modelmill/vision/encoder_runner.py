@@ -15,13 +15,7 @@ from modelmill.core import log
 from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
 from modelmill.core.types import EmbeddingSpan, Request
-from modelmill.ops.cuda_graph import (
-    CapturedGraph,
-    GraphCapturer,
-    NotCapturable,
-    dry_run,
-    on_side_stream,
-)
+from modelmill.ops import cuda_graph
 from modelmill.ops.registry import Ops
 
 _log = log.get_logger(__name__)
@@ -38,7 +32,7 @@ EmbeddingKey = tuple[str, str]
 class _VisionGraph:
     """A captured encoder call for a batch size; ``images``: its input buffer."""
 
-    graph: CapturedGraph[torch.Tensor]
+    graph: cuda_graph.CapturedGraph[torch.Tensor]
     images: torch.Tensor
 
     def replay(self, batch: torch.Tensor) -> torch.Tensor:
@@ -68,7 +62,7 @@ class VisionEncoderRunner:
         self._ops, self._device = ops, device
         self._graphs: dict[int, _VisionGraph] | None = {} if graphs else None
         # the output of a replay is copied before the next one, so all graphs share one pool
-        self._capturer = GraphCapturer() if graphs else None
+        self._capturer = cuda_graph.GraphCapturer() if graphs else None
         self._cache: EmbeddingCache[EmbeddingKey, torch.Tensor] = EmbeddingCache(cache_bytes)
         self._device_embeddings: list[weakref.ref[torch.Tensor]] = []
 
@@ -140,7 +134,7 @@ class VisionEncoderRunner:
                 if size not in self._graphs:
                     self._graphs[size] = self._capture(size, batch)
                 return self._graphs[size].replay(batch)
-            except NotCapturable as error:
+            except cuda_graph.NotCapturable as error:
                 _log.warning("vision encoder without CUDA graphs: %s", error)
                 self._graphs = None
         return self._run_model(batch.to(self._device))
@@ -150,12 +144,12 @@ class VisionEncoderRunner:
         return output
 
     def _capture(self, size: int, batch: torch.Tensor) -> _VisionGraph:
-        """Capture a graph; raises NotCapturable if an op synchronizes with the host."""
+        """Capture a graph; raises cuda_graph.NotCapturable if an op synchronizes with the host."""
         images = torch.zeros(size, *batch.shape[1:], dtype=torch.uint8, device=self._device)
         assert self._capturer is not None
-        with on_side_stream(torch.cuda.Stream()):
+        with cuda_graph.on_side_stream(torch.cuda.Stream()):
             self._run_model(images)  # compiles kernels and allocates workspaces
-            dry_run(lambda: self._run_model(images))
+            cuda_graph.dry_run(lambda: self._run_model(images))
         return _VisionGraph(self._capturer.capture(lambda: self._run_model(images)), images)
 
     def _check_image(self, span: EmbeddingSpan) -> None:

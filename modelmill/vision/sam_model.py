@@ -12,6 +12,7 @@ from torch import nn
 
 from modelmill.core.embedding_cache import EmbeddingCache
 from modelmill.core.errors import RequestError
+from modelmill.core.progress import Progress
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
@@ -318,7 +319,7 @@ class SamModel:
         self,
         image: Any,
         options: AutomaticMaskOptions | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Progress | None = None,
     ) -> list[Mask]:
         """Segment everything in a picture with a grid of points; best predicted IoU first.
 
@@ -345,11 +346,11 @@ class SamModel:
 
             def report(done: int, before: int = before) -> None:
                 if on_progress is not None:
-                    on_progress(before + done, sum(points))
+                    on_progress("points", before + done, sum(points))
 
             masks += self._masks_of_crop(picture, crop, options, report)
         if on_progress is not None:
-            on_progress(sum(points), sum(points))
+            on_progress("points", sum(points), sum(points))
         if len(crops) > 1 and masks:
             # masks of smaller crops are finer: they win
             areas = torch.tensor(

@@ -17,6 +17,7 @@ from tests.models.tiny_models import save_hf, save_raw
 SETTINGS = [
     (dtype, recipe) for dtype in ("float32", "float16", "bfloat16") for recipe in ("none", "int8")
 ]
+FAMILIES = ("gpt2", "llama", "llama-bias", "llama-mqa", "llama-tied", "qwen", "qwen2", "qwen3")
 QWEN = {
     "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120,
     "hidden_size": 32,
@@ -34,6 +35,18 @@ def save_tiny(name: str, folder: Path) -> Path:
         return save_raw(folder, seeded_qwen(QWEN, 1), QWEN)
     save_hf(name, folder)
     return folder
+
+
+class TinyCheckpoints(dict[str, Path]):
+    """The seeded checkpoints by family, written into ``folder`` on first use."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = save_tiny(name, self._folder / name)
+        return self[name]
 
 
 def build_and_accept(

@@ -9,7 +9,7 @@ acceptance contract reads the checkpoint without that code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -101,6 +101,17 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
     return planted
 
 
+def find_fault(family: str, name: str) -> Fault:
+    """The fault of that name."""
+    return next(fault for fault in faults(family) if fault.name == name)
+
+
+def assert_names(report: Mapping[str, Any], fault: Fault) -> None:
+    """Check that a report of refusal names the fault's layer and module."""
+    assert report["layer"] == fault.layer, report["reason"]
+    assert report["module"] in fault.modules, report["reason"]
+
+
 def _rules(change: Callable[[list[Rule]], list[Rule]]) -> Callable[[ModuleType], Any]:
     """A patch of the family's rename rules."""
 
@@ -181,3 +192,7 @@ def _transpose_rule(target: str) -> Callable[[list[Rule]], list[Rule]]:
         return [replace(r, how=flip[r.how]) if r.target == target else r for r in rules]
 
     return change
+
+
+FAULTS = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
+"""Every fault: (family, name)."""

@@ -4,6 +4,7 @@ in wide ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,24 +15,15 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops import w8a8_linear as op
 from modelmill.quant import activation_smoothing
-from tests.accept.build_and_accept import build_and_accept, save_tiny
-from tests.accept.planted_faults import faults, plant_fault
+from tests.accept.build_and_accept import FAMILIES, build_and_accept
+from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
 FIXED = SMALL | {"alpha": "0.5"}
 STATIC = {"activation_scales": "tensor", "weight_scales": "tensor"}
-CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
-HONEST = ("gpt2", "llama", "llama-bias", "llama-mqa", "llama-tied", "qwen", "qwen2", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in HONEST}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_a_faultless_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
     settings: list[tuple[str, str, dict[str, Any]]] = [
         ("bfloat16", "fp8", SMALL),
         ("bfloat16", "smoothquant", FIXED),
@@ -44,18 +36,34 @@ def test_a_faultless_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_pa
         ]
     if name == "llama-tied":
         settings += [("bfloat16", "smoothquant", FIXED | {"quantize_head": True})]
-    for number, (dtype, recipe, options) in enumerate(settings):
-        report, written = build_and_accept(
-            tiny[name], tmp_path / str(number), dtype, recipe, **options
-        )
-        assert written, f"{dtype} {recipe} {options}: {report['reason']}"
+    return settings
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_fault_is_refused_and_named(
-    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "dtype", "recipe", "options"),
+    [
+        pytest.param(name, *setting, id=f"{name}-{number}")
+        for name in FAMILIES
+        for number, setting in enumerate(_honest_settings(name))
+    ],
+)
+def test_a_faultless_engine_is_accepted(
+    name: str,
+    dtype: str,
+    recipe: str,
+    options: dict[str, Any],
+    tiny: Mapping[str, Path],
+    tmp_path: Path,
 ) -> None:
-    fault = next(f for f in faults(family) if f.name == name)
+    report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, recipe, **options)
+    assert written, report["reason"]
+
+
+@pytest.mark.parametrize(("family", "name"), FAULTS)
+def test_a_fault_is_refused_and_named(
+    family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
+) -> None:
+    fault = find_fault(family, name)
     settings: list[tuple[str, str, dict[str, Any]]] = [("bfloat16", "fp8", SMALL)]
     if name in ("o_proj x 1.05", "k renamed v", "the two norms renamed"):
         settings += [("float32", "smoothquant", FIXED)]
@@ -65,12 +73,10 @@ def test_a_fault_is_refused_and_named(
                 tiny[family], tmp_path / "e", dtype, recipe, **options
             )
         assert not written, f"{dtype} {recipe}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
-            "reason"
-        ]
+        assert_names(report, fault)
 
 
-def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_smoother_folded_on_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     """The v rows are divided, the columns of o are left alone."""
     real_fold = activation_smoothing.fold_scales
 
@@ -90,7 +96,9 @@ def test_a_smoother_folded_on_one_side_is_refused(tiny: dict[str, Path], tmp_pat
 
 
 @pytest.mark.parametrize("wrong", ["a scale", "a sum that saturates"])
-def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kernel_that_errs_is_refused(
+    wrong: str, tiny: Mapping[str, Path], tmp_path: Path
+) -> None:
     real_linear, real = op.w8a8_linear, registry.select_backends
 
     def run(
@@ -116,7 +124,7 @@ def test_a_kernel_that_errs_is_refused(wrong: str, tiny: dict[str, Path], tmp_pa
     assert report["module"].endswith("_proj"), report["reason"]
 
 
-def test_the_report_tells_what_smoothing_did(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_tells_what_smoothing_did(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     report, written = build_and_accept(
         tiny["gpt2"], tmp_path / "e", "float32", "smoothquant", **SMALL
     )

@@ -4,7 +4,7 @@ the engine holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from modelmill.accept import run
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 
 CALIBRATED = {"calibration_samples": 4, "calibration_length": 64}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -64,16 +64,10 @@ CASES: dict[str, tuple[str, Callable[[Any], None], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in ("gpt2", "llama", "llama-bias")}
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_bias_is_refused(
-    case: str, recipe: str, tiny: dict[str, Path], tmp_path: Path
+    case: str, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     name, plant, modules = CASES[case]
     real_open = run.EngineCore.open
@@ -94,7 +88,7 @@ def test_a_wrong_bias_is_refused(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_faultless_ones_are_accepted(recipe: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_faultless_ones_are_accepted(recipe: str, tiny: Mapping[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
         report, written = build_and_accept(
             tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe]

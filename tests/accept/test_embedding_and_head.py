@@ -4,7 +4,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from modelmill.accept.embedding_and_head import (
 from modelmill.accept.reference import tensor_source
 from modelmill.accept.run import sample_ids
 from modelmill.weights import base
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 from tests.accept.planted_faults import change_tensor
 
 LENGTH = 24  # so that the text shows few of 160 ids, and few of GPT-2's 256 positions
@@ -39,12 +39,6 @@ SMALL = {
     "rptq": {"calibration_samples": 4, "calibration_length": 64},
 }
 Change = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in ("llama", "llama-tied", "gpt2", "qwen")}
 
 
 def rolled(head: Tensor) -> Tensor:
@@ -64,7 +58,7 @@ def rows_swapped(head: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", SMALL)
 @pytest.mark.parametrize("change", [None, rows_swapped])
 def test_a_wrong_head_is_refused(
-    change: Change | None, recipe: str, tiny: dict[str, Path], tmp_path: Path
+    change: Change | None, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     with change_tensor("head.weight", change or torch.clone):
         options = SMALL[recipe] | {"quantize_head": True}
@@ -123,7 +117,7 @@ def test_rows_that_no_text_shows_are_compared(
     recipe: str,
     target: str,
     change: Change,
-    tiny: dict[str, Path],
+    tiny: Mapping[str, Path],
     tmp_path: Path,
 ) -> None:
     options = SMALL.get(recipe, {}) | {"max_model_len": LENGTH}
@@ -137,7 +131,7 @@ def test_rows_that_no_text_shows_are_compared(
         assert wrong <= {target, f"{target}.worst_block"}, "nothing else shows it"
 
 
-def test_faultless_tables_are_accepted(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_faultless_tables_are_accepted(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     report, written = build_and_accept(
         tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH
     )

@@ -4,6 +4,7 @@ wide ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,37 +15,35 @@ import torch
 from modelmill.ops import int4_linear as op
 from modelmill.ops import registry
 from modelmill.quant import awq
-from tests.accept.build_and_accept import build_and_accept, save_tiny
-from tests.accept.planted_faults import faults, plant_fault
+from tests.accept.build_and_accept import FAMILIES, build_and_accept
+from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32}
-CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
-HONEST = ("gpt2", "llama", "llama-bias", "llama-mqa", "llama-tied", "qwen", "qwen2", "qwen3")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in HONEST}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_a_faultless_engine_is_accepted(name: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def _honest_settings(name: str) -> list[tuple[str, str]]:
     settings = [("bfloat16", "awq+gptq"), ("float32", "nearest"), ("float16", "nearest")]
-    if name == "llama":
-        settings += [("float32", "gptq"), ("float32", "awq")]
-    for dtype, method in settings:
-        report, written = build_and_accept(
-            tiny[name], tmp_path / (dtype + method), dtype, "int4", method=method, **SMALL
-        )
-        assert written, f"{dtype} {method}: {report['reason']}"
+    return [*settings, ("float32", "gptq"), ("float32", "awq")] if name == "llama" else settings
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "method"),
+    [(name, *setting) for name in FAMILIES for setting in _honest_settings(name)],
+)
+def test_a_faultless_engine_is_accepted(
+    name: str, dtype: str, method: str, tiny: Mapping[str, Path], tmp_path: Path
+) -> None:
+    report, written = build_and_accept(
+        tiny[name], tmp_path / "e", dtype, "int4", method=method, **SMALL
+    )
+    assert written, report["reason"]
 
 
 @pytest.mark.parametrize(
     "options", [{"symmetric": True}, {"group_size": -1}, {"quantize_head": True}], ids=str
 )
 def test_so_is_one_of_every_form(
-    options: dict[str, Any], tiny: dict[str, Path], tmp_path: Path
+    options: dict[str, Any], tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     for name in ("llama", "llama-tied"):
         report, written = build_and_accept(
@@ -53,11 +52,11 @@ def test_so_is_one_of_every_form(
         assert written, report["reason"]
 
 
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("family", "name"), FAULTS)
 def test_a_fault_is_refused_and_named(
-    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+    family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    fault = next(f for f in faults(family) if f.name == name)
+    fault = find_fault(family, name)
     settings = [("bfloat16", "nearest")]
     if family == "llama" and name in ("o_proj x 1.05", "k renamed v"):
         settings += [("float32", "awq+gptq")]
@@ -67,12 +66,10 @@ def test_a_fault_is_refused_and_named(
                 tiny[family], tmp_path / "e", dtype, "int4", method=method, **SMALL
             )
         assert not written, f"{dtype} {method}"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
-            "reason"
-        ]
+        assert_names(report, fault)
 
 
-def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_fold_that_forgets_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     """The norm is divided, the columns are left alone."""
     real_fold = awq.fold_scales
 
@@ -90,7 +87,7 @@ def test_a_fold_that_forgets_one_side_is_refused(tiny: dict[str, Path], tmp_path
     assert report["module"] in ("mlp.gate_proj", "mlp.up_proj")
 
 
-def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_a_kernel_that_errs_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     """Offsets are left out of one group: far less than what 4 bits cost, but wrong."""
     real_linear = op.int4_linear
 
@@ -120,7 +117,7 @@ def test_a_kernel_that_errs_is_refused(tiny: dict[str, Path], tmp_path: Path) ->
     assert report["module"].endswith("_proj")
 
 
-def test_the_report_tells_what_quantization_cost(tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_tells_what_quantization_cost(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     report, written = build_and_accept(
         tiny["llama"], tmp_path / "e", "float32", "int4", method="awq+gptq", **SMALL
     )

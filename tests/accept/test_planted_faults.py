@@ -4,6 +4,7 @@ module are named.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,9 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import TensorMismatch
 from modelmill.runtime.engine_core import EngineCore
-from tests.accept.build_and_accept import SETTINGS, build_and_accept, save_tiny
-from tests.accept.planted_faults import faults, plant_fault
+from tests.accept.build_and_accept import SETTINGS, build_and_accept
+from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
 
-CASES = [(family, fault.name) for family in ("llama", "gpt2", "qwen") for fault in faults(family)]
 HONEST = (
     "gpt2",
     "llama",
@@ -32,45 +32,37 @@ HONEST = (
 )
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in HONEST}
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
+@pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
+@pytest.mark.parametrize(("family", "name"), FAULTS)
 def test_the_build_is_refused_in_every_dtype(
-    family: str, name: str, tiny: dict[str, Path], tmp_path: Path
+    family: str, name: str, dtype: str, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    fault = next(f for f in faults(family) if f.name == name)
-    for dtype, recipe in SETTINGS:
-        with plant_fault(fault, family):
-            report, written = build_and_accept(tiny[family], tmp_path / "e", dtype, recipe)
-        assert not written, f"{dtype} {recipe}"
-        assert not list(tmp_path.iterdir()), "nothing is left behind"
-        assert (report["layer"], report["module"] in fault.modules) == (fault.layer, True), report[
-            "reason"
-        ]
-        assert f"layer {fault.layer}, module {report['module']}" in report["refusal"]
-        assert "\n" not in report["refusal"]
+    fault = find_fault(family, name)
+    with plant_fault(fault, family):
+        report, written = build_and_accept(tiny[family], tmp_path / "e", dtype, recipe)
+    assert not written
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert_names(report, fault)
+    assert f"layer {fault.layer}, module {report['module']}" in report["refusal"]
+    assert "\n" not in report["refusal"]
 
 
+@pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
 @pytest.mark.parametrize("name", HONEST)
 def test_a_faultless_engine_is_accepted_in_every_dtype(
-    name: str, tiny: dict[str, Path], tmp_path: Path
+    name: str, dtype: str, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    for number, (dtype, recipe) in enumerate(SETTINGS):
-        report, written = build_and_accept(tiny[name], tmp_path / str(number), dtype, recipe)
-        assert written, f"{dtype} {recipe}: {report['reason']}"
-        assert report["verdict"] == "numerical noise"
+    report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, recipe)
+    assert written, report["reason"]
+    assert report["verdict"] == "numerical noise"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen"])
 def test_compare_names_the_fault_of_an_unjudged_engine(
-    family: str, tiny: dict[str, Path], tmp_path: Path
+    family: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     """What ``modelmill compare`` computes, for an engine that was built without acceptance."""
-    fault = next(f for f in faults(family) if f.name == "o_proj x 1.05")
+    fault = find_fault(family, "o_proj x 1.05")
     checkpoint = open_checkpoint(tiny[family])
     with plant_fault(fault, family):
         build(
@@ -85,7 +77,7 @@ def test_compare_names_the_fault_of_an_unjudged_engine(
 
 
 def test_gpt2_c_attn_left_as_stored_does_not_even_fit(
-    tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """[in, 3·in] is not square: the plan refuses it by shape before a weight is read."""
     from dataclasses import replace

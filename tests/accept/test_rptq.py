@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,15 @@ import pytest
 
 from modelmill.quant import calibrate
 from modelmill.weights.rptq import RptqWeight
-from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.build_and_accept import build_and_accept
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
 FAMILIES = ("gpt2", "llama", "llama-bias")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {name: save_tiny(name, root / name) for name in FAMILIES}
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
 def test_a_faultless_engine_is_accepted(
-    name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
+    name: str, dtype: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)
     assert written, report["reason"]
@@ -32,7 +27,7 @@ def test_a_faultless_engine_is_accepted(
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32")])
 def test_so_is_one_of_four_bits(
-    name: str, dtype: str, tiny: dict[str, Path], tmp_path: Path
+    name: str, dtype: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(
         tiny[name], tmp_path / name, dtype, "rptq", bits="w4a4", **SMALL
@@ -44,7 +39,7 @@ def test_so_is_one_of_four_bits(
     ("name", "dtype", "bits"), [("llama", "bfloat16", "w8a8"), ("gpt2", "float32", "w4a4")]
 )
 def test_so_is_one_whose_heavy_inputs_have_several_columns(
-    name: str, dtype: str, bits: str, tiny: dict[str, Path], tmp_path: Path
+    name: str, dtype: str, bits: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(
         tiny[name], tmp_path / name, dtype, "rptq", bits=bits, splits_per_channel=3, **SMALL
@@ -68,7 +63,7 @@ def _step(weight: RptqWeight) -> RptqWeight:
 
 @pytest.mark.parametrize("fault", [_order, _zero, _step], ids=lambda f: f.__name__)
 def test_wrong_clusters_are_refused(
-    fault: Any, tiny: dict[str, Path], tmp_path: Path, monkeypatch: Any
+    fault: Any, tiny: Mapping[str, Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The permutation, a zero-point or a cluster's step, wrong in the middle layer."""
     real = calibrate.quantize_layer

@@ -89,7 +89,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         writer = _build(tiny, own / "stories.engine", BuildConfig(dtype="float32", target="cpu"))
     else:
         pytest.skip(
-            "needs a model that writes: make demo leaves one, the shared data folder has another"
+            "needs a model that writes: make demo leaves one; or ../shared/data: CONTRIBUTING.md, "
+            "Test data"
         )
     if weights is not None:
         viewer = _build(

@@ -26,7 +26,7 @@ FOUND = re.compile(r"^Confidence \d+ %")
 @pytest.fixture
 def truck(shared: Path, engines: Engines) -> Path:
     if not engines.has_real_segment:
-        pytest.skip("needs MobileSAM's weights in the shared data folder")
+        pytest.skip("needs MobileSAM in ../shared/data; where from: CONTRIBUTING.md, Test data")
     return shared / "data/images/truck.jpg"
 
 

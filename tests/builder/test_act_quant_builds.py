@@ -4,13 +4,14 @@ what was asked.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from modelmill.artifact.store import open_artifact
+from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.builder.plan import BuildPlan
 from modelmill.core.config import RunConfig
 from modelmill.loader.model_loader import load_model
@@ -41,6 +42,15 @@ def llama(tmp_path: Path) -> Path:
     return save_tiny("llama", tmp_path / "hf")
 
 
+def layer_linears(artifact: Artifact) -> Iterator[tuple[str, Any]]:
+    """The linear layers of each layer of the loaded engine, by name."""
+    for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
+        yield "qkv_proj", layer.attn.qkv_proj
+        yield "o_proj", layer.attn.o_proj
+        yield "gate_up_proj", layer.mlp.gate_up_proj
+        yield "down_proj", layer.mlp.down_proj
+
+
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
 def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
     llama: Path, tmp_path: Path, options: dict[str, Any]
@@ -54,21 +64,13 @@ def test_the_engine_is_as_large_as_planned_and_says_what_it_is(
     assert set(artifact.manifest.weight_formats.values()) == {weight_format} | (
         set() if "quantize_head" in options else {"dense"}
     )
-    for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
-        for linear in (
-            layer.attn.qkv_proj,
-            layer.attn.o_proj,
-            layer.mlp.gate_up_proj,
-            layer.mlp.down_proj,
-        ):
-            weight = linear.weight
-            assert (weight.inv_input_scale is not None) == (
-                options.get("activation_scales") == "tensor"
-            )
-            assert weight.float_input == (options.get("activation_scales") == "none")
-            assert (len(set(weight.scale.tolist())) == 1) == (
-                options.get("weight_scales") == "tensor"
-            )
+    for _, linear in layer_linears(artifact):
+        weight = linear.weight
+        assert (weight.inv_input_scale is not None) == (
+            options.get("activation_scales") == "tensor"
+        )
+        assert weight.float_input == (options.get("activation_scales") == "none")
+        assert (len(set(weight.scale.tolist())) == 1) == (options.get("weight_scales") == "tensor")
 
 
 @pytest.mark.parametrize(
@@ -99,16 +101,10 @@ def test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies(
     )
     num_splits = options.get("splits_per_channel", usual)
     assert artifact.manifest.build["splits_per_channel"] == num_splits
-    for layer in load_model(artifact, "cpu").layers:  # type: ignore[union-attr]
-        for linear in (
-            layer.attn.qkv_proj,
-            layer.attn.o_proj,
-            layer.mlp.gate_up_proj,
-            layer.mlp.down_proj,
-        ):
-            order = linear.weight.perm
-            copies = num_splits if linear is layer.mlp.down_proj else 1
-            assert order[order >= 0].bincount().tolist() == [copies] * linear.weight.columns
+    for name, linear in layer_linears(artifact):
+        order = linear.weight.perm
+        copies = num_splits if name == "down_proj" else 1
+        assert order[order >= 0].bincount().tolist() == [copies] * linear.weight.columns
 
 
 @pytest.mark.parametrize("mode", ["exact", "folded", "dynamic"])

@@ -177,10 +177,10 @@ def test_the_quick_fingerprint_sees_touches_and_progress_is_reported(tmp_path):
     before = open_checkpoint(folder)
     quick = before.quick_fingerprint()
     assert quick == open_checkpoint(folder).quick_fingerprint()
-    updates: list[tuple[int, int]] = []
-    before.fingerprint(lambda done, total: updates.append((done, total)))
+    updates: list[tuple[str, int, int]] = []
+    before.fingerprint(lambda *update: updates.append(update))
     size = (folder / "model.safetensors").stat().st_size
-    assert updates[-1] == (size, size)
+    assert updates[-1] == ("fingerprint", size, size)
     os.utime(folder / "model.safetensors", ns=(1, 1))
     assert open_checkpoint(folder).quick_fingerprint() != quick
     assert open_checkpoint(folder).fingerprint() == before.fingerprint()

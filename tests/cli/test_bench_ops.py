@@ -47,19 +47,8 @@ def test_every_op_with_its_ceiling(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_table_marks_what_is_picked(cli: Cli, tmp_path: Path) -> None:
-    words = (
-        "bench",
-        "ops",
-        "--op",
-        "rms_norm",
-        "--op",
-        "linear",
-        "--device",
-        "cpu",
-        "--dtype",
-        "bfloat16",
-    )
-    code, text, _ = cli(*words, "--runs", 1, "--plot", tmp_path / "ops.png")
+    picked = ("--op", "rms_norm", "--op", "linear", "--device", "cpu", "--dtype", "bfloat16")
+    code, text, _ = cli("bench", "ops", *picked, "--runs", 1, "--plot", tmp_path / "ops.png")
     assert code == 0
     assert text.count("▸") == 3  # two ops, and the line that says what it means
     assert "bfloat16" in text

@@ -81,7 +81,7 @@ class RecordedLines:
     def __init__(self, *_: Any) -> None:
         RecordedLines.lines = []
 
-    def update(self, stage: str, done: float, total: float) -> None:
+    def update(self, stage: str, done: int, total: int) -> None:
         RecordedLines.lines.append(format_progress(stage, done, total, 0))
 
     def close(self) -> None:

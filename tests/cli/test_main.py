@@ -14,6 +14,7 @@ import pytest
 from modelmill.cli import main as command
 from modelmill.cli.options import CommonArgs
 from modelmill.core.errors import AcceptanceError, RequestError
+from tests.run_code import run_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +148,7 @@ def test_help_imports_nothing_heavy() -> None:
         "set(sys.modules)\n"
         "assert heavy <= {'pydantic'}, heavy\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(code)
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -19,6 +19,7 @@ from modelmill.checkpoint.pull import download_wheel
 from modelmill.cli import main as command
 from modelmill.core import disk_errors
 from modelmill.core.registry import find_module
+from tests.cli.checkpoint_copy import change_config, copy_checkpoint
 
 Cli = Callable[..., tuple[int, Any, str]]
 
@@ -100,15 +101,11 @@ def test_force_replaces_an_engine_and_nothing_else(
 def test_an_engine_of_another_checkpoint_is_another_one(
     cli: Cli, checkpoint: Path, built_engine: Path, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in checkpoint.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = copy_checkpoint(checkpoint, tmp_path / "copy")
     assert cli("build", copy, "-o", built_engine, "--dtype", "float32")[0] == 0, (
         "a copy is the same checkpoint"
     )
-    raw = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1e-4}))
+    change_config(copy, rms_norm_eps=1e-4)
     code, _, err = cli("build", copy, "-o", built_engine, "--dtype", "float32")
     assert code == 2
     assert "built from another checkpoint" in err

@@ -97,12 +97,16 @@ def test_folders_and_globs_in_batches(engine: Path, photos: Path, tmp_path: Path
     ]
 
 
+def drawn_mask() -> PIL.Image.Image:
+    mask = PIL.Image.new("L", (80, 60))
+    mask.paste(255, (20, 10, 60, 50))
+    return mask
+
+
 def test_a_mask_as_prompt_and_everything(
     engine: Path, photos: Path, tmp_path: Path, capsys
 ) -> None:
-    rough = PIL.Image.new("L", (80, 60))
-    rough.paste(255, (20, 10, 60, 50))
-    rough.save(tmp_path / "rough.png")
+    drawn_mask().save(tmp_path / "rough.png")
     assert (
         run_segment(
             engine, photos / "0.png", "--mask", tmp_path / "rough.png", "--single", "--json"
@@ -230,8 +234,7 @@ def test_several_boxes_are_several_prompts(
 def test_what_is_clear_in_a_drawn_mask_is_no_object(
     engine: Path, photos: Path, tmp_path: Path, capsys
 ) -> None:
-    drawn = PIL.Image.new("L", (80, 60))
-    drawn.paste(255, (20, 10, 60, 50))
+    drawn = drawn_mask()
     drawn.save(tmp_path / "black.png")
     clear = PIL.Image.new("RGBA", (80, 60), (255, 255, 255, 0))
     clear.putalpha(drawn)

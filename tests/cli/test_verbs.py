@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.cli.checkpoint_copy import change_config, copy_checkpoint
+
 Cli = Callable[..., tuple[int, Any, str]]
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if "
@@ -609,7 +611,7 @@ def test_pull(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def fake(name: str, dest: Path, progress: Any) -> Path:
         dest.mkdir(parents=True, exist_ok=True)
-        progress(1, 2)
+        progress("pulling m.gguf", 1, 2)
         (dest / "m.gguf").write_bytes(b"12345")
         return dest / "m.gguf"
 
@@ -675,10 +677,7 @@ def test_an_engine_is_no_checkpoint(
 def test_a_broken_chat_template_is_reported_at_build(
     cli: Cli, checkpoint: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = copy_checkpoint(checkpoint, tmp_path / "broken")
     (folder / "chat_template.jinja").write_text("{% if %}")
     code, _, err = cli("build", folder, "-o", tmp_path / "x.engine", "--json")
     assert code == 0
@@ -727,12 +726,8 @@ def test_a_stopped_build_says_how_to_go_on(
 def test_compare_with_another_model_is_one_line(
     cli: Cli, engine: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "wider"
-    folder.mkdir()
-    for file in checkpoint.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"hidden_size": 128}))
+    folder = copy_checkpoint(checkpoint, tmp_path / "wider")
+    change_config(folder, hidden_size=128)
     code, _, err = cli("compare", engine, folder)
     assert code == 2
     assert "hidden size: 64 in the engine, 128 in" in err

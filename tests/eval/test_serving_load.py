@@ -183,13 +183,13 @@ def test_addresses(url: str, expected: Any) -> None:
 
 
 def test_all_requests_are_made_and_counted() -> None:
-    updates: list[tuple[int, int]] = []
+    updates: list[tuple[str, int, int]] = []
     load = ServingLoad([(3, 4)] * 9, rate=500.0, concurrency=2, first_ms=60000, token_ms=1e-9)
     answer = OK + chunked(WHOLE, 7) + b"0\r\n\r\n"
     visits, seconds = against(
         answer, lambda remote: run_load(remote, "m", load, lambda *ended: updates.append(ended))
     )
-    assert updates == [(place, 9) for place in range(1, 10)]
+    assert updates == [("requests", place, 9) for place in range(1, 10)]
     summary = summarize_load(visits, seconds, load)
     assert (
         summary["requests"],

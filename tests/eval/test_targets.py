@@ -84,6 +84,14 @@ def one_by_one(clock: list[float]) -> EngineTarget:
     return EngineTarget(loop)
 
 
+def median_rates(clock: list[float], shape: LatencyShape, runs: int) -> tuple[float, float]:
+    """Milliseconds a token and tokens a second, of answers that begin one by one."""
+    report = latency.measure_latency([one_by_one(clock)], shape, 50, runs=runs, warmup=0)[0]
+    assert report.per_token_ms is not None
+    assert report.output_tokens_per_s is not None
+    return report.per_token_ms.median, report.output_tokens_per_s.median
+
+
 def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_first(
     clock: list[float],
 ) -> None:
@@ -97,25 +105,12 @@ def test_tokens_of_early_answers_while_late_ones_wait_are_not_counted_after_the_
     assert run.seconds_per_token == (1.0, 1.0, 1.0, 1.0)
     assert run.later_tokens == 1 + 2 + 3 + 4, "16 - 6: what came until 4 s is before"
     clock[0] = 0.0
-    report = latency.measure_latency(
-        [one_by_one(clock)], LatencyShape(4, 1, 5), 50, runs=2, warmup=0
-    )[0]
-    assert report.per_token_ms is not None
-    assert report.output_tokens_per_s is not None
-    assert report.per_token_ms.median == pytest.approx(1000.0)
-    assert report.output_tokens_per_s.median == pytest.approx(10 / 4)
+    assert median_rates(clock, LatencyShape(4, 1, 5), runs=2) == pytest.approx((1000.0, 10 / 4))
 
 
 def test_an_early_answer_that_ended_before_the_last_began(clock: list[float]) -> None:
-    report = latency.measure_latency(
-        [one_by_one(clock)], LatencyShape(8, 1, 2), 50, runs=1, warmup=0
-    )[0]
-    assert report.per_token_ms is not None
-    assert report.output_tokens_per_s is not None
-    assert report.per_token_ms.median == pytest.approx(1000.0)
-    assert report.output_tokens_per_s.median == pytest.approx(1.0), (
-        "one token came after the last first"
-    )
+    # one token came after the last first
+    assert median_rates(clock, LatencyShape(8, 1, 2), runs=1) == pytest.approx((1000.0, 1.0))
 
 
 def test_transformers_times_per_token_and_after_the_first(clock: list[float]) -> None:

@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.core.config import BuildConfig
-from modelmill.llm import build_engine
+from tests.stories import build_stories
 
 
 @pytest.fixture(scope="session")
 def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained LLaMA of 260 thousand parameters, in float32."""
-    out = tmp_path_factory.mktemp("export") / "stories.engine"
-    build_engine(
-        shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu")
-    )
-    return out
+    return build_stories(shared, tmp_path_factory.mktemp("export"))

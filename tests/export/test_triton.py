@@ -17,20 +17,11 @@ from modelmill.core.types import SamplingParams
 from modelmill.export.triton_repository import StartOptions, export_triton_repository
 from modelmill.llm import LLM
 from tests.export.triton_server import Server, find_triton_package
+from tests.stories import STORY_STARTS
 
 pytestmark = pytest.mark.triton
 
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 8 << 20, "max_num_seqs": 32}
-STARTS = (
-    "Once upon a time",
-    "The dog",
-    "Lily said",
-    "A",
-    "Ben and Tom",
-    "One day",
-    "The sun",
-    "Mom",
-)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +124,7 @@ def together(server: Server, *requests: dict[str, Any]) -> list[Answer]:
 
 
 def test_thirty_two_streams_give_the_text_of_the_class(server: Server, llm: LLM) -> None:
-    prompts = [f"{start} {word}" for start in STARTS for word in ("was", "had", "and", "saw")]
+    prompts = [f"{start} {word}" for start in STORY_STARTS for word in ("was", "had", "and", "saw")]
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64), progress=False)
     before = server.gauge("generation_tokens_total")
     replies = together(

@@ -26,6 +26,7 @@ from modelmill.export.triton_repository import StartOptions, export_triton_repos
 from modelmill.llm import LLM
 from tests.export import fake_triton_utils
 from tests.export.fake_triton_utils import Refused, Request, TritonError
+from tests.stories import STORY_STARTS
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
@@ -98,16 +99,7 @@ def test_a_client_that_says_nothing_gets_openais_defaults(backend: TritonBackend
 
 
 def test_the_same_text_as_the_class(backend: TritonBackend, llm: LLM) -> None:
-    prompts = [
-        "Once upon a time",
-        "The dog",
-        "Lily said",
-        "A",
-        "Ben and Tom",
-        "One day",
-        "The sun",
-        "Mom",
-    ] * 4
+    prompts = [*STORY_STARTS] * 4
     expected = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40), progress=False)
     requests = [
         Request(text_input=prompt, stream=place % 2 == 0, **GREEDY)

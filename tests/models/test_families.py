@@ -15,19 +15,12 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import QWEN as SMALL_QWEN
 from tests.accept.qwen_v1_plain import plain_qwen_logits, seeded_qwen
 from tests.models.tiny_models import FAMILIES, save_hf, save_raw
 
 LENGTHS = (1, 7, 33, 70)
-QWEN = {
-    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 120,
-    "hidden_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "kv_channels": 8, "intermediate_size": 80,
-    "seq_length": 32,
-    "max_position_embeddings": 32, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000.0,
-    "rotary_pct": 1.0,
-    "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True, "tie_word_embeddings": False,
-}  # fmt: skip
+QWEN = {**SMALL_QWEN, "seq_length": 32, "max_position_embeddings": 32}
 
 
 def engine(folder: Path, out: Path, **build_options: object) -> EngineCore:

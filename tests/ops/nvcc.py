@@ -12,7 +12,9 @@ import pytest
 from modelmill.ops.cuda.common import build
 
 NVCC = build.find_nvcc()
-requires_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
+requires_nvcc = pytest.mark.skipif(
+    NVCC is None, reason="needs nvcc: install the CUDA toolkit, 12 or newer"
+)
 
 
 def compiles_without_spills(

@@ -244,24 +244,26 @@ def test_bfloat16_the_other_way(dtype: torch.dtype, other_way: None) -> None:
     _alone_and_in((1, 2, 3, 4, 6, 7, 13, 16), dtype)
 
 
-@pytest.mark.parametrize(("vendor", "floats"), [("GenuineIntel", True), ("AuthenticAMD", False)])
-def test_who_multiplies_bfloat16_as_floats(
-    vendor: str, floats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        build, "_cpu", lambda: f"vendor_id\t: {vendor}\nflags\t\t: avx512f avx512_bf16"
-    )
-    assert ("-DMILL_BF16_AS_FP32" in build.machine_flags()) is floats
+AMD = "vendor_id\t: AuthenticAMD\n"
 
 
-@pytest.mark.parametrize(("family", "far"), [("25", True), ("26", False), ("125", False)])
-def test_who_asks_for_weights_far_ahead(
-    family: str, far: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cpu", "flag", "expected"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: avx512f avx512_bf16", "BF16_AS_FP32", True),
+        (AMD + "flags\t\t: avx512f avx512_bf16", "BF16_AS_FP32", False),
+        (AMD + "cpu family\t: 25\nmodel\t\t: 17", "PREFETCH_L2", True),
+        (AMD + "cpu family\t: 26\nmodel\t\t: 17", "PREFETCH_L2", False),
+        (AMD + "cpu family\t: 125\nmodel\t\t: 17", "PREFETCH_L2", False),
+    ],
+    ids=["Intel", "AMD", "AMD family 25", "AMD family 26", "AMD family 125"],
+)
+def test_flags_of_a_cpu(
+    cpu: str, flag: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        build, "_cpu", lambda: f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: 17"
-    )
-    assert ("-DMILL_PREFETCH_L2" in build.machine_flags()) is far
+    """Who multiplies bfloat16 as floats, and who fetches weights far ahead."""
+    monkeypatch.setattr(build, "_cpu", lambda: cpu)
+    assert (f"-DMILL_{flag}" in build.machine_flags()) is expected
 
 
 def _attention(

@@ -166,7 +166,7 @@ def test_a_worker_without_a_core_is_left_out_for_a_while(tmp_path: Path) -> None
     """Its piece sleeps as a thread does whose core another program has."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("needs a C++ compiler: apt-get install g++")
     source, library = tmp_path / "probe.cpp", tmp_path / "probe.so"
     source.write_text(PROBE)
     flags = [

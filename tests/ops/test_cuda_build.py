@@ -165,55 +165,48 @@ def test_prefill_attention_compiles_without_spills(macros: tuple[str, ...], tmp_
 @requires_nvcc
 @pytest.mark.parametrize("tokens", [most for most, _ in int4_linear.KERNEL_CONFIGS])
 @pytest.mark.parametrize("gated", [False, True])
-def test_int4_compiles_without_spills(tokens: int, gated: bool, tmp_path: Path) -> None:
-    config = int4_linear.config_for(tokens)
-    for offset, piece, dtype in (
-        (True, 128, torch.bfloat16),
-        (False, 64, torch.float16),
-        (True, 32, torch.bfloat16),
-    ):
-        if tokens == int4_linear.MAX_ROWS and piece == 128:
-            continue  # int4_gemm_small_m serves those
-        macros = int4_linear._kernel_macros(dtype, config, piece, offset=offset, gated=gated)
-        compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
+@pytest.mark.parametrize("piece", [128, 64, 32])
+def test_int4_compiles_without_spills(tokens: int, gated: bool, piece: int, tmp_path: Path) -> None:
+    if tokens == int4_linear.MAX_ROWS and piece == 128:
+        pytest.skip("int4_gemm_small_m serves these")
+    config, dtype = int4_linear.config_for(tokens), torch.float16 if piece == 64 else torch.bfloat16
+    macros = int4_linear._kernel_macros(dtype, config, piece, offset=piece != 64, gated=gated)
+    compiles_without_spills("int4_linear.cu", macros, tmp_path / "out")
 
 
 @requires_nvcc
 @pytest.mark.parametrize("tokens", [most for most, _ in int8_gemm_small_m.KERNEL_CONFIGS])
-def test_int8_compiles_without_spills(tokens: int, tmp_path: Path) -> None:
-    config, most = (
-        int8_gemm_small_m.config_for(tokens),
-        int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096),
+@pytest.mark.parametrize(
+    ("piece", "gated"), [("most", False), (64, True), (32, False), ("most", True)]
+)
+def test_int8_compiles_without_spills(
+    tokens: int, piece: int | str, gated: bool, tmp_path: Path
+) -> None:
+    config = int8_gemm_small_m.config_for(tokens)
+    k_tile = (
+        piece if isinstance(piece, int) else int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096)
     )
-    for offset, piece, gated in (
-        (True, most, False),
-        (False, 64, True),
-        (True, 32, False),
-        (False, most, True),
-    ):
-        dtype, wide = (torch.float16, False) if piece == 64 else (torch.bfloat16, gated)
-        macros = int8_gemm_small_m.kernel_macros(
-            dtype, config, piece, offset=offset, float32_scales=wide, gated=gated
-        )
-        compiles_without_spills("int8_gemm_small_m.cu", macros, tmp_path / "out")
+    dtype, wide = (torch.float16, False) if k_tile == 64 else (torch.bfloat16, gated)
+    macros = int8_gemm_small_m.kernel_macros(
+        dtype, config, k_tile, offset=not gated, float32_scales=wide, gated=gated
+    )
+    compiles_without_spills("int8_gemm_small_m.cu", macros, tmp_path / "out")
 
 
 @requires_nvcc
 @pytest.mark.parametrize("config", int4_gemm_small_m.KERNEL_CONFIGS)
+@pytest.mark.parametrize(("box", "gated"), [(64, False), (64, True), (32, False)])
 def test_int4_of_many_rows_compiles_without_spills(
-    config: int4_gemm_small_m.Int4GemmKernelConfig, tmp_path: Path
+    config: int4_gemm_small_m.Int4GemmKernelConfig, box: int, gated: bool, tmp_path: Path
 ) -> None:
-    for box, gated, dtype in (
-        (64, False, torch.bfloat16),
-        (64, True, torch.bfloat16),
-        (32, False, torch.float16),
-    ):
-        macros = int4_gemm_small_m._kernel_macros(dtype, config, box, offset=not gated, gated=gated)
-        if config.stages * box * 256 >= box * (64 * config.consumers + 4) * 4:
-            # with three workers a gated pair puts one word away before the loop and takes it back
-            # behind it
-            most = 4 if gated and config.consumers == 3 else 0
-            compiles_without_spills("int4_gemm_small_m.cu", macros, tmp_path / "out", most)
+    if config.stages * box * 256 < box * (64 * config.consumers + 4) * 4:
+        pytest.skip("the output tile does not fit into the stages of this box")
+    dtype = torch.float16 if box == 32 else torch.bfloat16
+    macros = int4_gemm_small_m._kernel_macros(dtype, config, box, offset=not gated, gated=gated)
+    # with three workers a gated pair puts one word away before the loop and takes it back
+    # behind it
+    most = 4 if gated and config.consumers == 3 else 0
+    compiles_without_spills("int4_gemm_small_m.cu", macros, tmp_path / "out", most)
 
 
 ONE_ROW = [(4, False, True, False, 1), (4, False, True, False, 2), (4, False, False, False, 4)]

@@ -14,6 +14,12 @@ from hypothesis import strategies as st
 from modelmill.ops import registry
 from modelmill.ops.cuda.attention import paged_attention as variant
 from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
+from tests.ops.paged_batches import (
+    assert_same_bits,
+    ragged_inputs,
+    run_with_nan_memory,
+    shuffled_pages,
+)
 
 LIMIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the whole, in the norm
 
@@ -38,43 +44,25 @@ def _arguments(
     context.
     """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
-    counts = [-(-context // page) for _, context in lengths]
-    pages = sum(counts) + 3
-    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(
-        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
-    )
+    counts, order, tables = shuffled_pages(lengths, page, generator)
+    pages = sum(map(len, order))
     caches = torch.full((2, pages, kv_heads, page, dim), float("nan"))
     for b, (_, context) in enumerate(lengths):
         tables[b, : counts[b]] = order[b]
         tokens = torch.randn(2, counts[b] * page, kv_heads, dim, generator=generator)
         tokens[:, context:] = float("nan")
         caches[:, order[b].long()] = tokens.view(2, counts[b], page, kv_heads, dim).transpose(2, 3)
-    starts = torch.tensor(
-        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
-    )
-    q = torch.randn(int(starts[-1]), heads, dim, generator=generator)
+    q = torch.randn(sum(n for n, _ in lengths), heads, dim, generator=generator)
     caches = caches.to("cuda", dtype)
     return {
         "q": q.to("cuda", dtype),
         "k_cache": caches[0],
         "v_cache": caches[1],
         "block_tables": tables.cuda(),
-        "query_start": starts.cuda(),
-        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device="cuda"),
-        "max_query": max(n for n, _ in lengths),
-        "max_context": max(c for _, c in lengths),
+        **ragged_inputs(lengths, "cuda"),
         "scale": dim**-0.5,
         "window": window,
     }
-
-
-def _run_with_poisoned_memory(run: Any, args: dict[str, Any]) -> torch.Tensor:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
-    try:
-        return run(PagedAttentionInputs(**args))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _check(args: dict[str, Any], run: Any = variant.run) -> None:
@@ -82,7 +70,7 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     if reason is not None:
         pytest.skip(reason)
     assert variant.supports(PagedAttentionInputs(**args))
-    actual = _run_with_poisoned_memory(run, args).double()
+    actual = run_with_nan_memory(run, args)
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in args.items()
@@ -90,9 +78,7 @@ def _check(args: dict[str, Any], run: Any = variant.run) -> None:
     truth = paged_attention(PagedAttentionInputs(**wide))
     assert not actual.isnan().any()
     assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(torch.equal(run(PagedAttentionInputs(**args)).double(), actual) for _ in range(3)), (
-        "the bits change from call to call"
-    )
+    assert_same_bits(run, args, slice(None), actual)
 
 
 RAGGED = [(300, 1000), (17, 33), (129, 129), (1, 1), (1, 999), (64, 64), (128, 2050)]

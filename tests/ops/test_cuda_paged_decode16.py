@@ -17,6 +17,12 @@ from modelmill.ops.cuda.attention import paged_attention, paged_decode16
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.paged_batches import (
+    assert_same_bits,
+    ragged_inputs,
+    run_with_nan_memory,
+    shuffled_pages,
+)
 
 # of the whole, in the norm: the output's own rounding
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}
@@ -54,12 +60,8 @@ def _arguments(
     elsewhere.
     """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
-    counts = [-(-context // page) for _, context in lengths]
-    pages = sum(counts) + 3
-    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(
-        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
-    )
+    counts, order, tables = shuffled_pages(lengths, page, generator)
+    pages = sum(map(len, order))
     caches = torch.full((2, pages, heads[1], page, dim), float("nan"))
     for b, (queries, context) in enumerate(lengths):
         first_key = 0 if window is None else max(0, context - queries + 1 - window)
@@ -70,20 +72,15 @@ def _arguments(
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
         # a page in front of the window belongs to another sequence
         tables[b, first_key // page : counts[b]] = order[b][first_key // page :]
-    starts = torch.tensor(
-        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
-    )
-    q = torch.randn(int(starts[-1]), heads[0] + 1, dim, generator=generator)[:, : heads[0]]
+    tokens = sum(n for n, _ in lengths)
+    q = torch.randn(tokens, heads[0] + 1, dim, generator=generator)[:, : heads[0]]
     caches = caches.to(device, dtype)
     return {
         "q": q.to(dtype).to(device),
         "k_cache": caches[0],
         "v_cache": caches[1],
         "block_tables": tables.to(device),
-        "query_start": starts.to(device),
-        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
-        "max_query": max(n for n, _ in lengths),
-        "max_context": max(c for _, c in lengths),
+        **ragged_inputs(lengths, device),
         "scale": dim**-0.5,
         "window": window,
     }
@@ -106,19 +103,13 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
         pytest.skip(reason)
     assert paged_attention.supports(PagedAttentionInputs(**args)) == served
     run = registry.select_backends("cuda").paged_attention
-    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
-    try:
-        actual = run(PagedAttentionInputs(**args)).double()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    actual = run_with_nan_memory(run, args)
     assert not actual.isnan().any()
     singles = args["query_start"].diff() == 1
     rows = args["query_start"][:-1][singles].long()
     actual, truth = actual[rows], _truth(args)[rows]
     assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(
-        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], actual) for _ in range(3)
-    ), "the bits change from call to call"
+    assert_same_bits(run, args, rows, actual)
 
 
 @given(

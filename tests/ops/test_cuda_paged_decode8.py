@@ -15,6 +15,12 @@ from modelmill.ops.cuda.attention import paged_attention, paged_decode8
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
+from tests.ops.paged_batches import (
+    assert_same_bits,
+    ragged_inputs,
+    run_with_nan_memory,
+    shuffled_pages,
+)
 
 # of the whole, in the norm: the output's own rounding
 LIMIT = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}
@@ -42,12 +48,8 @@ def _arguments(
     context.
     """
     generator = torch.Generator().manual_seed(len(lengths) + dim + page)
-    counts = [-(-context // page) for _, context in lengths]
-    pages = sum(counts) + 3
-    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
-    tables = torch.randint(
-        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
-    )
+    counts, order, tables = shuffled_pages(lengths, page, generator)
+    pages = sum(map(len, order))
     scales = torch.full((2, pages, heads, page), float("nan"))
     for b, (_, context) in enumerate(lengths):
         tables[b, : counts[b]] = order[b]
@@ -58,20 +60,14 @@ def _arguments(
     caches = torch.randint(
         -128, 128, (2, pages, heads, page, dim), generator=generator, dtype=torch.int8
     ).to(device)
-    starts = torch.tensor(
-        [0, *torch.tensor([n for n, _ in lengths]).cumsum(0).tolist()], dtype=torch.int32
-    )
-    q = torch.randn(int(starts[-1]), heads + 1, dim, generator=generator)[:, :heads] * 2
+    q = torch.randn(sum(n for n, _ in lengths), heads + 1, dim, generator=generator)[:, :heads] * 2
     scales = scales.to(device)
     return {
         "q": q.to(device, dtype),
         "k_cache": caches[0],
         "v_cache": caches[1],
         "block_tables": tables.to(device),
-        "query_start": starts.to(device),
-        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
-        "max_query": max(n for n, _ in lengths),
-        "max_context": max(c for _, c in lengths),
+        **ragged_inputs(lengths, device),
         "scale": dim**-0.5,
         "window": window,
         "k_scale": scales[0],
@@ -85,11 +81,7 @@ def _check(args: dict[str, Any]) -> None:
         pytest.skip(reason)
     assert paged_attention.supports(PagedAttentionInputs(**args))
     run = registry.select_backends("cuda").paged_attention
-    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
-    try:
-        actual = run(PagedAttentionInputs(**args)).double()
-    finally:
-        torch.use_deterministic_algorithms(False)
+    actual = run_with_nan_memory(run, args)
     floats = ("q", "k_scale", "v_scale")
     wide = {k: v.double() if k in floats else v for k, v in args.items()}
     truth = reference(PagedAttentionInputs(**wide))
@@ -98,9 +90,7 @@ def _check(args: dict[str, Any]) -> None:
     rows = args["query_start"][:-1][singles].long()
     actual, truth = (actual[rows], truth[rows]) if args["max_query"] > 1 else (actual, truth)
     assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert all(
-        torch.equal(run(PagedAttentionInputs(**args)).double()[rows], actual) for _ in range(3)
-    ), "the bits change from call to call"
+    assert_same_bits(run, args, rows, actual)
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]

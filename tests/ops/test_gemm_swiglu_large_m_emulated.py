@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from modelmill.ops.cuda.gemm_16bit import gemm
-from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
+from tests.ops.matmul_error import matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -41,11 +42,7 @@ def error(emulator: Emulator, case: Case) -> float:
         *memory_ranges(out),
     ]
     gemm.gemm_swiglu_large_m(x, weight, bias, out, case.wide)
-    expected = x.double() @ weight.double().T
-    expected = expected if bias is None else expected + bias.double()
-    gate, up = expected.to(case.dtype).double().chunk(2, 1)
-    expected = torch.nn.functional.silu(gate) * up
-    return float((out.double() - expected).norm() / expected.norm())
+    return matmul_error(out, x, weight, bias, gated=True)
 
 
 @pytest.mark.parametrize(
@@ -67,45 +64,43 @@ def test_products(emulator: Emulator, case: Case) -> None:
     assert [name for name, _ in emulator.launched] == ["gemm_swiglu_large_m"]
 
 
-FILLED = ("        mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n", "")
-READ = (
-    "            mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n",
-    "",
-)
-OTHER = (
-    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
-    "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
-)
-DONE = ("        wgmma_wait<1>(); // those of the previous K tile\n", "")
-LAST = (
-    "            wgmma_wait<0>();\n            wgmma_fence_operand(d);",
-    "            wgmma_fence_operand(d);",
-)
-DESK = ("if (SLICE == 0) staging.acquire();", "")
-SENT = ("        if (staging.thread == 0) tma_store_wait();\n", "")
-HALF = (" + rank * W_HALF, w_map", ", w_map")
-BOTH = ("w_row, 3);", "w_row, 1 << rank);")
-EDGE = ("i * STORE_BOX < n) tma_store", "i * STORE_BOX + STORE_BOX < n) tma_store")
-FRONT = ("    pdl_wait();\n    for (int k_tile", "    for (int k_tile")
-MADE = ("    cluster_sync_relaxed();\n}\n", "}\n")
+MISTAKES = {
+    "slabs not waited for": (
+        "mbarrier_wait(shared_address(&barriers.full[at.stage]), at.parity);\n",
+        "",
+    ),
+    "stages filled too early": (
+        "mbarrier_wait(shared_address(&barriers.empty[at.stage]), at.parity ^ 1);\n",
+        "",
+    ),
+    "the other block is not told": (
+        "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), lane)",
+        "lane < CLUSTER) mbarrier_arrive_cluster(shared_address(&barriers.empty[last]), cluster_rank())",  # noqa: E501
+    ),
+    "stages given back too early": (
+        "        wgmma_wait<1>(); // those of the previous K tile\n",
+        "",
+    ),
+    "products not waited for": (
+        "            wgmma_wait<0>();\n            wgmma_fence_operand(d);",
+        "            wgmma_fence_operand(d);",
+    ),
+    "a store's place used too early": ("if (SLICE == 0) staging.acquire();", ""),
+    "stores not waited for": ("        if (staging.thread == 0) tma_store_wait();\n", ""),
+    "both halves in one place": (" + rank * W_HALF, w_map", ", w_map"),
+    "a half brought to one block": ("w_row, 3);", "w_row, 1 << rank);"),
+    "the last columns forgotten": (
+        "i * STORE_BOX < n) tma_store",
+        "i * STORE_BOX + STORE_BOX < n) tma_store",
+    ),
+    "rows of x that are not there yet": (
+        "    pdl_wait();\n    for (int k_tile",
+        "    for (int k_tile",
+    ),
+    "barriers of a block that has not made them": ("    cluster_sync_relaxed();\n}\n", "}\n"),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(FILLED, id="slabs not waited for"),
-        pytest.param(READ, id="stages filled too early", marks=slow),
-        pytest.param(OTHER, id="the other block is not told", marks=slow),
-        pytest.param(DONE, id="stages given back too early", marks=slow),
-        pytest.param(LAST, id="products not waited for", marks=slow),
-        pytest.param(DESK, id="a store's place used too early", marks=slow),
-        pytest.param(SENT, id="stores not waited for", marks=slow),
-        pytest.param(HALF, id="both halves in one place", marks=slow),
-        pytest.param(BOTH, id="a half brought to one block", marks=slow),
-        pytest.param(EDGE, id="the last columns forgotten", marks=slow),
-        pytest.param(FRONT, id="rows of x that are not there yet", marks=slow),
-        pytest.param(MADE, id="barriers of a block that has not made them", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     assert emulator.detects(change, lambda: error(emulator, Case((300, 448, 200))) < LIMIT[BF])

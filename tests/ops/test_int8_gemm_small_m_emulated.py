@@ -8,6 +8,7 @@ import torch
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.matmul_error import matmul_error
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -49,15 +50,8 @@ def error(
     ]
     grids_and_group = (scale.to(grids), None if offset is None else offset.to(grids), group)
     actual = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
-    expected = (
-        x.double()
-        @ dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
-    )
-    expected = expected if bias is None else expected + bias.double()
-    if gated:
-        gate, up = expected.to(dtype).double().chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-    return float((actual.double() - expected).norm() / expected.norm())
+    dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,15 @@ def test_a_new_op_can_be_switched(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("op", ["toy", "toy_add"])
-def test_its_cases_are_checked_against_the_reference(folder: Path, op: str) -> None:
-    check(op, "cpu", "cpu", torch.float32)
+def test_its_cases_are_checked_against_the_reference(
+    folder: Path, op: str, pytestconfig: pytest.Config
+) -> None:
+    check(op, "cpu", "cpu", torch.float32, pytestconfig)
     kernel = registry.implementations(op)["cpu"]
     assert set(kernel.calls) == {3}, "the case of 7 rows is not supported"
     kernel.run = lambda x: x
     with pytest.raises(AssertionError):
-        check(op, "cpu", "cpu", torch.float32)
+        check(op, "cpu", "cpu", torch.float32, pytestconfig)
 
 
 def test_ops_are_bound_once() -> None:

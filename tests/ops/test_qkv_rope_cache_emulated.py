@@ -12,7 +12,7 @@ import torch
 from modelmill.ops import registry
 from modelmill.ops.cuda.gemm_16bit import qkv_rope_cache
 from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
-from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -104,55 +104,52 @@ def test_queries_keys_and_values(emulator: Emulator, case: Case) -> None:
     assert [name for name, _ in emulator.launched] == ["qkv_rope_cache"]
 
 
-LAID = (
-    "                    if (!ready) "
-    "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
-    "",
-)
-TAKEN = (
-    "            mbarrier_wait(shared_address(&epilogue_barriers.empty[consumer]), parity ^ 1);\n",
-    "",
-)
-TOLD = ("if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.empty[consumer]));", "")
-BROUGHT = (
-    "        mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n",
-    "",
-)
-OTHERS = ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS")
-PLACE = ("inputs.offset = slot < 0 ? -1 : page", "inputs.offset = slot < 0 ? 0 : page")
-EDGE = ("const bool valid = row < work", "const bool valid = row + 1 < work")
-SECOND = ("at / 2 * 16 + part * 8", "at / 2 * 16")
-VALUES = ("if (value < 0 && work.cos", "if (value <= 0 && work.cos")
-SWIZZLE = (
-    "Words a = load_words(from + (chunk << 4 ^ swizzle))",
-    "Words a = load_words(from + (chunk << 4))",
-)
-FRONT = ("    pdl_wait(); // the previous kernel may read the pages and write the angles\n", "")
-MET = ("        named_barrier_sync(1 + consumer, 128);\n", "")
-KEY = (
-    "if (head + 1 < work.heads) return;",
-    "inputs.offset = -1;\n    if (head < work.heads) return;",
-)
+MISTAKES = {
+    "rows not waited for": (
+        "                    if (!ready) "
+        "mbarrier_wait(shared_address(&epilogue_barriers.full[consumer]), parity);\n",
+        "",
+    ),
+    "rows written over": (
+        "mbarrier_wait(shared_address(&epilogue_barriers.empty[consumer]), parity ^ 1);\n",
+        "",
+    ),
+    "workers not told": (
+        "if (lane == 0) mbarrier_arrive(shared_address(&epilogue_barriers.empty[consumer]));",
+        "",
+    ),
+    "a bias not waited for": (
+        "mbarrier_wait(shared_address(&epilogue_barriers.bias_full[consumer]), bias_parity);\n",
+        "",
+    ),
+    "rows left out": ("at += EPILOGUE_WARPS", "at += 2 * EPILOGUE_WARPS"),
+    "what has no place is stored": (
+        "inputs.offset = slot < 0 ? -1 : page",
+        "inputs.offset = slot < 0 ? 0 : page",
+    ),
+    "the last row forgotten": (
+        "const bool valid = row < work",
+        "const bool valid = row + 1 < work",
+    ),
+    "both parts to one place": ("at / 2 * 16 + part * 8", "at / 2 * 16"),
+    "values turned": ("if (value < 0 && work.cos", "if (value <= 0 && work.cos"),
+    "columns taken for others": (
+        "Words a = load_words(from + (chunk << 4 ^ swizzle))",
+        "Words a = load_words(from + (chunk << 4))",
+    ),
+    "angles and places that are not there yet": (
+        "    pdl_wait(); // the previous kernel may read the pages and write the angles\n",
+        "",
+    ),
+    "a bias written over": ("        named_barrier_sync(1 + consumer, 128);\n", ""),
+    "a key beside a query without its place": (
+        "if (head + 1 < work.heads) return;",
+        "inputs.offset = -1;\n    if (head < work.heads) return;",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(LAID, id="rows not waited for"),
-        pytest.param(TAKEN, id="rows written over", marks=slow),
-        pytest.param(TOLD, id="workers not told", marks=slow),
-        pytest.param(BROUGHT, id="a bias not waited for", marks=slow),
-        pytest.param(OTHERS, id="rows left out", marks=slow),
-        pytest.param(PLACE, id="what has no place is stored", marks=slow),
-        pytest.param(EDGE, id="the last row forgotten", marks=slow),
-        pytest.param(SECOND, id="both parts to one place", marks=slow),
-        pytest.param(VALUES, id="values turned", marks=slow),
-        pytest.param(SWIZZLE, id="columns taken for others", marks=slow),
-        pytest.param(FRONT, id="angles and places that are not there yet", marks=slow),
-        pytest.param(MET, id="a bias written over", marks=slow),
-        pytest.param(KEY, id="a key beside a query without its place", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case((300, 64, 3, 1, 128), biased=True)
     assert emulator.detects(change, lambda: error(emulator, case) < LIMIT[BF])

@@ -11,7 +11,7 @@ import torch
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
-from tests.ops.emulation.emulator import Emulator, memory_ranges, requires_emulation
+from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
 
 slow = pytest.mark.slow
 pytestmark = requires_emulation
@@ -107,38 +107,18 @@ def test_values_and_scales(emulator: Emulator, case: Case) -> None:
     assert emulator.launched == [("rmsnorm_quant_permute_small_m", case.size[0])]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(
-            ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"), id="columns that are none"
-        ),
-        pytest.param(
-            ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""), id="sums of no warp", marks=slow
-        ),
-        pytest.param(
-            ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
-            id="sums not met for",
-            marks=slow,
-        ),
-        pytest.param(
-            ("    __syncthreads();\n    float by", "    float by"),
-            id="the row not met for",
-            marks=slow,
-        ),
-        pytest.param(
-            ("    pdl_wait();\n", ""), id="the kernel in front not waited for", marks=slow
-        ),
-        pytest.param(
-            ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
-            id="upper halves left out",
-            marks=slow,
-        ),
-        pytest.param(
-            ("low(v[i]) + low(o[i])", "low(v[i])"), id="half of the residual left out", marks=slow
-        ),
-    ],
-)
+MISTAKES = {
+    "columns that are none": ("valid ? places[i] : WIDTH;", "valid ? places[i] : 0;"),
+    "sums of no warp": ("if (t < 32) sums[t] = 0.0f, amaxes[t] = 0;", ""),
+    "sums not met for": ("    __syncthreads();\n    sum = 0.0f;", "    sum = 0.0f;"),
+    "the row not met for": ("    __syncthreads();\n    float by", "    float by"),
+    "the kernel in front not waited for": ("    pdl_wait();\n", ""),
+    "upper halves left out": ("max(amax & 0xFFFF, amax >> 16)", "amax & 0xFFFF"),
+    "half of the residual left out": ("low(v[i]) + low(o[i])", "low(v[i])"),
+}
+
+
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case((4, 320, 336), "token", INT8, BF, True, 8)
     assert emulator.detects(change, lambda: case_error(emulator, case) <= TOLERANCE[BF])

@@ -141,7 +141,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
     ]
 
 
-@pytest.mark.skipif("cpu" not in VARIANTS, reason="no C++ compiler is here")
+@pytest.mark.skipif("cpu" not in VARIANTS, reason="needs a C++ compiler: apt-get install g++")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:

@@ -13,9 +13,9 @@ import torch
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
-from tests.ops.emulation.emulator import Emulator, requires_emulation
+from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
+from tests.ops.matmul_error import matmul_error
 
-slow = pytest.mark.slow
 pytestmark = requires_emulation
 BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
@@ -63,15 +63,8 @@ def error(
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
     actual = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, config, gated=gated)
-    expected = (
-        x.double()
-        @ of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64).T
-    )
-    expected = expected if bias is None else expected + bias.double()
-    if gated:
-        gate, up = expected.to(dtype).double().chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-    return float((actual.double() - expected).norm() / expected.norm())
+    dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
+    return matmul_error(actual, x, dense, bias, gated=gated)
 
 
 @pytest.mark.parametrize(
@@ -80,36 +73,25 @@ def error(
         ((9, 136, 672), 128, BF, WqGemmKernelConfig(2, 1), {"biased": True}),
         ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), {"gated": True, "symmetric": True}),
         ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2, 2), {}),
-        pytest.param(
-            (17, 136, 1056),
-            128,
-            BF,
-            WqGemmKernelConfig(2, 1),
-            {"symmetric": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param(
-            (64, 400, 2080),
-            128,
-            BF,
-            WqGemmKernelConfig(3, 1),
-            {"gated": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}, marks=slow),
-        pytest.param(
-            (9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}, marks=slow
-        ),
-        pytest.param(
-            (64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}, marks=slow
-        ),
-        pytest.param(
-            (31, 192, 2048),
-            128,
-            BF,
-            WqGemmKernelConfig(3, 4),
-            {"gated": True, "symmetric": True},
-            marks=slow,
+        *slow_cases(
+            (
+                (17, 136, 1056),
+                128,
+                BF,
+                WqGemmKernelConfig(2, 1),
+                {"symmetric": True, "biased": True},
+            ),
+            ((64, 400, 2080), 128, BF, WqGemmKernelConfig(3, 1), {"gated": True, "biased": True}),
+            ((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}),
+            ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}),
+            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}),
+            (
+                (31, 192, 2048),
+                128,
+                BF,
+                WqGemmKernelConfig(3, 4),
+                {"gated": True, "symmetric": True},
+            ),
         ),
     ],
 )
@@ -138,32 +120,28 @@ def test_products(
             {"gated": True, "symmetric": True},
         ),
         ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2, 2), HF, {"symmetric": True}),
-        pytest.param(
-            (17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}, marks=slow
+        *slow_cases(
+            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
+            (
+                (64, 400, 2080),
+                32,
+                BF,
+                WqGemmKernelConfig(3, 1),
+                HF,
+                {"gated": True, "symmetric": True},
+            ),
+            ((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}),
+            (
+                (64, 8, 3104),
+                ALL,
+                BF,
+                WqGemmKernelConfig(2, 4),
+                F32,
+                {"symmetric": True, "biased": True},
+            ),
+            ((31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}),
+            ((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}),
         ),
-        pytest.param(
-            (64, 400, 2080),
-            32,
-            BF,
-            WqGemmKernelConfig(3, 1),
-            HF,
-            {"gated": True, "symmetric": True},
-            marks=slow,
-        ),
-        pytest.param((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}, marks=slow),
-        pytest.param(
-            (64, 8, 3104),
-            ALL,
-            BF,
-            WqGemmKernelConfig(2, 4),
-            F32,
-            {"symmetric": True, "biased": True},
-            marks=slow,
-        ),
-        pytest.param(
-            (31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}, marks=slow
-        ),
-        pytest.param((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}, marks=slow),
     ],
 )
 def test_products_of_eight_bits(
@@ -182,46 +160,38 @@ def test_products_of_eight_bits(
     assert [name for name, _ in emulator.launched] == ["wq_permute_and_sum", "wq_gemm_pipelined"]
 
 
-FILLED = (
-    "            mbarrier_wait(full(), state.parity);\n            AOperand a_operand;",
-    "            AOperand a_operand;",
-)
-READ = (
-    "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\n            "
-    "load_w(",
-    "load_w(",
-)
-DONE = (
-    "                wgmma_wait<0>();\n                wgmma_fence_operand(part);",
-    "                wgmma_fence_operand(part);",
-)
-MET = ("    if (SPLIT > 1)\n        cluster_sync();\n    else if", "    if")
-FRONT = (
-    "        pdl_wait();\n        for (int i = 0; i < ahead",
-    "        for (int i = 0; i < ahead",
-)
-LEFT = (
-    "// no block may exit while others read its shared memory\n"
-    "    if (SPLIT > 1) cluster_sync_relaxed();",
-    "",
-)
-BASE = (" - MAGIC * scale;", ";")
-SUMS = ("if (column < w.columns) four", "if (column < w.columns - 4) four")
+MISTAKES = {
+    "pieces not waited for": (
+        "mbarrier_wait(full(), state.parity);\n            AOperand a_operand;",
+        "            AOperand a_operand;",
+    ),
+    "stages filled too early": (
+        "mbarrier_wait(shared_address(&barriers.empty[state.stage]), state.parity ^ 1);\nload_w(",
+        "load_w(",
+    ),
+    "products not waited for": (
+        "                wgmma_wait<0>();\n                wgmma_fence_operand(part);",
+        "                wgmma_fence_operand(part);",
+    ),
+    "blocks do not meet": ("    if (SPLIT > 1)\n        cluster_sync();\n    else if", "    if"),
+    "the kernel in front not waited for": (
+        "        pdl_wait();\n        for (int i = 0; i < ahead",
+        "        for (int i = 0; i < ahead",
+    ),
+    "a block ends early": (
+        "// no block may exit while others read its shared memory\n"
+        "    if (SPLIT > 1) cluster_sync_relaxed();",
+        "",
+    ),
+    "the raise kept": (" - MAGIC * scale;", ";"),
+    "the last columns forgotten": (
+        "if (column < w.columns) four",
+        "if (column < w.columns - 4) four",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(FILLED, id="pieces not waited for"),
-        pytest.param(READ, id="stages filled too early", marks=slow),
-        pytest.param(DONE, id="products not waited for", marks=slow),
-        pytest.param(MET, id="blocks do not meet", marks=slow),
-        pytest.param(FRONT, id="the kernel in front not waited for", marks=slow),
-        pytest.param(LEFT, id="a block ends early", marks=slow),
-        pytest.param(BASE, id="the raise kept", marks=slow),
-        pytest.param(SUMS, id="the last columns forgotten", marks=slow),
-    ],
-)
+@pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     assert emulator.detects(
         change,

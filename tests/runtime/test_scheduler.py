@@ -108,6 +108,18 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     assert all(sum(counts) <= most(counts.count(1)) for counts in steps)
 
 
+def step_beside_the_first(engine: EngineCore, count: int, repeats: int = 1) -> None:
+    """A step with one prompt, then three with ``count`` longer ones beside it."""
+    options = tiny.params(max_tokens=40, ignore_eos=True)
+    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=options))
+    engine.step()
+    for number in range(count):
+        prompt = (6 + number, *range(5, 90), *range(5, 70)) * repeats
+        engine.add(Request(id=f"with-{number}", prompt=prompt, params=options))
+    for _ in range(3):
+        engine.step()
+
+
 def test_a_step_lasts_no_longer_than_a_new_request_can_wait() -> None:
     """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each
     step.
@@ -117,19 +129,7 @@ def test_a_step_lasts_no_longer_than_a_new_request_can_wait() -> None:
     timed = engine.scheduler.observe_step
     engine.scheduler.observe_step = lambda plan, _: timed(plan, plan.num_tokens / 200)  # type: ignore[method-assign]
     steps = plans(engine)
-    options = tiny.params(max_tokens=40, ignore_eos=True)
-    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=options))
-    engine.step()
-    for number in range(5):
-        engine.add(
-            Request(
-                id=f"with-{number}",
-                prompt=(6 + number, *range(5, 90), *range(5, 70)),
-                params=options,
-            )
-        )
-    for _ in range(3):
-        engine.step()
+    step_beside_the_first(engine, 5)
     assert steps[0] == [150]
     assert steps[1:3] == [[1, 151, 49], [1, 1, 102, 98]]
     assert all(sum(counts) <= 200 + counts.count(1) for counts in steps)
@@ -147,19 +147,7 @@ def test_one_slow_step_does_not_make_all_that_follow_small() -> None:
         plan, slow.pop() if slow else plan.num_tokens / 2000
     )  # type: ignore[method-assign]
     steps = plans(engine)
-    options = tiny.params(max_tokens=40, ignore_eos=True)
-    engine.add(Request(id="first", prompt=tuple(range(5, 55)) * 3, params=options))
-    engine.step()
-    for number in range(8):
-        engine.add(
-            Request(
-                id=f"with-{number}",
-                prompt=(6 + number, *range(5, 90), *range(5, 70)) * 2,
-                params=options,
-            )
-        )
-    for _ in range(3):
-        engine.step()
+    step_beside_the_first(engine, 8, repeats=2)
     assert [sum(counts) for counts in steps[:2]] == [150, 1 + 128]
     assert sum(steps[2]) > 1500, "the second step was a sample of the prefill speed"
     tiny.drain(engine)

@@ -13,6 +13,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.llm import LLM, build_engine
 from tests.models.sam_seeded import small_file
 from tests.optional_extras import skip_if_extra_missing
+from tests.stories import build_stories
 
 if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped, not this file
     from tests.serve.service_thread import ServiceThread
@@ -21,11 +22,7 @@ if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped,
 @pytest.fixture(scope="session")
 def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trained LLaMA of 260 thousand parameters, in float32."""
-    out = tmp_path_factory.mktemp("serve") / "stories.engine"
-    build_engine(
-        shared / "data/models/stories260K", out, BuildConfig(dtype="float32", target="cpu")
-    )
-    return out
+    return build_stories(shared, tmp_path_factory.mktemp("serve"))
 
 
 @pytest.fixture(scope="session")

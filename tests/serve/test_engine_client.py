@@ -297,6 +297,18 @@ class Scarce(ThreadLauncher):
         return await super().__call__()
 
 
+def tiny_client(launcher: ThreadLauncher, restart_delay: float = 0.2) -> EngineClient:
+    """The client of an engine of seeded weights, whose worker is a thread."""
+    return EngineClient(
+        "tiny",
+        OpenEngine("tiny", {}, {}),
+        max_waiting=4,
+        launch=launcher,
+        load_text_processor=ids_only_processor,
+        restart_delay=restart_delay,
+    )
+
+
 def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     assert "secret" not in stream.getvalue()
     return [json.loads(line) for line in stream.getvalue().splitlines()]
@@ -332,14 +344,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
 def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range) -> None:
     async def main() -> None:
         launcher = Scarce(fail)
-        engine = EngineClient(
-            "tiny",
-            OpenEngine("tiny", {}, {}),
-            max_waiting=4,
-            launch=launcher,
-            load_text_processor=ids_only_processor,
-            restart_delay=0.001,
-        )
+        engine = tiny_client(launcher, restart_delay=0.001)
         task = asyncio.create_task(engine.run())
         await engine.load_finished.wait()
         for child in launcher.children:
@@ -384,13 +389,7 @@ def test_a_worker_that_is_being_started_while_the_engine_is_closed_is_ended() ->
 
     async def main() -> None:
         launcher = Slow()
-        engine = EngineClient(
-            "tiny",
-            OpenEngine("tiny", {}, {}),
-            max_waiting=4,
-            launch=launcher,
-            load_text_processor=ids_only_processor,
-        )
+        engine = tiny_client(launcher)
         task = asyncio.create_task(engine.run())
         await launcher.begun.wait()
         await engine.close()
@@ -415,13 +414,7 @@ def test_a_worker_that_the_system_cannot_end_holds_nothing_up(
     async def main() -> None:
         monkeypatch.setattr(engine_module, "KILL_TIMEOUT", 0.01)
         launcher = Stuck()
-        engine = EngineClient(
-            "tiny",
-            OpenEngine("tiny", {}, {}),
-            max_waiting=4,
-            launch=launcher,
-            load_text_processor=ids_only_processor,
-        )
+        engine = tiny_client(launcher)
         task = asyncio.create_task(engine.run())
         await engine.load_finished.wait()
         launcher.children[0].kill()

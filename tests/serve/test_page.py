@@ -107,7 +107,8 @@ def test_all_of_it_is_light_and_packed() -> None:
 
 
 @pytest.mark.skipif(
-    shutil.which("node") is None, reason="needs node, which runs the page's own file"
+    shutil.which("node") is None,
+    reason="needs node for the page's own file: apt-get install nodejs",
 )
 def test_a_rate_needs_time_to_be_one(tmp_path: Path) -> None:
     """Pieces that come at once say how they were sent: 205 tokens within a millisecond are no

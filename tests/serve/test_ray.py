@@ -23,19 +23,10 @@ import pytest
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from tests.serve.server_process import ServerProcess, read_all
+from tests.stories import STORY_STARTS
 from tests.wait import TIMEOUT_SECONDS, wait_until
 
 pytestmark = pytest.mark.ray
-STARTS = (
-    "Once upon a time",
-    "The dog",
-    "Lily said",
-    "A",
-    "Ben and Tom",
-    "One day",
-    "The sun",
-    "Mom",
-)
 TOKENS = 60
 LONG = {"model": "stories", "prompt": "Once", "max_tokens": 450, "ignore_eos": True, "stream": True}
 
@@ -171,8 +162,10 @@ def cluster(stories: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> dict[str, str]:
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    answers = llm.generate(list(STARTS), params, progress=False)
-    return {start: answer.outputs[0].text for start, answer in zip(STARTS, answers, strict=True)}
+    answers = llm.generate(list(STORY_STARTS), params, progress=False)
+    return {
+        start: answer.outputs[0].text for start, answer in zip(STORY_STARTS, answers, strict=True)
+    }
 
 
 def test_the_text_of_the_class_from_both(cluster: Cluster, expected: dict[str, str]) -> None:

@@ -53,6 +53,15 @@ async def hung(dog: Watchdog, turns: ManualClock, count: int) -> bool:
     return is_hung
 
 
+def watched_tiny(launcher: ThreadLauncher) -> Watched:
+    """A watched engine of seeded weights, whose worker is a thread."""
+    return Watched(
+        OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
+        launch=launcher,
+        load_text_processor=ids_only_processor,
+    )
+
+
 def test_silence_beyond_the_limit_is_a_hang() -> None:
     async def main() -> None:
         pings: list[None] = []
@@ -203,11 +212,7 @@ def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
         launcher = ThreadLauncher()
         async with (
             asyncio.timeout(TIMEOUT_SECONDS),
-            Watched(
-                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
-                launch=launcher,
-                load_text_processor=ids_only_processor,
-            ) as watched,
+            watched_tiny(launcher) as watched,
         ):
             engine = watched.engine
             first = engine.submit([make_request(engine, (5, 6))])
@@ -251,11 +256,7 @@ def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
         launcher = ThreadLauncher()
         async with (
             asyncio.timeout(TIMEOUT_SECONDS),
-            Watched(
-                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
-                launch=launcher,
-                load_text_processor=ids_only_processor,
-            ) as watched,
+            watched_tiny(launcher) as watched,
         ):
             engine = watched.engine
             stepping = launcher.children[0].allow_steps
@@ -277,11 +278,7 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
     async def main() -> None:
         async with (
             asyncio.timeout(TIMEOUT_SECONDS),
-            Watched(
-                OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
-                launch=ThreadLauncher(),
-                load_text_processor=ids_only_processor,
-            ) as watched,
+            watched_tiny(ThreadLauncher()) as watched,
         ):
             received: list[None] = []
             hear = watched.engine._handle

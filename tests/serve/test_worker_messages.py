@@ -11,27 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import FinishReason, Logprob, Request, SamplingParams, TokenOutput
-from modelmill.serve.worker_messages import (
-    LENGTH_PREFIX,
-    AbortRequest,
-    AddRequest,
-    EngineReady,
-    FinishSequence,
-    GetStats,
-    Heartbeat,
-    LoadingUpdate,
-    Message,
-    OpenEngine,
-    OpenFailed,
-    Ping,
-    RequestRejected,
-    RequestStarted,
-    StatsReply,
-    StepTokens,
-    decode,
-    decode_frames,
-    encode,
-)
+from modelmill.serve import worker_messages as wire
 
 PARAMS = SamplingParams(
     n=2, temperature=0.5, seed=2**63, logit_bias={5: -100.0}, stop_token_ids=(3,), ignore_eos=True
@@ -44,25 +24,27 @@ PROCESSORS = LogitsProcessors(
     exponential_decay_length_penalty=(3, 1.5), begin_suppress_tokens=(2,), renormalize_logits=True,
 )  # fmt: skip
 TOP = Logprob(-math.inf, 2)
-MESSAGES: list[Message] = [
-    OpenEngine("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml",
+MESSAGES: list[wire.Message] = [
+    wire.OpenEngine("a b", {"dtype": "float32"}, {"kernels": {"linear": "torch"}}, False, "chatml",
     [5]),  # type: ignore[arg-type]
-    AddRequest(Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")),
-    AddRequest(
+    wire.AddRequest(
+        Request(id="r1", prompt=(1, 2), params=PARAMS, eos_ids=(7,), cache_salt="tenant")
+    ),
+    wire.AddRequest(
         Request(id="r2", prompt=(1,), params=SamplingParams(logits_processors=PROCESSORS),
         penalize_prompt=False)
     ),
-    AddRequest(Request(id="r3", prompt=(1,),
+    wire.AddRequest(Request(id="r3", prompt=(1,),
     params=SamplingParams(logits_processors=LogitsProcessors()))),
-    AbortRequest("r1"),
-    FinishSequence("r1", 3),
-    GetStats(9),
-    Ping(),
-    Heartbeat(),
-    LoadingUpdate("checking", 3, 2**40),
-    EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, max_prefix_pages=10),
-    RequestStarted("r1", 0.25),
-    StepTokens([
+    wire.AbortRequest("r1"),
+    wire.FinishSequence("r1", 3),
+    wire.GetStats(9),
+    wire.Ping(),
+    wire.Heartbeat(),
+    wire.LoadingUpdate("checking", 3, 2**40),
+    wire.EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, max_prefix_pages=10),
+    wire.RequestStarted("r1", 0.25),
+    wire.StepTokens([
         TokenOutput("r1", 0, 5),
         TokenOutput("r1", 1, None, finish_reason=FinishReason.ABORT, cached_tokens=3),
         TokenOutput("r1", 0, 6, {6: Logprob(-0.5, 1), 9: TOP}, FinishReason.STOP, 6,
@@ -70,36 +52,39 @@ MESSAGES: list[Message] = [
         TokenOutput("r1", 0, None, finish_reason=FinishReason.LENGTH, replayed_ids=(1, 2),
         score=-2.25),
     ]),
-    RequestRejected("r1", "the prompt is empty"),
-    RequestRejected("r1", "no memory", out_of_memory=True),
-    StatsReply(9, {"running": 1}),
-    OpenFailed("no such file", True),
+    wire.RequestRejected("r1", "the prompt is empty"),
+    wire.RequestRejected("r1", "no memory", out_of_memory=True),
+    wire.StatsReply(9, {"running": 1}),
+    wire.OpenFailed("no such file", True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
-    frame = encode(message)
-    assert LENGTH_PREFIX.unpack(frame[: LENGTH_PREFIX.size])[0] == len(frame) - LENGTH_PREFIX.size
-    assert decode(frame[LENGTH_PREFIX.size :]) == message
+def test_a_message_comes_out_as_it_went_in(message: wire.Message) -> None:
+    frame = wire.encode(message)
+    assert (
+        wire.LENGTH_PREFIX.unpack(frame[: wire.LENGTH_PREFIX.size])[0]
+        == len(frame) - wire.LENGTH_PREFIX.size
+    )
+    assert wire.decode(frame[wire.LENGTH_PREFIX.size :]) == message
 
 
 @given(st.lists(st.sampled_from(MESSAGES), max_size=8), st.lists(st.integers(0, 4000), max_size=12))
 def test_frames_come_out_whole_however_they_were_cut(
-    messages: list[Message], cuts: list[int]
+    messages: list[wire.Message], cuts: list[int]
 ) -> None:
-    stream = b"".join(encode(message) for message in messages)
+    stream = b"".join(wire.encode(message) for message in messages)
     edges = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     buffer, received = bytearray(), []
     for begin, end in pairwise(edges):
         buffer += stream[begin:end]
-        received += decode_frames(buffer)
+        received += wire.decode_frames(buffer)
     assert received == messages
     assert not buffer
 
 
 def test_stop_strings_stay_with_the_text_side() -> None:
     request = Request(id="r", prompt=(1,), params=SamplingParams(stop=("secret",)))
-    frame = encode(AddRequest(request))
+    frame = wire.encode(wire.AddRequest(request))
     assert b"secret" not in frame
-    assert decode(frame[LENGTH_PREFIX.size :]).request.params.stop == ()  # type: ignore[union-attr]
+    assert wire.decode(frame[wire.LENGTH_PREFIX.size :]).request.params.stop == ()  # type: ignore[union-attr]

@@ -135,8 +135,8 @@ def test_vocab_and_merges_without_tokenizer_json(real, shared):
     assert tokenizer.special == {"<|endoftext|>": 50256}
 
 
-def test_sentencepiece_like_files_stream_and_mark_their_prefix():
-    """LLaMA's fast layout: Metaspace, byte fallback, a space before the first text only."""
+def llama_like_hf():
+    """A specification with LLaMA's vocabulary of bytes and a few pieces, and its tokens."""
     spec = small_hf()
     tokens = [
         "<unk>",
@@ -154,6 +154,12 @@ def test_sentencepiece_like_files_stream_and_mark_their_prefix():
         "byte_fallback": True,
         "unk_token": "<unk>",
     }
+    return spec, tokens
+
+
+def test_sentencepiece_like_files_stream_and_mark_their_prefix():
+    """LLaMA's fast layout: Metaspace, byte fallback, a space before the first text only."""
+    spec, tokens = llama_like_hf()
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": 1, "content": "<s>"}]
     spec["pre_tokenizer"] = {
         "type": "Metaspace",
@@ -182,24 +188,7 @@ def test_sentencepiece_like_files_stream_and_mark_their_prefix():
 def test_llamas_older_layout_adds_a_space_after_every_control_token():
     import tokenizers
 
-    spec = small_hf()
-    tokens = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "h",
-        "i",
-        "▁h",
-        "▁hi",
-    ]
-    vocab = {text: id for id, text in enumerate(tokens)}
-    spec["model"] |= {
-        "vocab": vocab,
-        "merges": ["▁ h", "▁h i"],
-        "byte_fallback": True,
-        "unk_token": "<unk>",
-    }
+    spec, _ = llama_like_hf()
     spec["added_tokens"] = [spec["added_tokens"][0] | {"id": 1, "content": "<s>"}]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     spec["normalizer"] = {

@@ -16,11 +16,22 @@ def test_a_fault_changes_one_place(fault: Fault) -> None:
     assert all((ROOT / each).exists() for each in fault.tests)
 
 
+def test_every_area_has_a_fault() -> None:
+    areas = {fault.path.split("/")[1] for fault in FAULTS}
+    assert areas >= {
+        *("accept", "builder", "checkpoint", "nn", "ops", "quant"),
+        *("runtime", "serve", "text", "vision"),
+    }
+
+
 def test_names_are_unique() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
 
 
 def test_a_fault_is_planted_seen_and_removed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')\n"
+    )
     (tmp_path / "code.py").write_text("ONE = 1\n")
     (tmp_path / "test_code.py").write_text(
         "from pathlib import Path\n"

@@ -77,7 +77,7 @@ def test_the_licence_is_an_expression_and_a_file() -> None:
 
 def test_what_builds_the_wheel_needs_nothing_that_is_not_installed() -> None:
     """setup.py and the file that it loads run before torch is there."""
-    for path in (ROOT / "setup.py", ROOT / "modelmill" / "ops" / "cpu" / "prebuilt.py"):
+    for path in (ROOT / "setup.py", ROOT / "modelmill/ops/cpu/common/prebuilt.py"):
         imported = {
             (node.module or "").split(".")[0]
             if isinstance(node, ast.ImportFrom)

@@ -53,29 +53,12 @@ class TestServedSmolLM2(ChatModelIntegrationTests):
             "stream_usage": True,
         }
 
-    @property
-    def has_tool_calling(self) -> bool:
-        return True
-
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    @property
-    def has_structured_output(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @property
-    def returns_usage_metadata(self) -> bool:
-        return True
-
-    @property
-    def supports_model_override(self) -> bool:
-        return True
+    has_tool_calling = True
+    has_tool_choice = True
+    has_structured_output = True
+    supports_json_mode = True
+    returns_usage_metadata = True
+    supports_model_override = True
 
     @property
     def model_override_value(self) -> str:

@@ -144,14 +144,17 @@ def _helper(client: Any, model: str) -> None:
     )
 
 
+def async_client(client: Any) -> Any:
+    """An AsyncOpenAI of the same server."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300)
+
+
 @check("chat: async, eight at once, the same text")
 def _async(client: Any, model: str) -> None:
     async def ask() -> list[str]:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             answers = await asyncio.gather(*(chat(other, model) for _ in range(8)))
             return [answer.choices[0].message.content for answer in answers]
 
@@ -161,11 +164,7 @@ def _async(client: Any, model: str) -> None:
 @check("chat: async, streamed")
 def _async_streamed(client: Any, model: str) -> None:
     async def ask() -> str:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             stream = await chat(other, model, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -333,11 +332,7 @@ def _responses_function(client: Any, model: str) -> None:
 @check("responses: async, streamed")
 def _responses_async(client: Any, model: str) -> None:
     async def ask() -> str:
-        from openai import AsyncOpenAI
-
-        async with AsyncOpenAI(
-            base_url=client.base_url, api_key="none", max_retries=0, timeout=300
-        ) as other:
+        async with async_client(client) as other:
             stream = await respond(other, model, stream=True)
             return "".join(
                 [

@@ -13,22 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
 from tools.soak.server import SoakFailure, SoakServer
 
 SOAK_TESTS = ("fuzz", "leaving", "ends", "mixed")
 
 
-def make_progress(name: str) -> Callable[[int, int], None]:
+def make_progress(name: str) -> Progress:
     """Make a callback that updates a line on stderr."""
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(stage: str, done: int, total: int) -> None:
         print(
-            f"\r{name}: {done} of {total}",
+            f"\r{name}: {done} of {total} {stage}",
             end="\n" if done >= total else "",
             file=sys.stderr,
             flush=True,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak.client import disconnect_mid_stream, send_request
 from tools.soak.server import SoakFailure, SoakServer
 
 
 def run_disconnects(
-    server: SoakServer, count: int, on_progress: Callable[[int, int], None], concurrency: int = 50
+    server: SoakServer, count: int, on_progress: Progress, concurrency: int = 50
 ) -> dict[str, Any]:
     """Run ``count`` clients.
 
@@ -44,7 +44,7 @@ def run_disconnects(
     started_at = time.monotonic()
     for begin in range(0, count, concurrency):
         asyncio.run(run_batch(begin, min(begin + concurrency, count)))
-        on_progress(min(begin + concurrency, count), count)
+        on_progress("requests", min(begin + concurrency, count), count)
     gauges = server.wait_until_idle(120)
     status, _ = asyncio.run(
         send_request(server, "/v1/completions", {**body, "stream": False, "max_tokens": 4})

@@ -9,10 +9,10 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak import large_requests
 from tools.soak.client import connect, send_request
 from tools.soak.hostile_requests import random_request, response_problem
@@ -91,9 +91,7 @@ async def _poll_health(server: SoakServer, waits: list[float]) -> None:
         await asyncio.sleep(0.02)
 
 
-def fuzz(
-    server: SoakServer, count: int, seed: int, on_progress: Callable[[int, int], None]
-) -> dict[str, Any]:
+def fuzz(server: SoakServer, count: int, seed: int, on_progress: Progress) -> dict[str, Any]:
     """Send ``count`` requests, CONCURRENCY at a time.
 
     Raises:
@@ -123,7 +121,7 @@ def fuzz(
         asyncio.run(run_batch(begin, min(begin + size, count)))
         memory = server.memory()
         series.append((time.monotonic() - started_at, memory["api"], memory["worker"]))
-        on_progress(min(begin + size, count), count)
+        on_progress("requests", min(begin + size, count), count)
     gauges = server.wait_until_idle()
     if {each.pid for each in server.workers()} != workers:
         raise SoakFailure("a worker was replaced")

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak import segment_requests
 from tools.soak.client import disconnect_mid_stream, send_request
 from tools.soak.hostile_requests import random_request, response_problem
@@ -181,7 +182,7 @@ def run_mixed_load(
     server: SoakServer,
     minutes: float,
     seed: int,
-    on_progress: Callable[[int, int], None],
+    on_progress: Progress,
     clients: int = 8,
 ) -> dict[str, Any]:
     """Run ``clients`` in parallel for ``minutes``."""
@@ -201,7 +202,7 @@ def run_mixed_load(
         while time.monotonic() < end:
             memory = server.memory()
             series.append((time.monotonic() - started_at, memory["api"], memory["worker"]))
-            on_progress(int(time.monotonic() - started_at), int(60 * minutes))
+            on_progress("seconds", int(time.monotonic() - started_at), int(60 * minutes))
             await asyncio.sleep(pause)
 
     async def everything() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelmill.core.progress import Progress
 from tools.soak.client import connect, post
 from tools.soak.server import SoakFailure, SoakServer
 
@@ -204,11 +205,11 @@ CHECKS = (
 
 
 def run_shutdown_checks(
-    engine: Path, flags: Sequence[str], on_progress: Callable[[int, int], None]
+    engine: Path, flags: Sequence[str], on_progress: Progress
 ) -> dict[str, Any]:
     """Run all checks, one after another."""
     results = []
     for index, each in enumerate(CHECKS):
         results.append(each(engine, flags))
-        on_progress(index + 1, len(CHECKS))
+        on_progress("checks", index + 1, len(CHECKS))
     return {"what": "ends and kills", "ok": all(each["ok"] for each in results), "each": results}

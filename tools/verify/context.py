@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from modelmill.core.progress import Progress
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,7 +28,7 @@ class VerifyContext:
         """A line on stderr with the time since the start."""
         print(f"[{time.perf_counter() - self._began:7.1f} s] {text}", file=sys.stderr, flush=True)
 
-    def progress(self, what: str, every: float = 20.0) -> Callable[[str, int, int], None]:
+    def progress(self, what: str, every: float = 20.0) -> Progress:
         """A progress callback that logs at most every so many seconds."""
         last = [time.perf_counter()]
 

@@ -13,9 +13,10 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ HAS_FLOAT16 = (
 )
 CAN_EMULATE = HAS_FLOAT16 and sys.platform == "linux"  # elsewhere g++ may be another compiler
 requires_emulation = pytest.mark.skipif(
-    not CAN_EMULATE, reason="g++ 12 or newer, on Linux, is not here"
+    not CAN_EMULATE, reason="needs Linux with g++ 12 or newer: apt-get install g++"
 )
 FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MAX_SHARED_BYTES = 227 << 10
@@ -175,6 +176,19 @@ class EmulatedKernel:
         wrong = self.function(sizes, (ctypes.c_uint64 * len(front))(*front), pointers)
         if wrong is not None:
             raise EmulationError(wrong.decode())
+
+
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a parametrized test that are slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def mistakes(changes: Mapping[str, tuple[str, str]]) -> list[Any]:
+    """Parameters of a test of planted mistakes, by name; all but the first are slow tests."""
+    return [
+        pytest.param(change, id=name, marks=[pytest.mark.slow] if number else [])
+        for number, (name, change) in enumerate(changes.items())
+    ]
 
 
 def memory_ranges(*tensors: torch.Tensor | None) -> list[tuple[int, int]]:

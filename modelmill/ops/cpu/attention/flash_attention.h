@@ -1,6 +1,11 @@
-// FlashAttention for prefill on the CPU: softmax(q · Kᵀ) · V of a block of query rows over a range
-// of keys in a paged KV cache, online softmax, float32 arithmetic; cache in float32, 16 bits or
-// int8 with scales. Used by paged_attention.cpp.
+// FlashAttention for prefill: a block of query rows over a range of keys in a paged KV cache.
+//
+// Computes: softmax(q · Kᵀ) · V, online softmax, as two panel GEMMs
+// Dtypes: cache float32, bfloat16, float16 or int8 with scales; float32 arithmetic
+// Layout: pages [kv_heads, page_size, dim]; tiles of 64 keys converted to float, keys transposed
+// Range: any number of query rows and keys
+// Technique: register-blocked FMA panels (AVX-512, AVX2 or portable), thread pool
+// Used by: flash_attention_small_m.h
 //
 // Tiles of 64 keys and values are converted to float and the keys transposed, so that both products
 // are the same register-blocked panel GEMM; a tile is read once for all query rows and all query

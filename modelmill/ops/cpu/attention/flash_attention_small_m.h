@@ -1,5 +1,11 @@
-// Decode attention on the CPU: up to 8 query rows (the query heads of one KV head) over a range of
-// keys in a paged KV cache, online softmax. Used by paged_attention.cpp for single queries.
+// Decode attention: the query heads of one KV head over a range of keys in a paged KV cache.
+//
+// Computes: softmax(q · Kᵀ) · V, online softmax
+// Dtypes: cache float32, bfloat16, float16 or int8 with scales; float32 arithmetic
+// Layout: keys and values are read in place
+// Range: up to 8 query rows
+// Technique: FMA (AVX-512, AVX2 or portable): four keys at a time against all rows
+// Used by: paged_attention.cpp
 //
 // Keys and values are read in place: four keys at a time against all rows, then values are weighted
 // and accumulated in registers. Transposing a tile, as flash_attention.h does, would take longer

@@ -1,6 +1,13 @@
-// Attention over the paged KV cache: q[T, heads, dim] against pages [kv_heads, page_size, dim] in
-// float32, 16 bits or int8 with scales; prefill and decode, GQA, sliding window. Called by the ops
-// paged_attention and decode.
+// Attention over the paged KV cache, prefill and decode.
+//
+// Computes: out[T, heads · dim] = softmax(q[T, heads, dim] · Kᵀ · scale) · V per sequence, causal,
+//     GQA, optional sliding window
+// Dtypes: q and out float32, bfloat16 or float16; pages the same types or int8 with float32 scales
+// Layout: pages [pages, kv_heads, page_size, dim], contiguous; int32 page tables
+// Range: any M; any head size and page size
+// Technique: flash attention in blocks of queries, split-KV in parts of 256 keys (one query),
+//     AVX-512 or AVX2 FMA, thread pool
+// Ops: paged_attention, decode
 //
 // Prompts are split in blocks of queries (flash_attention.h); a single query is split in parts of
 // 256 keys (split-KV, flash_attention_small_m.h) that are merged in a fixed order, so that a

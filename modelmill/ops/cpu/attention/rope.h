@@ -1,5 +1,11 @@
-// One head row of q or k: RMSNorm (q/k norm), RoPE and logn scale, dim columns. Used by
-// rope_cache.cpp.
+// One head row of q or k.
+//
+// Computes: RMSNorm (q/k norm), RoPE and logn scale of dim values
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: one contiguous row
+// Range: any dim
+// Technique: SIMD (simd.h)
+// Used by: rope_cache.cpp
 #pragma once
 #include "norm_quantize/norm.h"
 

@@ -1,5 +1,11 @@
-// q/k norm, RoPE, logn scale and KV-cache write for qkv[T, (heads + 2 · kv_heads) · dim]. Called by
-// the ops rope_cache and decode.
+// q/k norm, RoPE, logn scale and KV-cache write.
+//
+// Computes: q[T, heads, dim], and k, v to their slots, from qkv[T, (heads + 2 · kv_heads) · dim]
+// Dtypes: qkv, q and cache float32, bfloat16 or float16; float32 angles
+// Layout: qkv row-major; pages [pages, kv_heads, page_size, dim], contiguous; int64 slots
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: rope_cache, decode
 #include "common/ops.h"
 #include "attention/rope.h"
 #include "common/parallel_for.h"

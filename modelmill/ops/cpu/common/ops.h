@@ -1,5 +1,11 @@
-// C declarations of the ops that decode.cpp calls. Their source files include this header too, so
-// that the compiler rejects a declaration that does not match: C linkage has no types.
+// C declarations of the ops that decode.cpp calls.
+//
+// Computes: declarations only; their source files include this header too, so that the compiler
+//     rejects a declaration that does not match: C linkage has no types
+// Range: as the ops
+// Technique: none of its own
+// Used by: add_rms_norm.cpp, decode.cpp, int4_linear.cpp, int8_group_linear.cpp, int8_linear.cpp,
+//     linear.cpp, paged_attention.cpp, rms_norm.cpp, rope_cache.cpp, silu_mul.cpp
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,10 @@
 // Software prefetch of weights that are streamed from memory, for the small-M linear kernels.
 //
+// Computes: addresses ahead of the loads of a row
+// Range: rows of any length
+// Technique: prefetch instructions to L1, or with MILL_PREFETCH_L2 to L2
+// Used by: gemm_small_m.h, w8a8_linear.cpp
+//
 // The hardware prefetchers stop at page ends, rows are short, and a block reads several rows at
 // once, so every cache line is prefetched explicitly. MILL_PREFETCH_L2 (build.machine_flags)
 // selects the target: Zen 4 has few L1 fill buffers, so that more lines are in flight if they are

@@ -1,5 +1,10 @@
-// Self-check that build.py runs after loading the library, and a plain parallel read: the memory
-// bandwidth against which the weight-streaming kernels are compared.
+// Self-check and bandwidth probe of the library.
+//
+// Computes: the checks that build.py runs after loading the library, and a plain parallel read: the
+//     memory bandwidth against which the weight-streaming kernels are compared
+// Range: any CPU
+// Technique: SIMD (simd.h), thread pool
+// Used by: build.py
 #include "common/simd.h"
 #include "common/parallel_for.h"
 

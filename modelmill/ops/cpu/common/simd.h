@@ -1,6 +1,11 @@
-// SIMD wrapper of all CPU kernels: vectors of W floats on AVX-512 (W = 16), AVX2 + FMA + F16C (W =
-// 8) or portable C++ (W = 4). load / load_n and store / store_n convert from and to float32,
-// bfloat16, float16 and int8; exp, horizontal sums and maxima.
+// SIMD wrapper of all CPU kernels.
+//
+// Computes: vectors of W floats: load / load_n and store / store_n with conversion from and to
+//     float32, bfloat16, float16 and int8; exp, horizontal sums and maxima
+// Range: W = 16 (AVX-512), 8 (AVX2 + FMA + F16C) or 4 (portable C++)
+// Technique: AVX-512, AVX2 + FMA + F16C, portable C++ vectors
+// Used by: activation.h, decode.cpp, flash_attention.h, gemm_small_m.h, norm.h, rptq_linear.cpp,
+//     runtime.cpp, upsample_masks.cpp, w8a8_linear.cpp
 //
 // A kernel is written once with these functions. The compiler's ISA macros select the
 // implementation, so that any -march is correct.

@@ -1,4 +1,9 @@
-// Thread pool behind parallel_for.h: worker threads that run one job of a caller at a time.
+// Thread pool behind parallel_for.h.
+//
+// Computes: worker threads that run one job of a caller at a time
+// Range: any number of threads
+// Technique: one atomic word, futex, work stealing, exponential backoff
+// Used by: parallel_for.h
 //
 // One atomic word, the gate, holds the job number, whether it is open, and the number of workers
 // inside. A worker enters only an open job that it has not run; the caller closes the gate when no

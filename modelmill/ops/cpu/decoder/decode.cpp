@@ -1,6 +1,13 @@
-// All decoder layers for a few tokens (M ≤ 16) in one call: RMSNorm, QKV linear, RoPE + KV-cache
-// write, paged attention, output linear, SwiGLU MLP and the LM head, by the ops of this library.
-// Called by the fused op decode (ops/cpu/decoder/decode.py).
+// All decoder layers for a few tokens in one call, by the ops of this library.
+//
+// Computes: logits[R, vocab] of residual[M, H]: RMSNorm, QKV linear, RoPE + KV-cache write, paged
+//     attention, output linear, SwiGLU MLP and the LM head
+// Dtypes: activations float32, bfloat16 or float16; weights of those types, int8, or int4 and int8
+//     with group scales
+// Layout: as the ops that it calls
+// Range: M ≤ 16 per call (the op takes up to 32 in two)
+// Technique: one call instead of some 150: no host work between the ops
+// Ops: decode
 #include "common/ops.h"
 #include "common/simd.h"
 #include "common/parallel_for.h"

@@ -1,11 +1,17 @@
-// Small-M GEMM: out[M, N] = x[M, K] · weight[N, K]ᵀ for weights in float32, bfloat16, float16, int8
-// or e4m3, float32 accumulators; any M, tuned for M ≤ 16. Used by linear.cpp, int8_linear.cpp,
-// fp8_linear.cpp.
+// Small-M GEMM.
+//
+// Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ
+// Dtypes: x and out float32, bfloat16 or float16; weights of those types, int8 or e4m3; float32
+//     accumulators
+// Layout: row-major
+// Range: any M, tuned for M ≤ 16
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking (6 rows of x by 8
+//     weight rows), software prefetch, per-thread scratch for the packed activations
+// Used by: e4m3.h, groupwise.h, int8_linear.cpp, linear.cpp
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
-// 8 weight rows; weights are streamed with software prefetch (prefetch.h). Techniques: AVX-512 or
-// AVX2 FMA, AVX512_BF16 dot products, per-thread scratch for the packed activations.
+// 8 weight rows; weights are streamed with software prefetch (prefetch.h).
 #pragma once
 #include "common/simd.h"
 #include "common/prefetch.h"

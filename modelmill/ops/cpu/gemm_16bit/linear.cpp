@@ -1,5 +1,11 @@
-// Dense GEMM: out[M, N] = x[M, K] · weight[N, K]ᵀ + bias in float32, bfloat16 or float16
-// (gemm_small_m.h). Called by the ops linear and decode.
+// Dense GEMM.
+//
+// Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ + bias
+// Dtypes: float32, bfloat16 or float16; float32 accumulators
+// Layout: row-major
+// Range: any M (from 17 rows of bfloat16 on torch's product where the CPU multiplies matrices)
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
+// Ops: linear, decode
 #include "gemm_16bit/gemm_small_m.h"
 #include "common/ops.h"
 

@@ -1,5 +1,11 @@
-// Row functions of SiLU-and-multiply and tanh GELU, any row length, float32 arithmetic (simd.h).
-// Used by silu_mul.cpp and gelu_tanh.cpp.
+// Row functions of activation functions.
+//
+// Computes: SiLU-and-multiply and tanh GELU of a row
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: contiguous rows
+// Range: any row length
+// Technique: SIMD exp (simd.h)
+// Used by: gelu_tanh.cpp, silu_mul.cpp
 #pragma once
 #include "common/simd.h"
 

@@ -1,5 +1,11 @@
-// Residual add and RMSNorm of x[M, N] by rows (norm.h); the sum overwrites the residual. Called by
-// the ops add_rms_norm and decode.
+// Residual add and RMSNorm by rows; the sum overwrites the residual.
+//
+// Computes: residual[M, N] += x[M, N]; out[M, N] = rmsnorm(residual) · weight[N]
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: add_rms_norm, decode
 #include "norm_quantize/norm.h"
 #include "common/ops.h"
 #include "common/parallel_for.h"

@@ -1,4 +1,11 @@
-// Tanh GELU of any number of elements (activation.h). Called by the op gelu_tanh.
+// Tanh GELU.
+//
+// Computes: out = gelu_tanh(x), elementwise
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: contiguous
+// Range: any M
+// Technique: SIMD exp (simd.h), thread pool
+// Ops: gelu_tanh
 #include "norm_quantize/activation.h"
 #include "common/parallel_for.h"
 

@@ -1,4 +1,11 @@
-// LayerNorm of x[M, N] by rows (norm.h). Called by the op layer_norm.
+// LayerNorm by rows.
+//
+// Computes: out[M, N] = layernorm(x[M, N]) · weight[N] + bias[N]
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: layer_norm
 #include "norm_quantize/norm.h"
 #include "common/parallel_for.h"
 

@@ -1,5 +1,11 @@
-// Row functions of RMSNorm, residual add + RMSNorm and LayerNorm over n columns, float32 arithmetic
-// (simd.h). Used by rms_norm.cpp, add_rms_norm.cpp, layer_norm.cpp and rope.h.
+// Row functions of norms.
+//
+// Computes: RMSNorm, residual add + RMSNorm and LayerNorm over n columns
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: contiguous rows
+// Range: any n
+// Technique: SIMD (simd.h)
+// Used by: add_rms_norm.cpp, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope.h
 #pragma once
 #include "common/simd.h"
 

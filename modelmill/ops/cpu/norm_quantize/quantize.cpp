@@ -1,5 +1,12 @@
-// Activation quantization x[M, N] to int8 by rows: one static factor or dynamic scales amax / 127
-// per row. Called by the op quantize.
+// Activation quantization by rows.
+//
+// Computes: values[M, N] = round(x[M, N] · inv_scale) with one static factor, or with dynamic
+//     scales[M] = amax / 127
+// Dtypes: x float32, bfloat16 or float16; values int8; float32 scales
+// Layout: row-major
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: quantize
 #include "norm_quantize/norm.h"
 #include "common/parallel_for.h"
 

@@ -1,4 +1,11 @@
-// RMSNorm of x[M, N] by rows (norm.h). Called by the ops rms_norm and decode.
+// RMSNorm by rows.
+//
+// Computes: out[M, N] = rmsnorm(x[M, N]) · weight[N]
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: SIMD (simd.h), thread pool
+// Ops: rms_norm, decode
 #include "norm_quantize/norm.h"
 #include "common/ops.h"
 #include "common/parallel_for.h"

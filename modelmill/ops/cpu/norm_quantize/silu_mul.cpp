@@ -1,5 +1,11 @@
-// SwiGLU gate: out[M, N] = silu(gate) · up of gate_up[M, 2 N] (activation.h). Called by the ops
-// silu_mul and decode.
+// SwiGLU gate by rows.
+//
+// Computes: out[M, N] = silu(gate) · up of gate_up[M, 2 N]
+// Dtypes: float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: SIMD exp (simd.h), thread pool
+// Ops: silu_mul, decode
 #include "norm_quantize/activation.h"
 #include "common/ops.h"
 #include "common/parallel_for.h"

@@ -1,5 +1,11 @@
-// Samples one token per row of logits[M, vocab] in fixed-point arithmetic: temperature, top-k,
-// top-p, min-p; bit-identical to ops/sample.py. Called by the op sample.
+// Samples one token per row in fixed-point arithmetic, bit-identical to ops/sample.py.
+//
+// Computes: ids[M] of logits[M, vocab]: temperature, top-k, top-p, min-p
+// Dtypes: logits float32; noise float64; integer probabilities
+// Layout: row-major
+// Range: any M
+// Technique: integer arithmetic, thread pool
+// Ops: sample
 #if defined(__clang__)
 #    pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)

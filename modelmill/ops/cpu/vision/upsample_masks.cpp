@@ -1,5 +1,12 @@
-// Upsamples mask logits [count, side, side] to the picture's size by two bilinear interpolations
-// and returns masks, boxes, areas and stability counts. Called by the op upsample_masks.
+// Upsamples mask logits to the picture's size.
+//
+// Computes: masks, boxes, areas and stability counts from logits[count, side, side] by two bilinear
+//     interpolations
+// Dtypes: logits float32; masks of bytes
+// Layout: row-major
+// Range: any M
+// Technique: rows on demand, regions below the threshold skipped, SIMD (simd.h), thread pool
+// Ops: upsample_masks
 //
 // Rows are computed on demand and at most two are kept per size. Regions whose contributing logits
 // are all below the threshold are skipped: a mask usually covers a small part of its picture.

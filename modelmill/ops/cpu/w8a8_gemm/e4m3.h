@@ -1,5 +1,11 @@
-// fp8 (e4m3: 4 exponent bits with bias 7, 3 mantissa bits, no infinities) as a load type of simd.h.
-// Used by fp8_linear.cpp.
+// fp8 e4m3 (4 exponent bits with bias 7, 3 mantissa bits, no infinities) as a load type of simd.h.
+//
+// Computes: float vectors from e4m3 bytes
+// Dtypes: e4m3 to float32
+// Layout: contiguous bytes
+// Range: all 256 codes
+// Technique: shifts to the bit positions of float16
+// Used by: fp8_linear.cpp
 //
 // Shifted to the bit positions of float16, a value is too small by 2⁸; subnormals agree. The NaN
 // codes (exponent and mantissa all ones) would read as 480, so they get the all-ones exponent of

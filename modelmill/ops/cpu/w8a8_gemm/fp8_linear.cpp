@@ -1,6 +1,11 @@
-// Weight-only or W8A8 fp8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale (· x_scale) + bias,
-// weight e4m3, x e4m3 or 16/32 bits, float32 arithmetic (gemm_small_m.h). Called by the op
-// fp8_linear.
+// Weight-only or W8A8 fp8 GEMM.
+//
+// Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale (· x_scale) + bias
+// Dtypes: weights e4m3; x e4m3, float32, bfloat16 or float16; float32 arithmetic
+// Layout: row-major
+// Range: any M
+// Technique: fp8 to float in registers, AVX-512 or AVX2 FMA, software prefetch
+// Ops: fp8_linear
 #include "w8a8_gemm/e4m3.h"
 
 namespace mill {

@@ -1,10 +1,12 @@
-// RPTQ integer GEMM and activation quantization. rptq_linear: out[M, N] = sum over groups of step ·
-// (scale · (q · w) + offset · sum(q)) + constant + bias, q[M, K] int8, weights [N, K] int8 or
-// packed int4, K in groups that are multiples of 32. rptq_quant: permuted int8 activations with
-// static factors or dynamic steps. Called by the ops rptq_linear and rptq_quant.
+// RPTQ integer GEMM and activation quantization.
 //
-// Techniques: AVX-512 VNNI (vpdpbusd) with 256-bit vectors, portable C++ otherwise; int32 sums per
-// group are flushed to float.
+// Computes: out[M, N] = sum over groups of step · (scale · (q · w) + offset · sum(q)) + constant +
+//     bias; rptq_quant: permuted int8 activations with static factors or dynamic steps
+// Dtypes: q int8; weights int8 or packed int4; int32 sums of a group, float32 sums
+// Layout: q[M, K], weights [N, K] row-major; scales and offsets [N, groups]
+// Range: any M (rptq_quant: any M); groups of a multiple of 32 columns up to 65,536
+// Technique: AVX-512 VNNI (vpdpbusd, 256-bit vectors) or portable C++, thread pool
+// Ops: rptq_linear, rptq_quant
 #include "common/simd.h"
 #include "common/parallel_for.h"
 

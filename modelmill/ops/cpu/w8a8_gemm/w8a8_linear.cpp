@@ -1,9 +1,11 @@
-// int8 by int8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · x_scale · scale + bias. Integer sums
-// modulo 2³²: exact wherever the result fits 32 bits, and the same bits for every blocking and
-// instruction set. Called by the op w8a8_linear.
+// int8 by int8 GEMM.
 //
-// Techniques: AVX-512 VNNI (vpdpbusd), AVX-512 or AVX2 multiply-add, portable C++ otherwise;
-// software prefetch.
+// Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · x_scale · scale + bias
+// Dtypes: x and weights int8; integer sums modulo 2³²; out float32, bfloat16 or float16
+// Layout: row-major
+// Range: any M
+// Technique: AVX-512 VNNI (vpdpbusd), AVX-512 or AVX2 multiply-add, portable C++; software prefetch
+// Ops: w8a8_linear
 #include "common/simd.h"
 #include "common/prefetch.h"
 #include "common/parallel_for.h"

@@ -1,10 +1,17 @@
-// Groupwise weight-only GEMM: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ + bias, int4 or int8
-// codes with a scale and offset per row and group of columns (layouts: ops/int4_linear.py,
-// ops/int8_group_linear.py). Used by int4_linear.cpp and int8_group_linear.cpp.
+// Groupwise weight-only GEMM.
+//
+// Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ + bias, a scale and offset per row and
+//     group of columns
+// Dtypes: x and out float32, bfloat16 or float16; int4 or int8 codes; float16 or float32 scales;
+//     float32 accumulators
+// Layout: codes as in ops/int4_linear.py and ops/int8_group_linear.py; scales and offsets [N,
+//     groups]
+// Range: any M
+// Technique: AVX-512 table lookup (permutexvar) or AVX2 shifts for nibbles, FMA, software prefetch
+// Used by: int4_linear.cpp, int8_group_linear.cpp
 //
 // Codes become floats in registers; scales are applied once per group, and offsets multiply the
-// group sums of x. Techniques: AVX-512 table lookup (permutexvar) or AVX2 shifts for nibbles, FMA,
-// software prefetch.
+// group sums of x.
 #pragma once
 #include "gemm_16bit/gemm_small_m.h"
 

@@ -1,5 +1,11 @@
-// Groupwise int4 GEMM: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ + bias, and the dequantization
-// for many rows (groupwise.h). Called by the ops int4_linear and decode.
+// Groupwise int4 GEMM, and the dequantization for many rows.
+//
+// Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ + bias
+// Dtypes: x and out float32, bfloat16 or float16; packed int4 codes; float16 or float32 scales
+// Layout: row-major; codes as in ops/int4_linear.py; scales and offsets [N, groups]
+// Range: any M (many rows: dequantized for torch's product where that is faster)
+// Technique: AVX-512 table lookup or AVX2 shifts, FMA, software prefetch
+// Ops: int4_linear, decode
 #include "weight_only_gemm/groupwise.h"
 #include "common/ops.h"
 

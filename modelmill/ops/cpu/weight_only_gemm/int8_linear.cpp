@@ -1,6 +1,12 @@
-// Weight-only int8 GEMM: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale[N] + bias (gemm_small_m.h);
-// and the dequantization and epilogue for many rows, where torch computes the GEMM. Called by the
-// ops int8_linear and decode.
+// Weight-only int8 GEMM; and the dequantization and epilogue for many rows, where torch computes
+//     the GEMM.
+//
+// Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale[N] + bias
+// Dtypes: x and out float32, bfloat16 or float16; weights int8; float32 scales
+// Layout: row-major
+// Range: any M (from 17 rows of bfloat16 on torch's product where that is faster)
+// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
+// Ops: int8_linear, decode
 #include "gemm_16bit/gemm_small_m.h"
 #include "common/ops.h"
 

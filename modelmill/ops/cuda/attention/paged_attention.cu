@@ -1,7 +1,14 @@
-// Prefill attention over the paged KV cache (FlashAttention-3: Shah et al. 2024, arXiv:2407.08608):
-// q[T, heads, DIM] and KV pages of PAGE tokens in 16 bits, causal, optional sliding window, GQA;
-// out[T, heads · DIM]. DIM 64 or 128, PAGE 8 … 128, up to 1,024 sequences. Called by the op
-// paged_attention for prompts (ops/cuda/attention/paged_attention.py).
+// Prefill attention over the paged KV cache (FlashAttention-3: Shah et al. 2024, arXiv:2407.08608).
+//
+// Computes: out[T, heads · DIM] = softmax(q[T, heads, DIM] · Kᵀ · scale) · V per sequence, causal,
+//     optional sliding window, GQA
+// Dtypes: q, KV pages and out bfloat16 or float16; float32 sums
+// Layout: q and out row-major; K and V pages [pages, kv_heads, PAGE, DIM]; int32 page tables
+// Range: prefill (more than 64 queries of a sequence and 128 of a step), 16-bit pages; DIM 64 or
+//     128, PAGE 8 … 128 (a power of two), up to 1,024 sequences
+// Technique: TMA, mbarrier pipelines, warp specialization, wgmma, pingpong named barriers,
+//     setmaxnreg, PDL
+// Ops: paged_attention (launched by paged_attention.py)
 //
 // Persistent and warp-specialized, one block per SM: one producer warp loads tiles of 128 queries
 // and blocks of 128 keys and values by TMA, page by page; two consumer warpgroups own 64 queries
@@ -11,8 +18,7 @@
 // Overlap of softmax (exponentials would take half the time) and tensor cores, as in
 // FlashAttention-3: within a warpgroup the QKᵀ of the next block and the PV of the previous one are
 // in flight during the softmax; between the two warpgroups named barriers alternate them
-// (pingpong): one issues wgmma while the other computes its softmax. Techniques: TMA, mbarrier
-// pipelines, wgmma, pingpong named barriers, setmaxnreg, PDL.
+// (pingpong): one issues wgmma while the other computes its softmax.
 //
 // The producer is in paged_attention_producer.cuh, the consumers in paged_attention_consumer.cuh.
 // Macros: DIM (64 or 128), PAGE (8 … 128), HALF (float16 instead of bfloat16).

@@ -106,7 +106,6 @@ def run(
             prompts = (
                 fallback
                 or importlib.import_module("modelmill.ops.triton.attention.paged_attention").run
-                or importlib.import_module("modelmill.ops.triton.attention.paged_attention").run
             )
             prompts(inputs, out=out, include_decode=False)
         return _decode(q, caches, indices, sizes, out)

@@ -1,5 +1,11 @@
-// Consumer warpgroup of paged_attention.cu: S = QKᵀ by wgmma, online softmax in registers and O +=
-// PV by wgmma with P in registers, for 64 queries of a tile.
+// Consumer warpgroup of the prefill attention kernel.
+//
+// Computes: S = QKᵀ, online softmax in registers and O += PV for 64 queries of a tile
+// Dtypes: operands bfloat16 or float16; S, O float32
+// Layout: Q, K and V tiles in shared memory (128-byte swizzle), P in registers
+// Range: 64 queries by 128 keys per step, DIM 64 or 128
+// Technique: wgmma with P in registers, pingpong named barriers
+// Used by: paged_attention.cu
 #pragma once
 
 constexpr int S_REGS = KEYS / 2, O_REGS = DIM / 2, P_REGS = KEYS / 4;  // registers of a thread

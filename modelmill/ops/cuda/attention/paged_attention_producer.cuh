@@ -1,5 +1,12 @@
-// Producer warp of paged_attention.cu: tile scheduler (which queries of which sequence and head are
-// next) and TMA loads of queries, key pages and value pages into the mbarrier pipelines.
+// Producer warp of the prefill attention kernel.
+//
+// Computes: the tile schedule (which queries of which sequence and head are next) and the loads of
+//     queries, key pages and value pages
+// Dtypes: bfloat16 or float16
+// Layout: tiles in shared memory (128-byte swizzle), loaded page by page
+// Range: 128 queries and 128 keys per tile, DIM 64 or 128, PAGE 8 … 128
+// Technique: TMA, mbarrier pipelines
+// Used by: paged_attention.cu
 #pragma once
 
 // Reads the sequences' lengths once and computes the prefix sum of their tiles. Returns the total.

@@ -1,6 +1,13 @@
-// Shared parts of the decode attention kernels paged_decode16.cu and paged_decode8.cu: streaming
-// loads of keys and values, and the merge of partial softmax results across warps (shared memory)
-// and across the blocks of a cluster (split-KV, DSMEM).
+// Shared parts of the decode attention kernels: streaming loads of keys and values, and the merge
+//     of partial softmax results.
+//
+// Computes: out[heads · DIM] from the partial maxima, sums and outputs of warps (shared memory) and
+//     of the blocks of a cluster (DSMEM)
+// Dtypes: partial results float32; out bfloat16 or float16
+// Layout: partial results per warp in shared memory
+// Range: DIM 64 … 256, SPLITS 1, 2, 4 or 8 blocks of a cluster
+// Technique: split-KV, thread-block cluster (DSMEM), streaming loads
+// Used by: paged_decode16.cu, paged_decode8.cu
 //
 // Macros: DIM, WARPS, SPLITS.
 #pragma once

@@ -1,7 +1,14 @@
-// Decode attention over 16-bit KV pages: one query per sequence, all GROUP (up to 8) query heads of
-// a KV head together; q[B, heads, DIM], out[B, heads · DIM]. DIM 64 … 256 in steps of 16, PAGE 8 …
-// 128. Bound by memory bandwidth. Called by the op paged_attention for decode rows
-// (ops/cuda/attention/paged_decode16.py).
+// Decode attention over 16-bit KV pages, bound by memory bandwidth.
+//
+// Computes: out[B, heads · DIM] for one query q[B, heads, DIM] per sequence; all GROUP query heads
+//     of a KV head together
+// Dtypes: q, KV pages and out bfloat16 or float16; float32 sums
+// Layout: K and V pages [pages, kv_heads, PAGE, DIM]; int32 page tables
+// Range: decode, 16-bit pages; DIM 64, 80, 96, 112, 128 or 256, PAGE 8 … 128 (a power of two),
+//     GROUP ≤ 8
+// Technique: mma.sync m16n8k16, split-KV over a thread-block cluster (DSMEM), L2 prefetch before
+//     griddepcontrol.wait, PDL
+// Ops: paged_attention (launched by paged_decode16.py)
 //
 // QKᵀ: 16 keys are the rows (A) of mma.m16n8k16 and the query heads its columns; keys are used in
 // the order in which they were loaded, and the query is permuted along DIM to match. PV: values are
@@ -11,7 +18,6 @@
 // A block has WARPS warps, each with KEYS keys at a time of one sequence and KV head and its own
 // online softmax. SPLITS blocks of a cluster share a context (split-KV) and merge through DSMEM.
 // Masked keys are not read: the context's last key is loaded in their place with weight 0.
-// Techniques: mma.sync, L2 bulk prefetch before griddepcontrol.wait, clusters, PDL.
 //
 // Macros: DIM (64 … 256 in steps of 16), PAGE (8 … 128), GROUP (query heads of a KV head), SPLITS
 // (1, 2, 4, 8), WARPS, BLOCKS (per SM, for __launch_bounds__), KEY_TILES (tiles of 16 keys that a

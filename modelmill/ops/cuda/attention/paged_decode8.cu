@@ -1,7 +1,12 @@
-// Decode attention over int8 KV pages with a float32 scale per token and head, in integer
-// arithmetic: one query per sequence, one KV head per query head (no GQA); q[B, heads, DIM] in 16
-// bits, out[B, heads · DIM]. DIM 64 or 128, PAGE 8 … 128. Bound by memory bandwidth. Called by the
-// op paged_attention for decode rows (ops/cuda/attention/paged_decode8.py).
+// Decode attention over int8 KV pages in integer arithmetic, bound by memory bandwidth.
+//
+// Computes: out[B, heads · DIM] for one query q[B, heads, DIM] per sequence; one KV head per query
+//     head (no GQA)
+// Dtypes: q and out bfloat16 or float16; KV pages int8 with a float32 scale per token and head
+// Layout: K and V pages [pages, kv_heads, PAGE, DIM]; int32 page tables
+// Range: decode, int8 pages; DIM 64 or 128, PAGE 8 … 128 (a power of two), heads = kv_heads
+// Technique: int8 mma.sync m16n8k32, split-KV over a thread-block cluster (DSMEM), PDL
+// Ops: paged_attention (launched by paged_decode8.py)
 //
 // QKᵀ: 16 keys are the rows (A) of the int8 mma.m16n8k32 as loaded; the query, scaled to 2^22 /
 // amax, is three columns (its base-256 digits). PV: values are transposed four keys by four
@@ -11,7 +16,6 @@
 //
 // A block has WARPS warps, each with 32 keys at a time of one sequence and head and its own online
 // softmax. SPLITS blocks of a cluster share a context (split-KV) and merge through DSMEM.
-// Techniques: int8 mma.sync, clusters, PDL.
 //
 // Macros: DIM (64, 128), PAGE (8 … 128), SPLITS (1, 2, 4, 8), WARPS, BLOCKS (per SM, for
 // __launch_bounds__), HALF (type of q and out).

@@ -1,6 +1,11 @@
-// Thread-block clusters: rank, cluster barriers, arrivals at a remote mbarrier, distributed shared
-// memory (DSMEM) loads and TMA multicast loads. Used by the split-K kernels (int4_gemm_small_m,
-// wq_gemm_pipelined), split-KV decode attention (paged_decode*) and the 16-bit GEMMs (gemm_*).
+// Thread-block clusters in PTX.
+//
+// Computes: rank, cluster barriers, arrivals at a remote mbarrier, DSMEM loads and TMA multicast
+//     loads
+// Range: clusters of 2, 4 or 8 blocks, sm_90a
+// Technique: thread-block cluster, distributed shared memory (DSMEM), TMA multicast
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_decode.cuh,
+//     wq_gemm_pipelined.cu
 #pragma once
 #include "common/hopper.cuh"
 

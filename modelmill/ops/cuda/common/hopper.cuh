@@ -1,8 +1,13 @@
-// PTX wrappers for Hopper (sm_90a): mbarriers, TMA loads and stores, named barriers, setmaxnreg and
-// programmatic dependent launch (PDL). Tensor-core instructions are in wgmma.cuh (warpgroup) and
-// mma.cuh (warp), thread-block clusters in cluster.cuh. Included by every kernel of this folder.
+// PTX wrappers for Hopper beside the tensor cores (wgmma.cuh, mma.cuh) and clusters (cluster.cuh).
 //
-// Includes no header outside this folder, so that NVRTC needs no include path. A warpgroup is 4
+// Computes: mbarriers, TMA loads and stores, named barriers, setmaxnreg and programmatic dependent
+//     launch
+// Range: sm_90a
+// Technique: TMA, mbarrier, named barriers, setmaxnreg, PDL
+// Used by: cluster.cuh, digit_planes.cuh, half_types.cuh, mma.cuh, rmsnorm_quant_permute.cu,
+//     rmsnorm_quant_permute_small_m.cu, smem_pipeline.cuh, tile_rows.cuh, wgmma.cuh
+//
+// Includes no header outside this backend, so that NVRTC needs no toolkit. A warpgroup is 4
 // consecutive warps (128 threads) that issue a wgmma together.
 #pragma once
 

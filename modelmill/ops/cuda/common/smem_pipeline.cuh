@@ -1,6 +1,12 @@
-// Shared-memory pipeline: a ring of stages between the producer, one thread that issues TMA loads,
-// and the consumers, the warpgroups that compute. Each stage has a full and an empty mbarrier. Used
-// by the warp-specialized GEMMs and by prefill attention (paged_attention.cu).
+// Shared-memory pipeline between the producer, one thread that issues TMA loads, and the consumers,
+//     the warpgroups that compute.
+//
+// Computes: the ring of stages: which stage is next, and the waits for its full and its empty
+//     mbarrier
+// Range: any number of stages
+// Technique: mbarrier pipeline, warp specialization
+// Used by: gemm_8bit.cu, gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu,
+//     paged_attention.cu, wq_gemm_pipelined.cu
 #pragma once
 #include "common/hopper.cuh"
 

@@ -1,5 +1,10 @@
-// wgmma with 16-bit operands: D[64, N] (float32 accumulators in registers) += A[64, 16] · B[16, N],
-// A in shared memory or in registers. Used by all GEMMs with warpgroups and by paged_attention.cu.
+// Tensor-core products of a warpgroup with 16-bit operands.
+//
+// Computes: D[64, N] (float32, registers) += A[64, 16] · B[16, N]
+// Range: A in shared memory or in registers, B in shared memory, tiles of 64 columns
+// Technique: wgmma.mma_async
+// Used by: gemm_large_m.cuh, gemm_small_m.cu, int4_gemm_small_m.cu, paged_attention.cu, wgmma8.cuh,
+//     wq_gemm_pipelined.cu
 //
 // D: thread t of warp w holds rows 16·w + t/4 and that + 8; d[4·i], d[4·i + 1] are columns 8·i +
 // 2·(t%4), + 1 of the first row, d[4·i + 2], d[4·i + 3] the same of the second. A in registers:
@@ -87,54 +92,23 @@ template <int MAX_PENDING> __device__ inline void wgmma_wait() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
     "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both k_major_descriptor.
-__device__ inline void wgmma(float (&d)[16], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {" REGS_16
-                 "}, %16, %17, add, 1, 1, 0, 0; }"
-                 : ACC_16(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[32], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" REGS_32
-                 "}, %32, %33, add, 1, 1, 0, 0; }"
-                 : ACC_32(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[48], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %50, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" REGS_48
-                 "}, %48, %49, add, 1, 1, 0, 0; }"
-                 : ACC_16(d, 0), ACC_32(d, 16)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[64], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGS_64
-                 "}, %64, %65, add, 1, 1, 0, 0; }"
-                 : ACC_32(d, 0), ACC_32(d, 32)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[112], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %114, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n224k16.f32." TYPE "." TYPE " {" REGS_112
-                 "}, %112, %113, add, 1, 1, 0, 0; }"
-                 : ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_16(d, 96)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma(float (&d)[128], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" REGS_128
-                 "}, %128, %129, add, 1, 1, 0, 0; }"
-                 : ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_32(d, 96)
-                 : "l"(a), "l"(b), "r"(add));
-}
+// D = A · Bᵀ (add = 0) or D += A · Bᵀ (add = 1), A and B in shared memory, both k_major_descriptor;
+// of COUNT registers of D and N columns. A, B and ADD: the operands' numbers, after D's.
+#define WGMMA_SHARED(COUNT, N, A, B, ADD, ...)                                                     \
+    __device__ inline void wgmma(float (&d)[COUNT], u64 a, u64 b, int add) {                       \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                     " {" REGS_##COUNT "}, %" #A ", %" #B ", add, 1, 1, 0, 0; }"                   \
+                     : __VA_ARGS__                                                                 \
+                     : "l"(a), "l"(b), "r"(add));                                                  \
+    }
+WGMMA_SHARED(16, 32, 16, 17, 18, ACC_16(d, 0))
+WGMMA_SHARED(32, 64, 32, 33, 34, ACC_32(d, 0))
+WGMMA_SHARED(48, 96, 48, 49, 50, ACC_16(d, 0), ACC_32(d, 16))
+WGMMA_SHARED(64, 128, 64, 65, 66, ACC_32(d, 0), ACC_32(d, 32))
+WGMMA_SHARED(112, 224, 112, 113, 114, ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_16(d, 96))
+WGMMA_SHARED(128, 256, 128, 129, 130, ACC_32(d, 0), ACC_32(d, 32), ACC_32(d, 64), ACC_32(d, 96))
+#undef WGMMA_SHARED
 
 // D += A · B, A in registers, B in shared memory mn_major_descriptor.
 __device__ inline void wgmma(float (&d)[32], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {

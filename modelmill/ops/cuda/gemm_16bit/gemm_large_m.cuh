@@ -1,13 +1,18 @@
-// Persistent warp-specialized GEMM main loop for many rows (prefill): d[M, N] = x[M, K] · w[N, K]ᵀ,
-// x and w row-major in 16 bits, float32 accumulators, M ≥ 512. The epilogue is the including
-// kernel's: gemm_swiglu_large_m.cu (op linear_swiglu) or qkv_rope_cache.cu (op qkv_rope_cache).
+// Persistent warp-specialized GEMM main loop for many rows (prefill); the epilogue is the including
+//     kernel's.
+//
+// Computes: d[M, N] = x[M, K] · w[N, K]ᵀ
+// Dtypes: x, w and d bfloat16 or float16; float32 accumulators
+// Layout: x and w row-major; tiles in shared memory (128-byte swizzle)
+// Range: M ≥ 512; rows of x and w 16-byte aligned
+// Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, setmaxnreg, PDL
+// Used by: gemm_swiglu_large_m.cu, qkv_rope_cache.cu
 //
 // A cluster of two blocks computes two tiles of 128 rows of x and the same BLOCK_N rows of w: each
 // block loads its own rows of x and half of the rows of w, which TMA multicasts to both. A block is
 // three warpgroups: one producer thread fills a pipeline of STAGES K tiles of 64 columns, across
 // tile boundaries; two consumer warpgroups compute 64 rows each with wgmma. A finished tile is
 // rounded to 16 bits in registers and stored slice by slice while the wgmmas of the next tile run.
-// Techniques: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, PDL, setmaxnreg.
 //
 // Epilogue operands (bias, angles) should not be loaded from global memory into registers of a
 // consumer warpgroup: wgmma waits until all its registers are ready, so each pending load delays it

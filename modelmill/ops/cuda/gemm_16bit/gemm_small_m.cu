@@ -1,15 +1,20 @@
-// Small-M GEMM with 16-bit weights (decode, M ≤ 64), bound by weight bandwidth: out[M, N] = x[M, K]
-// · w[N, K]ᵀ (+ bias[N]); with GATED w is [2N, K] and out = silu(gate) · up. Row-major 16-bit
-// operands, float32 accumulators. Called by the ops linear and linear_swiglu
-// (ops/cuda/gemm_16bit/gemm.py).
+// Small-M GEMM (decode), bound by weight bandwidth.
+//
+// Computes: out[M, N] = x[M, K] · w[N, K]ᵀ (+ bias[N]); with GATED w is [2N, K] and out =
+//     silu(gate) · up
+// Dtypes: x, w and out bfloat16 or float16; float32 accumulators
+// Layout: row-major, rows 16-byte aligned; tiles in shared memory (128-byte swizzle)
+// Range: M ≤ 64 where it is faster (gemm.SMALL_M_RANGES: columns per SM); weights of 4 MiB or more,
+//     N even
+// Technique: TMA with multicast, mbarrier pipeline, wgmma, thread-block cluster, PDL
+// Ops: linear, linear_swiglu (launched by gemm.py)
 //
 // A block computes PARTS · BLOCK_N output columns for all rows of x over all of K; sizes are chosen
 // so that every SM has at most one block and each weight is read once. One producer thread keeps
 // STAGES stages of SLABS_PER_STAGE · 64 columns in flight by TMA; weight loads are issued before
 // griddepcontrol.wait (PDL). Consumer warpgroups compute 64 rows of x each with wgmma; rows past M
 // read undefined data and are not stored. With CLUSTER > 1 each block of a cluster loads a share of
-// x and multicasts it, since every block reads all of x. Techniques: TMA with multicast, mbarrier
-// pipeline, wgmma, thread-block clusters, PDL.
+// x and multicasts it, since every block reads all of x.
 //
 // Macros: BLOCK_M (rows of x, padded: 8 … 256), BLOCK_N (32, 64, 96, 128), PARTS (1, 2),
 // SLABS_PER_STAGE, STAGES, CLUSTER, GATED, TRIGGER_AT_START (launch_dependents before the wait),

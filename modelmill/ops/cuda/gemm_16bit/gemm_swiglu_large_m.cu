@@ -1,7 +1,12 @@
-// Fused SwiGLU GEMM for many rows (prefill, M ≥ 512): out[M, N] = silu(gate) · up with gate = x[M,
-// K] · w[0:N, K]ᵀ (+ bias), up the same with w[N:2N, K]. 16-bit operands and output, float32
-// accumulators; gate and up are never written to memory. Called by the op linear_swiglu
-// (ops/cuda/gemm_16bit/gemm.py).
+// Fused SwiGLU GEMM for many rows (prefill); gate and up are never written to memory.
+//
+// Computes: out[M, N] = silu(gate) · up with gate = x[M, K] · w[0:N, K]ᵀ (+ bias), up the same with
+//     w[N:2N, K]
+// Dtypes: x, w and out bfloat16 or float16; float32 accumulators
+// Layout: row-major, rows 16-byte aligned
+// Range: M ≥ 512 whose tiles fill the SMs (gemm.MIN_OCCUPANCY); N a multiple of 8
+// Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, setmaxnreg, PDL
+// Ops: linear_swiglu (launched by gemm.py)
 //
 // Main loop: gemm_large_m.cuh (TMA multicast, mbarrier pipeline, wgmma, cluster of 2, PDL). Half of
 // a tile's rows of w are gate rows, the other half the matching up rows, so that a thread holds

@@ -1,5 +1,12 @@
 """16-bit linear of prompts added to the residual by cuBLAS (addmm), rounded once.
 
+Computes: residual[M, N] += x[M, K] · weight[N, K]ᵀ
+Dtypes: bfloat16 or float16
+Layout: row-major, residual contiguous
+Range: M ≥ 512; no bias
+Technique: cuBLAS through torch (addmm)
+Ops: linear_add
+
 A kernel of our own (gemm_swiglu_large_m.cu with the sum in its store) was no faster than cuBLAS,
 and is not here.
 """

@@ -1,7 +1,14 @@
-// Fused QKV projection, RoPE and KV-cache write for many rows (prefill, M ≥ 512): x[M, K] · w[N,
-// K]ᵀ (+ bias) with N = (heads + 2 · kv_heads) · DIM; q is written to [M, heads, DIM], k and v to
-// their cache pages. 16 bits with float32 accumulators; the projection is rounded before the
-// rotation. Called by the op qkv_rope_cache (ops/cuda/gemm_16bit/qkv_rope_cache.py).
+// Fused QKV projection, RoPE and KV-cache write for many rows (prefill).
+//
+// Computes: x[M, K] · w[N, K]ᵀ (+ bias) with N = (heads + 2 · kv_heads) · DIM; q rotated to [M,
+//     heads, DIM], k (rotated) and v to their cache pages
+// Dtypes: x, w, q and KV pages bfloat16 or float16; float32 accumulators and angles; the projection
+//     is rounded before the rotation
+// Layout: x and w row-major, rows 16-byte aligned; pages [pages, kv_heads, PAGE, DIM]; int64 slots
+// Range: M ≥ 512 whose tiles fill the SMs (MIN_OCCUPANCY); DIM 64 or 128, no q/k norms
+// Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, epilogue warps,
+//     setmaxnreg, PDL
+// Ops: qkv_rope_cache (launched by qkv_rope_cache.py)
 //
 // Main loop: gemm_large_m.cuh with tiles of 256 columns: two heads of 128 or four of 64 (TMA
 // multicast, mbarrier pipeline, wgmma, cluster of 2, PDL). The rotation needs angles and slots per

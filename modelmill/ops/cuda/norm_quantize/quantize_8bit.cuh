@@ -1,5 +1,12 @@
-// Conversion of normalized activations to int8, or with FP8 to e4m3, for rmsnorm_quant_permute.cu
-// and rmsnorm_quant_permute_small_m.cu.
+// Conversion of normalized activations to 8 bits.
+//
+// Computes: values = round(y · factor (+ zero-point)), saturated (not where PER_TOKEN: no value
+//     exceeds the range)
+// Dtypes: float32 to int8, or with FP8 to e4m3
+// Layout: registers
+// Range: static factor, or PER_TOKEN dynamic scale
+// Technique: saturating conversions
+// Used by: rmsnorm_quant_permute.cu, rmsnorm_quant_permute_small_m.cu
 //
 // Macros: ZERO_POINTS (asymmetric int8), PER_TOKEN (dynamic scale: no value exceeds the range),
 // FP8.

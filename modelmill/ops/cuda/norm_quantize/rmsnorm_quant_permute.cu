@@ -1,8 +1,12 @@
-// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for many rows (M ≥ 256):
-// x[M, WIDTH] in 16 bits to values[M, COLUMNS] int8 or e4m3, with a dynamic scale per token, one
-// static factor, or a factor and zero-point per column. Each row is read and written once. Called
-// by the ops rms_norm_quant and add_rms_norm_quant
-// (ops/cuda/norm_quantize/rmsnorm_quant_permute.py).
+// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for many rows.
+//
+// Computes: values[M, COLUMNS] = quantize(rmsnorm(x[M, WIDTH] (+ residual)))[:, perm], with a
+//     dynamic scale per token, one static factor, or a factor and zero-point per column
+// Dtypes: x bfloat16 or float16; values int8 or e4m3; float32 scales
+// Layout: row-major; each row is read and written once
+// Range: M ≥ 256; WIDTH and COLUMNS multiples of 16 up to 8,192; perm required
+// Technique: bulk async copy, mbarrier pipeline, PDL
+// Ops: rms_norm_quant, add_rms_norm_quant (launched by rmsnorm_quant_permute.py)
 //
 // The permutation goes through shared memory, where gathered words have bank conflicts. So several
 // rows are exchanged at once and one word holds all rows of a column: four rows in bytes if all
@@ -11,7 +15,7 @@
 //
 // Persistent: a block processes every gridDim-th group of rows, which bulk copies load STAGES
 // groups ahead. Each thread owns 8 input columns and 8 output columns, whose perm, factor and
-// zero-point stay in registers. Techniques: bulk async copy, mbarrier pipeline, PDL.
+// zero-point stay in registers.
 //
 // Macros: WIDTH (of x; a multiple of 16), COLUMNS (of the values; a multiple of 16), ADD_RESIDUAL,
 // PER_TOKEN (dynamic scale per token), PER_COLUMN (a factor per column), ZERO_POINTS, BLOCKS (per

@@ -1,7 +1,14 @@
-// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for few rows (M < 256),
-// one block per row, bound by latency: x[M, WIDTH] in 16 bits to values[M, COLUMNS] int8 or e4m3.
-// Called by the ops rms_norm_quant and add_rms_norm_quant
-// (ops/cuda/norm_quantize/rmsnorm_quant_permute.py).
+// Fused (residual add +) RMSNorm + 8-bit quantization + column permutation for few rows, one block
+//     per row, bound by latency.
+//
+// Computes: values[M, COLUMNS] = quantize(rmsnorm(x[M, WIDTH] (+ residual)))[:, perm], with a
+//     dynamic scale per token, one static factor, or a factor and zero-point per column
+// Dtypes: x bfloat16 or float16; values int8 or e4m3; float32 scales
+// Layout: row-major
+// Range: M ≤ 255; WIDTH and COLUMNS multiples of 16 up to 8,192; perm required
+// Technique: PDL (weights, perm and factors are loaded before griddepcontrol.wait), permutation
+//     through shared memory
+// Ops: rms_norm_quant, add_rms_norm_quant (launched by rmsnorm_quant_permute.py)
 //
 // Weights, perm and factors are loaded before griddepcontrol.wait (PDL); the row is permuted
 // through shared memory.

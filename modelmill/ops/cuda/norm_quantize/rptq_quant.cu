@@ -1,12 +1,18 @@
-// RPTQ activation quantization for M ≥ 128 rows: x[M, width] in 16 bits (GATED: [M, 2 · width],
-// SwiGLU first) to int8 q[M, columns] in the permuted column order, with static factors per column
-// (and zero-points) or with dynamic steps [M, groups] = amax / qmax. Called by the op rptq_quant
-// (ops/cuda/norm_quantize/rptq_quant.py).
+// RPTQ activation quantization for many rows.
+//
+// Computes: q[M, columns] = clamp(round(y[:, perm] / step)) with y = x[M, width], or with GATED
+//     silu(gate) · up of x[M, 2 · width]; with DYNAMIC steps[M, groups] = amax / qmax
+// Dtypes: x bfloat16 or float16; q int8; float32 steps and factors
+// Layout: row-major; perm, factors and zero-points [columns]
+// Range: M ≥ 128; width and columns multiples of 4; dynamic groups of 32, 64 or a multiple of 128
+//     columns
+// Technique: permutation through shared memory (four rows side by side), warp shuffles for the
+//     group amax, PDL
+// Ops: rptq_quant (launched by rptq_quant.py)
 //
 // A gathered read of a permuted row would fetch a 32-byte sector per 2-byte value. So a block reads
 // four rows contiguously, applies the gate, and stores the four values of a column side by side (8
-// bytes) in shared memory: one load per permuted column. Techniques: PDL, warp shuffles for the
-// group amax.
+// bytes) in shared memory: one load per permuted column.
 //
 // Macros: GATED, DYNAMIC (a step per token and group, else `factor` per column), ZERO_POINTS, LANES
 // (threads that reduce a group's amax: 8 to 32, 4 columns each), HALF.

@@ -1,13 +1,22 @@
-// W8A8 GEMM for many rows (M > 16): out[M, N] = x[M, K] · w[N, K]ᵀ · x_scale[M] · scale[N] (+
-// bias[N]), x and w int8 (int32 accumulators) or e4m3 (float32), K a multiple of 16, N of 8; with
-// GATED w is a gate and then as many up rows, and out[M, N / 2] = silu(gate) · up. Called by the
-// ops w8a8_linear, w8a8_linear_swiglu and fp8_linear (ops/cuda/w8a8_gemm/gemm_8bit.py).
+// W8A8 GEMM for many rows.
+//
+// Computes: out[M, N] = x[M, K] · w[N, K]ᵀ · x_scale[M] · scale[N] (+ bias[N]); with GATED w is
+//     gate and up rows and out[M, N / 2] = silu(gate) · up
+// Dtypes: x and w int8 (int32 accumulators) or e4m3 (float32 accumulators); out bfloat16, float16
+//     or float32
+// Layout: row-major, packed, 16-byte aligned; tiles of 128 columns in shared memory (128-byte
+//     swizzle)
+// Range: M ≥ 17 (w8a8_linear_swiglu: M ≥ 65, K and N multiples of 16; fp8_linear: 8-bit
+//     activations, 17 ≤ M ≤ 2047 where torch has a product for more rows); K a multiple of 16, N of
+//     8
+// Technique: TMA, mbarrier pipeline, wgmma, pingpong or cooperative warpgroups, named barriers,
+//     setmaxnreg, PDL
+// Ops: w8a8_linear, w8a8_linear_swiglu, fp8_linear (launched by gemm_8bit.py)
 //
 // Persistent and warp-specialized, one block per SM: one producer thread fills a pipeline of K
 // tiles of 128 columns by TMA across tile boundaries; two consumer warpgroups run wgmma and store.
 // With PINGPONG each consumer owns whole tiles: one stores while the other computes (CUTLASS:
-// pingpong); otherwise both share a tile, half of its rows each (cooperative). Techniques: TMA,
-// mbarrier pipeline, wgmma, named barriers, setmaxnreg, PDL.
+// pingpong); otherwise both share a tile, half of its rows each (cooperative).
 //
 // Macros: MT (64 · MT rows of x per consumer), BN (rows of w per tile: 32, 64, 128, 192, 256),
 // PINGPONG (0, 1), GATED (0, 1), BIAS (0, 1), STAGES, FP8, and the output type: HALF (float16),

@@ -1,14 +1,20 @@
-// RPTQ integer GEMM for up to 8 · M_TILES ≤ 64 rows, bound by weight bandwidth: out[M, N] = sum
-// over groups g of step_g · (scale · (q_g · w_g) + offset · sum(q_g)) + constant[N] (+ bias[N]),
-// the terms in parentheses over int8 activations q[M, K] and 8- or 4-bit weights [N, K] with int32
-// accumulators. K is a multiple of 128. Called by the op rptq_linear
-// (ops/cuda/w8a8_gemm/rptq_linear.py); one row is served by wq_gemv.cu.
+// RPTQ integer GEMM for few rows, bound by weight bandwidth.
+//
+// Computes: out[M, N] = sum over groups g of step_g · (scale · (q_g · w_g) + offset · sum(q_g)) +
+//     constant[N] (+ bias[N]), M ≤ 8 · M_TILES
+// Dtypes: q int8; w int8 or packed int4; int32 sums of a K tile, float32 sums of groups; out
+//     bfloat16, float16 or float32
+// Layout: q[M, K], weights [N, K] row-major (PACKED: byte j of 16 has column j in its low nibble,
+//     column j + 16 in its high nibble); scales and offsets [N, groups] float16 or float32
+// Range: 2 ≤ M ≤ 64 (M = 1 where wq_gemv.cu does not apply); K a multiple of 128; groups of 128,
+//     256, 512 … columns or of all
+// Technique: int8 mma.sync m16n8k32, register prefetch of PREFETCH K tiles, PDL
+// Ops: rptq_linear (launched by rptq_linear.py)
 //
 // Each quad loads 128 columns of two weight rows, 16 bytes at a time; q is permuted along K in the
 // same way, so the registers are the A fragment of mma.m16n8k32 (mma.cuh). Packed codes (PACKED:
 // byte j of 16 has column j in its low nibble, column j + 16 in its high nibble) are unpacked by
 // one mask. Sums of a K tile are integers below 2^24, exact in float32; each is flushed at once.
-// Techniques: int8 mma.sync, register prefetch of PREFETCH K tiles, PDL (weight_only.cuh).
 //
 // Macros: those of weight_only.cuh, PACKED, OFFSET, DYNAMIC (a step per row of q and group), BLOCKS
 // (per SM, for __launch_bounds__).

@@ -1,7 +1,13 @@
-// wgmma with 8-bit operands: D[64, N] += A[64, 32] · B[N, 32]ᵀ, both in shared memory, K-major rows
-// of 128 bytes with the 128-byte swizzle (fragment and shared-memory layout: wgmma.cuh). With -DFP8
-// operands are e4m3 and accumulators float32 (the hardware keeps fewer mantissa bits), else int8
-// with exact int32 accumulators. Used by gemm_8bit.cu.
+// Tensor-core products of a warpgroup with 8-bit operands.
+//
+// Computes: D[64, N] += A[64, 32] · B[N, 32]ᵀ
+// Dtypes: int8 with exact int32 accumulators, or with FP8 e4m3 with float32 accumulators (the
+//     hardware keeps fewer mantissa bits)
+// Layout: A and B in shared memory, K-major rows of 128 bytes with the 128-byte swizzle; fragments
+//     as in wgmma.cuh
+// Range: N 32, 64, 128, 192 or 256
+// Technique: wgmma.mma_async
+// Used by: gemm_8bit.cu
 #pragma once
 #include "common/wgmma.cuh"
 
@@ -22,43 +28,18 @@ typedef int Sum;
 #define ACC8_32(d, i) ACC8_16(d, i), ACC8_16(d, i + 16)
 #define ACC8_64(d, i) ACC8_32(d, i), ACC8_32(d, i + 32)
 
-// add = 0: D is overwritten instead of accumulated.
-__device__ inline void wgmma_8bit(Sum (&d)[16], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k32" TYPES_8BIT "{" REGS_16
-                 "}, %16, %17, add" SCALE_AB "; }"
-                 : ACC8_16(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma_8bit(Sum (&d)[32], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32" TYPES_8BIT "{" REGS_32
-                 "}, %32, %33, add" SCALE_AB "; }"
-                 : ACC8_32(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma_8bit(Sum (&d)[64], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32" TYPES_8BIT "{" REGS_64
-                 "}, %64, %65, add" SCALE_AB "; }"
-                 : ACC8_64(d, 0)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma_8bit(Sum (&d)[96], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %98, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n192k32" TYPES_8BIT "{" REGS_96
-                 "}, %96, %97, add" SCALE_AB "; }"
-                 : ACC8_64(d, 0), ACC8_32(d, 64)
-                 : "l"(a), "l"(b), "r"(add));
-}
-
-__device__ inline void wgmma_8bit(Sum (&d)[128], u64 a, u64 b, int add) {
-    asm volatile("{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k32" TYPES_8BIT "{" REGS_128
-                 "}, %128, %129, add" SCALE_AB "; }"
-                 : ACC8_64(d, 0), ACC8_64(d, 64)
-                 : "l"(a), "l"(b), "r"(add));
-}
+// add = 0: D is overwritten instead of accumulated. A, B and ADD: the operands' numbers, after D's.
+#define WGMMA_8BIT(COUNT, N, A, B, ADD, ...)                                                       \
+    __device__ inline void wgmma_8bit(Sum(&d)[COUNT], u64 a, u64 b, int add) {                     \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #ADD ", 0;\n"                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32" TYPES_8BIT "{" REGS_##COUNT      \
+                     "}, %" #A ", %" #B ", add" SCALE_AB "; }"                                     \
+                     : __VA_ARGS__                                                                 \
+                     : "l"(a), "l"(b), "r"(add));                                                  \
+    }
+WGMMA_8BIT(16, 32, 16, 17, 18, ACC8_16(d, 0))
+WGMMA_8BIT(32, 64, 32, 33, 34, ACC8_32(d, 0))
+WGMMA_8BIT(64, 128, 64, 65, 66, ACC8_64(d, 0))
+WGMMA_8BIT(96, 192, 96, 97, 98, ACC8_64(d, 0), ACC8_32(d, 64))
+WGMMA_8BIT(128, 256, 128, 129, 130, ACC8_64(d, 0), ACC8_64(d, 64))
+#undef WGMMA_8BIT

@@ -1,6 +1,12 @@
-// int8 weights to 16-bit floats without a conversion instruction: the value is placed in the low
-// mantissa bits of MAGIC, whose last bit is worth 1. Used by int8_gemm_small_m.cu and
-// wq_gemm_pipelined.cu.
+// int8 weights to 16-bit floats without a conversion instruction.
+//
+// Computes: pairs of weights from the bytes of a word: the value is placed in the low mantissa bits
+//     of MAGIC, whose last bit is worth 1
+// Dtypes: int8 to bfloat16 or float16
+// Layout: registers, four weights in a 32-bit word
+// Range: -128 … 127
+// Technique: lop3 magic numbers
+// Used by: dequant_int4.cuh, int8_gemm_small_m.cu, wq_gemm_pipelined.cu
 #pragma once
 #include "common/half_types.cuh"
 

@@ -1,5 +1,11 @@
-// Instructions of wq_gemv.cu beside hopper.cuh: the 8-bit mma.sync (fragments: mma.cuh) whose A
-// operand is int8 (BITS 8) or unsigned codes (BITS 4), and the atomic counter in shared memory.
+// Instructions of the GEMV kernel beside hopper.cuh.
+//
+// Computes: D[16, 8] += A[16, 32] · B[8, 32]ᵀ in int32, and the atomic counter in shared memory
+// Dtypes: A int8 (BITS 8) or unsigned codes (BITS 4), B int8
+// Layout: fragments as in mma.cuh
+// Range: BITS 4 or 8
+// Technique: 8-bit mma.sync m16n8k32, shared-memory atomics
+// Used by: wq_gemv.cu
 //
 // Macro: BITS.
 #pragma once

@@ -1,8 +1,15 @@
-// Weight-only int4 GEMM for 9 to 64 rows: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N]);
-// with GATED SwiGLU of the two halves of N. x and out in 16 bits, packed codes
-// (ops/int4_linear.py), float16 group scales and offsets [N, groups], float32 accumulators. Called
-// by the ops int4_linear and int4_linear_swiglu where wq_gemm_pipelined.cu does not fit
-// (ops/cuda/weight_only_gemm/int4_gemm_small_m.py).
+// Weight-only int4 GEMM, weights from memory to registers.
+//
+// Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two
+//     halves of N
+// Dtypes: x and out bfloat16 or float16; packed int4 codes; float16 group scales and offsets;
+//     float32 accumulators
+// Layout: x and out row-major; packed codes as in ops/int4_linear.py; scales and offsets [N,
+//     groups]
+// Range: 9 ≤ M ≤ 64 where wq_gemm_pipelined.cu does not apply; K a multiple of 32
+// Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
+//     (DSMEM), PDL
+// Ops: int4_linear, int4_linear_swiglu (launched by int4_gemm_small_m.py)
 //
 // One producer thread loads x by TMA, 128 columns per stage. CONSUMERS warpgroups own 64 weight
 // rows each; weights go from global memory to registers (PREFETCH K tiles ahead), are dequantized
@@ -12,8 +19,7 @@
 //
 // Per group: out += scale · acc + (offset − MAGIC · scale) · sum(x); the sums of x come from the
 // kernel group_sums, launched before. SPLIT blocks of a cluster share K (split-K) and reduce
-// through DSMEM in rank order. Techniques: TMA, mbarrier pipeline, wgmma with A in registers,
-// clusters, PDL.
+// through DSMEM in rank order.
 //
 // Macros: BLOCK_M (rows of x, padded: 32, 64), CONSUMERS, SPLIT, PREFETCH (K tiles of weights in
 // flight per warp), STAGES (of x), GATED (tile_rows.cuh), OFFSET (0: symmetric), HALF.

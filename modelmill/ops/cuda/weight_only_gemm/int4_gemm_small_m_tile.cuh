@@ -1,6 +1,12 @@
-// One K tile of a consumer warpgroup in int4_gemm_small_m.cu: 128 columns of 64 weight rows (16 per
-// warp) are loaded to registers, dequantized into wgmma A fragments and multiplied with x. Included
-// by int4_gemm_small_m.cu only.
+// One K tile of a consumer warpgroup of the kernel int4_gemm_small_m.
+//
+// Computes: acc[64, BLOCK_M] += dequant(weight[64, 128]) · x[BLOCK_M, 128]ᵀ (16 weight rows per
+//     warp)
+// Dtypes: packed int4 codes to bfloat16 or float16; float32 accumulators
+// Layout: weights in registers as wgmma A fragments, x in shared memory (128-byte swizzle)
+// Range: 128 columns, BLOCK_M 32 or 64
+// Technique: register prefetch, wgmma with A in registers
+// Used by: int4_gemm_small_m.cu
 #pragma once
 
 // 4 x 4 transpose in a quad: word k of thread p becomes word p of thread k.

@@ -1,16 +1,21 @@
-// Weight-only int4 GEMM for up to 8 · M_TILES ≤ 64 rows, bound by weight bandwidth: out[M, N] = sum
-// over groups of scale · (x · codes) + offset · sum(x) (+ bias[N]); with GATED SwiGLU of the two
-// halves of N. x and out in 16 bits, packed codes [N, K / 2] (ops/int4_linear.py), float16 scales
-// and offsets [N, groups]. Called by the ops int4_linear and int4_linear_swiglu
-// (ops/cuda/weight_only_gemm/int4_linear.py) where wq_gemv.cu, wq_gemm_pipelined.cu and
-// int4_gemm_small_m.cu do not apply.
+// Weight-only int4 GEMM for few rows, bound by weight bandwidth.
+//
+// Computes: out[M, N] = sum over groups of scale · (x · codes) + offset · sum(x) (+ bias[N]), M ≤ 8
+//     · M_TILES; with GATED SwiGLU of the two halves of N
+// Dtypes: x and out bfloat16 or float16; packed int4 codes; float16 scales and offsets; float32
+//     sums
+// Layout: x and out row-major; codes [N, K / 2] (32 columns in 16 bytes: byte j has column j in its
+//     low nibble and column j + 16 in its high nibble); scales and offsets [N, groups]
+// Range: 2 ≤ M ≤ 8 (other M up to 64 where wq_gemv.cu, wq_gemm_pipelined.cu and
+//     int4_gemm_small_m.cu do not apply); K a multiple of 32
+// Technique: mma.sync m16n8k16, register prefetch of PREFETCH K tiles, PDL
+// Ops: int4_linear, int4_linear_swiglu (launched by int4_linear.py)
 //
 // 32 columns are packed in 16 bytes: byte j has column j in its low nibble and column j + 16 in its
 // high nibble. Each quad loads a K tile of two weight rows, a quarter per thread, 16 bytes at a
 // time for K tiles of 128 columns. x is permuted along K in the same way, so the registers are the
 // A fragment of mma.m16n8k16 without shuffles (mma.cuh). Codes are dequantized as in
 // dequant_int4.cuh; sum(x), needed for MAGIC and the offsets, is one more mma with ones as A.
-// Techniques: mma.sync, register prefetch of PREFETCH K tiles, PDL (weight_only.cuh).
 //
 // Macros: those of weight_only.cuh, OFFSET (0: symmetric), K_TILE (columns: 128, 64 or 32), BLOCKS
 // (per SM, for __launch_bounds__).

@@ -1,15 +1,20 @@
-// Weight-only int8 GEMM for up to 8 · M_TILES ≤ 64 rows, bound by weight bandwidth: out[M, N] = sum
-// over groups of scale · (x · codes) + offset · sum(x) (+ bias[N]); with GATED SwiGLU of the two
-// halves of N. x and out in 16 bits, weight [N, K] int8, K a multiple of 32, scales and offsets [N,
-// groups] in float16 or float32. Called by the ops int8_linear, int8_linear_swiglu and
-// int8_group_linear where wq_gemv.cu and wq_gemm_pipelined.cu do not apply
-// (ops/cuda/weight_only_gemm/int8_gemm_small_m.py).
+// Weight-only int8 GEMM for few rows, bound by weight bandwidth.
+//
+// Computes: out[M, N] = sum over groups of scale · (x · codes) + offset · sum(x) (+ bias[N]), M ≤ 8
+//     · M_TILES; with GATED SwiGLU of the two halves of N
+// Dtypes: x and out bfloat16 or float16; weights int8; float16 or float32 scales and offsets;
+//     float32 sums
+// Layout: row-major x[M, K], weight [N, K] and out; scales and offsets [N, groups]
+// Range: 2 ≤ M ≤ 8 and N · K < 2^25 (other sizes up to M = 64 where wq_gemv.cu and
+//     wq_gemm_pipelined.cu do not apply); K a multiple of 32
+// Technique: mma.sync m16n8k16, register prefetch of PREFETCH K tiles, PDL
+// Ops: int8_linear, int8_linear_swiglu, int8_group_linear (launched by int8_gemm_small_m.py)
 //
 // Each quad loads a K tile of two weight rows, a quarter per thread, 16 bytes at a time for K tiles
 // of 64 or 128 columns, else 8. Bytes 0 and 2 of a word become one pair of floats, 1 and 3 another
 // (dequant_int8.cuh); x is permuted along K in the same way, so the registers are the A fragment of
 // mma.m16n8k16 without shuffles (mma.cuh). sum(x), needed for the offsets, is one more mma with
-// ones as A. Techniques: mma.sync, register prefetch of PREFETCH K tiles, PDL (weight_only.cuh).
+// ones as A.
 //
 // Macros: those of weight_only.cuh, OFFSET (0: symmetric), K_TILE (columns: 128, 64 or 32), BLOCKS
 // (per SM, for __launch_bounds__).

@@ -1,5 +1,12 @@
-// Mapping from tile rows to weight rows [N, K], and the streaming load of weights, for the small-M
-// kernels (weight_only.cuh, int4_gemm_small_m.cu).
+// Mapping from tile rows to weight rows, and the streaming load of weights, for the small-M
+//     kernels.
+//
+// Computes: the weight row of [N, K] that a tile row of a quad of threads is
+// Dtypes: any (16-byte loads)
+// Layout: groups of 16 tile rows, of which a quad owns rows quad and quad + 8
+// Range: any N; with GATED the first 8 of a group are gate rows and the others the matching up rows
+// Technique: streaming loads without L1 allocation
+// Used by: int4_gemm_small_m.cu, weight_only.cuh
 //
 // Rows are processed in groups of 16, of which a quad of threads owns rows `quad` and `quad + 8`.
 // With GATED (fused SwiGLU) the first 8 are gate rows and the other 8 the matching up rows of the

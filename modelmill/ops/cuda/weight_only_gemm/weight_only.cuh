@@ -1,12 +1,15 @@
-// Shared parts of the small-M weight-only kernels (int4_linear.cu, int8_gemm_small_m.cu,
-// rptq_linear.cu): out[M, N] = x[M, K] · weight[N, K]ᵀ with M ≤ 8 · M_TILES, weights of 4 or 8 bits
-// with group scales. Thread-to-row mapping, scales in shared memory, the register-prefetched K
-// loop, the reduction across warps and the epilogue (bias, SwiGLU).
+// Shared parts of the small-M weight-only kernels with mma.sync.
+//
+// Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ: thread-to-row mapping, scales in shared memory,
+//     the K loop, the reduction across warps and the epilogue (bias, SwiGLU)
+// Dtypes: x bfloat16, float16 or int8; weights of 4 or 8 bits with group scales
+// Layout: row-major; scales and offsets [N, groups] in shared memory
+// Range: M ≤ 8 · M_TILES ≤ 64
+// Technique: mma.sync, register-prefetched K loop, streaming loads without L1 allocation, PDL
+// Used by: int4_linear.cu, int8_gemm_small_m.cu, rptq_linear.cu
 //
 // A block has 8 warps: WARPS_N of them own 16 weight rows each (tile_rows.cuh), WARPS_K = 8 /
-// WARPS_N split K. x is processed in tiles of 8 rows, the N of mma.sync (mma.cuh). Techniques:
-// mma.sync, PDL (the first weights are loaded before griddepcontrol.wait), streaming loads without
-// L1 allocation.
+// WARPS_N split K. x is processed in tiles of 8 rows, the N of mma.sync (mma.cuh).
 //
 // Macros: M_TILES (tiles of 8 rows of x), WARPS_N, PREFETCH (K tiles that a warp has in flight),
 // and those of tile_rows.cuh, weight_only_types.cuh and half_types.cuh.

@@ -1,6 +1,12 @@
-// Types of the weight-only kernels: ScaleT (group scales and offsets) and Out. Macros: SCALE_FP32
-// (scales and offsets are float32, else float16), OUT_FP32 (float32 output, else 16 bits:
-// half_types.cuh).
+// Types of the weight-only kernels.
+//
+// Computes: ScaleT (group scales and offsets) and Out
+// Dtypes: scales float16, with SCALE_FP32 float32; out 16 bits (half_types.cuh), with OUT_FP32
+//     float32
+// Layout: none of its own
+// Range: any
+// Technique: compile-time types
+// Used by: weight_only.cuh, wq_gemm_pipelined.cu, wq_gemv.cu
 #pragma once
 #include "common/half_types.cuh"
 

@@ -1,7 +1,16 @@
-// Weight-only int4/int8 GEMM for 9 to 64 rows (fewer rows for large int8 weights): out[M, N] = x[M,
-// K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two halves of N. x and out in
-// 16 bits, group scales and offsets [N, groups]. Called by the ops int4_linear, int8_linear,
-// int8_group_linear and their SwiGLU variants (ops/cuda/weight_only_gemm/wq_gemm_pipelined.py).
+// Weight-only int4/int8 GEMM with weights and x through shared memory.
+//
+// Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two
+//     halves of N
+// Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
+//     offsets (float32 scales of int8 weights without offsets); float32 accumulators
+// Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
+// Range: 9 ≤ M ≤ 64 (2 ≤ M ≤ 64 for int8 weights of N · K ≥ 2^25); N a multiple of 8 (GATED: of
+//     16), K of 32
+// Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
+//     (DSMEM), PDL
+// Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear
+//     (launched by wq_gemm_pipelined.py)
 //
 // Weights and x both go through shared memory, so that consumer warps have no pending global loads
 // when they issue wgmma. One producer thread keeps STAGES K tiles of 128 columns of weights and x
@@ -16,8 +25,7 @@
 // The second term is a wgmma with groups as K: base and sums are split in three bfloat16 each
 // (bf16x3), six of whose nine products are significant.
 //
-// SPLIT blocks of a cluster share K (split-K) and reduce through DSMEM in rank order. Techniques:
-// TMA, mbarrier pipeline, wgmma with A in registers, clusters, PDL.
+// SPLIT blocks of a cluster share K (split-K) and reduce through DSMEM in rank order.
 //
 // Macros: BITS (of a weight), GROUPS (groups per K tile of int8 weights: 1, 2, 4), BLOCK_M (rows of
 // x, padded: 32, 64), CONSUMERS, SPLIT, STAGES, GATED (as weight_only.cuh), OFFSET (0: symmetric),

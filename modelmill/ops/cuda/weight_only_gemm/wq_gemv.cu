@@ -1,8 +1,16 @@
-// Weight-only int4/int8 GEMV (M = 1, decode) on the int8 tensor cores, bound by weight bandwidth:
-// out[1, N] = x[1, K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two halves of
-// N. x in 16 bits or int8 (INT8_INPUT: RPTQ), group scales and offsets [N, groups]. Called by the
-// ops int4_linear, int8_linear, int8_group_linear, their SwiGLU variants and rptq_linear
-// (ops/cuda/weight_only_gemm/wq_gemv.py).
+// Weight-only int4/int8 GEMV (decode) on the int8 tensor cores, bound by weight bandwidth.
+//
+// Computes: out[1, N] = x[1, K] · dequant(weight[N, K])ᵀ (+ bias[N]); with GATED SwiGLU of the two
+//     halves of N; with INT8_INPUT the sums of rptq_linear
+// Dtypes: x bfloat16, float16 or int8 (INT8_INPUT); weights int8 or packed int4; float16 or float32
+//     scales and offsets; exact integer sums of a K tile
+// Layout: row-major, 16-byte aligned; scales and offsets [N, groups]; weight lines in shared memory
+//     (128-byte swizzle)
+// Range: M = 1; N a multiple of 16, K of 32, weight rows of a multiple of 16 bytes
+// Technique: TMA, mbarrier pipelines per warp, int8 mma.sync on base-256 digit planes, persistent
+//     blocks, PDL
+// Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear,
+//     rptq_linear (launched by wq_gemv.py)
 //
 // x is converted to integers: the 128 columns of a K tile share a power-of-two scale and each value
 // is up to four signed base-256 digits ("digit planes"), 27 or 31 bits below the tile's largest
@@ -25,7 +33,7 @@
 // consumed and filled before x is available (PDL); warps do not wait for each other. The last warp
 // to finish a tile reduces it (atomic counter in shared memory). With the 128-byte swizzle (16-byte
 // cell c of row r at c ^ (r % 8)) the rows of a thread are chosen so that shared-memory reads have
-// no bank conflicts. Techniques: TMA, mbarrier pipelines per warp, int8 mma.sync, PDL.
+// no bank conflicts.
 //
 // Macros: BITS (of a weight), GROUPS (per K tile: 1, 2, 4), INT8_INPUT, GATED (eight rows of a tile
 // are gate rows, the others the matching up rows), OFFSET, SCALE_FP32 (scales are float32), WARPS,

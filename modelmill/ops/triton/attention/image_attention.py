@@ -1,5 +1,13 @@
 """Attention over an image's tokens with positions, in one pass over the keys (arXiv:2205.14135).
 
+Computes: softmax(q · Kᵀ · scale (+ bias)) · V per window and head over an image's tokens
+Dtypes: float32, bfloat16 or float16
+Layout: qkv read in place, windows never copied; contiguous channels
+Range: a table of biases by offset, or no positions (on a GPU in 16 bits then only in windows); D ≤
+    128
+Technique: flash attention on tensor cores, keys beyond the edge from fill
+Ops: image_attention
+
 A program holds some queries of one window and one head and loops over the window's keys. Windows
 are never copied out of the image: a program computes the addresses of its tokens, and keys beyond
 the edge are read from ``fill``. Relative positions are computed by ``relative_attention``; here a

@@ -1,5 +1,14 @@
 """Decode attention over a paged cache: one query per sequence, split context, and the merge.
 
+Computes: out[B, heads · D] for one query per sequence, in splits of the context, and the merge of
+    the splits
+Dtypes: q and out bfloat16, float16 or float32; pages of q's dtype, int8 or e4m3 with float32 scales
+    per token and head
+Layout: pages [pages, kv_heads, page_size, D]; int32 page tables
+Range: decode; D 8 … 256, page_size a power of two
+Technique: split-KV (up to 64 splits), tensor cores (GQA) or vectors of one head, PDL
+Ops: paged_attention
+
 8-bit pages are read as stored; their scales multiply the scores (keys) and the softmax weights
 (values), one number per key instead of one per element.
 """

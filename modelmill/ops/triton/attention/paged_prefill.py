@@ -1,4 +1,14 @@
-"""Prefill attention over a paged cache: tiles of queries, on tensor cores."""
+"""Prefill attention over a paged cache: tiles of queries, on tensor cores.
+
+Computes: out[T, heads · D] = softmax(q · Kᵀ) · V for tiles of queries, causal, optional sliding
+    window, GQA
+Dtypes: q and out bfloat16, float16 or float32; pages of q's dtype, int8 or e4m3 with float32 scales
+    per token and head
+Layout: pages [pages, kv_heads, page_size, D]; int32 page tables
+Range: prefill; D 8 … 256, page_size a power of two
+Technique: flash attention on tensor cores, tiles with the most keys first
+Ops: paged_attention
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,14 @@
 """Attention with decomposed relative positions, in one pass over the keys (arXiv:2112.01526).
 
+Computes: softmax(q · Kᵀ · scale + relative positions by row and column) · V per window or over the
+    image
+Dtypes: float32, bfloat16 or float16
+Layout: qkv read in place, windows never copied; contiguous channels
+Range: relative positions; D ≤ 128
+Technique: flash attention on tensor cores, position terms as additional channels (one-hot) or from
+    tables, PDL
+Ops: image_attention
+
 Heads of 80 channels are multiplied as 64 and 16 channels, so that nothing is padded to 128.
 
 ``windowed_attention``: a program holds queries of one window and one head. The position terms of a

@@ -1,4 +1,14 @@
-"""Per-head norm, RoPE, logn and KV-cache write: qkv is read once, q, k and v are written once."""
+"""Per-head norm, RoPE, logn and KV-cache write: qkv is read once, q, k and v are written once.
+
+Computes: q[T, heads, D], and k, v to their slots, from qkv[T, (heads + 2 · kv_heads) · D]: q/k
+    norm, RoPE, logn
+Dtypes: qkv and q bfloat16, float16 or float32; pages of that dtype, int8 or e4m3 with float32
+    scales per token and head
+Layout: qkv row-major; pages [pages, kv_heads, page_size, D], contiguous channels
+Range: any M; D even, up to 256
+Technique: one read and one write per value, cached launcher, PDL
+Ops: rope_cache
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Rotary angles of a step in one launch, instead of ten torch ops at the start of every step."""
+"""Rotary angles of a step in one launch, instead of ten torch ops at the start of every step.
+
+Computes: cos[T, D / 2] and sin[T, D / 2] of positions and a table of frequencies
+Dtypes: angles float32, rounded as float32, float16 or bfloat16
+Layout: contiguous
+Range: any M
+Technique: elementwise, cached launcher, PDL
+Ops: rope_cos_sin
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 """Custom all-reduce and all-gather between GPUs of one host, one kernel each, over peer memory.
 
+Computes: the sum of x[T, H] over the ranks, optionally with residual add and RMSNorm; and an
+    all-gather
+Dtypes: bfloat16, float16 or float32
+Layout: row-major; peer buffers of 64-bit words, each half value and half exchange number
+Range: any T; the ranks of one host
+Technique: one-shot exchange over NVLink peer memory without fences, PDL
+Used by: peer_buffers.py
+
 Every 32-bit word is stored together with the number of its exchange in one 64-bit store. A reader
 that sees the right number has the right word, so neither fences nor signals are needed. A program
 writes its row to every rank (including its own, so that all ranks add in the same order and get

@@ -1,5 +1,16 @@
 """Matrix products for decoding: each weight is read once, at memory bandwidth.
 
+Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ (· scale) (+ bias[N]); linear_swiglu: silu(gate) · up
+    of the two halves of N
+Dtypes: x and out bfloat16, float16 or (M = 1) float32; weights of x's dtype, int8 or (fp8_linear)
+    e4m3; float32 sums
+Layout: row-major, contiguous rows
+Range: M ≤ 16 (int8_linear: M ≤ 256; int8_linear_swiglu: M ≤ 16; fp8_linear: any M with 16-bit
+    activations)
+Technique: GEMV with whole weight rows in flight (M = 1), tensor cores with the weight as left
+    operand, first weights before the wait (PDL)
+Ops: linear, linear_swiglu, int8_linear, int8_linear_swiglu, fp8_linear
+
 One row of x is a GEMV (``_gemv_kernel``): each program keeps a few whole weight rows in flight and
 reduces once. Up to MAX_ROWS rows use tensor cores with the weight as the left operand
 (``_gemm_kernel``): its 16 to 64 rows fill an instruction that the few rows of x would leave mostly

@@ -1,4 +1,12 @@
-"""Residual add and RMSNorm: two reads and two writes per value; the sum overwrites the residual."""
+"""Residual add and RMSNorm: two reads and two writes per value; the sum overwrites the residual.
+
+Computes: residual[M, N] += x[M, N]; out[M, N] = rmsnorm(residual) · weight[N]
+Dtypes: bfloat16, float16 or float32; float32 arithmetic
+Layout: rows
+Range: any M; N ≤ 32,768
+Technique: whole rows in registers, cached launcher, PDL
+Ops: add_rms_norm
+"""
 
 from __future__ import annotations
 

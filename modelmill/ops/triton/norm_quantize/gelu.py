@@ -1,5 +1,12 @@
 """Exact GELU (erf), elementwise in float32.
 
+Computes: out = gelu(x), elementwise
+Dtypes: bfloat16 or float16 (tanh approximation) or float32 (erf)
+Layout: contiguous
+Range: any M
+Technique: elementwise, PDL
+Ops: gelu
+
 For 16-bit values the tanh approximation is used, whose error is below 5e-4.
 """
 

@@ -1,4 +1,12 @@
-"""GELU with an 8-bit output: a row is held in registers, read and written once."""
+"""GELU with an 8-bit output: a row is held in registers, read and written once.
+
+Computes: values[M, N] = quantize(gelu(x[M, N])), one static factor or a dynamic scale per row
+Dtypes: x bfloat16, float16 or float32; values int8 or e4m3; float32 scales
+Layout: rows
+Range: any M; N ≤ 16,384
+Technique: whole rows in registers, PDL
+Ops: gelu_quant
+"""
 
 from __future__ import annotations
 

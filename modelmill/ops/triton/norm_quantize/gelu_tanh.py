@@ -1,4 +1,12 @@
-"""Tanh approximation of GELU, elementwise in float32."""
+"""Tanh approximation of GELU, elementwise in float32.
+
+Computes: out = gelu_tanh(x), elementwise
+Dtypes: bfloat16, float16 or float32; float32 arithmetic
+Layout: contiguous
+Range: any M
+Technique: elementwise, PDL
+Ops: gelu_tanh
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 """Inner loop of GPTQ: rounds columns one after another and propagates each column's error.
 
+Computes: values[N, K] of a block of columns: rounds column after column of work[N, K] and
+    propagates each error by matrix[K, K]
+Dtypes: float32
+Layout: row-major
+Range: any N; up to 128 columns of a block
+Technique: eight rows per program in registers, one launch per block of columns
+Used by: rounding_grid.py
+
 Written as torch operations this is a dozen launches per column. Rows are independent: a program
 holds some rows of a block of columns in registers and loops over the columns.
 """

@@ -1,4 +1,12 @@
-"""LayerNorm with whole rows in registers: mean first, then the variance around it."""
+"""LayerNorm with whole rows in registers: mean first, then the variance around it.
+
+Computes: out[M, N] = layernorm(x[M, N]) · weight[N] + bias[N]
+Dtypes: bfloat16, float16 or float32; float32 arithmetic
+Layout: rows
+Range: any M; N ≤ 32,768
+Technique: whole rows in registers, PDL
+Ops: layer_norm
+"""
 
 from __future__ import annotations
 

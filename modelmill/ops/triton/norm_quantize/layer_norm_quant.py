@@ -1,5 +1,13 @@
 """LayerNorm with a residual, an 8-bit output, or both: rows in registers, read and written once.
 
+Computes: LayerNorm of x[M, N] (+ residual), in x's dtype or rounded to 8 bits with one static
+    factor or a dynamic scale per row
+Dtypes: bfloat16, float16 or float32; values int8 or e4m3; float32 scales
+Layout: rows
+Range: any M; N ≤ 16,384
+Technique: whole rows in registers, split in two powers of two, PDL
+Ops: add_layer_norm, add_layer_norm_quant
+
 A row of 1,280 values is held as 1,024 and 256 values: if it were padded to a power of two, a third
 of the work would be wasted.
 """

@@ -1,5 +1,13 @@
 """Quantization to 8 bits after RMSNorm (with or without residual add) or without a norm.
 
+Computes: quantize(rmsnorm(x[M, N] (+ residual)))[:, perm], the norm, the residual and the
+    permutation optional
+Dtypes: bfloat16, float16 or float32; values int8 or e4m3; float32 scales, int32 zero-points
+Layout: rows; perm, factors and zero-points [columns]
+Range: any M; N ≤ 16,384 (quantize: any M, N ≤ 32,768)
+Technique: whole rows in registers, cached launcher, PDL
+Ops: quantize, rms_norm_quant, add_rms_norm_quant
+
 A row is held in registers, read and written once.
 """
 

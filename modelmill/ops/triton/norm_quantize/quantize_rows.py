@@ -1,4 +1,12 @@
-"""Quantization of rows to 8 bits in a kernel, bit-identical to ``rms_norm_quant.quantize_rows``."""
+"""Quantization of rows to 8 bits in a kernel, bit-identical to ``rms_norm_quant.quantize_rows``.
+
+Computes: the scale of a row and its values in 8 bits
+Dtypes: float32 to int8 or e4m3
+Layout: registers
+Range: one row per program
+Technique: round half to even
+Used by: gelu_quant.py, layer_norm_quant.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""RMSNorm with whole rows in registers: x is read once."""
+"""RMSNorm with whole rows in registers: x is read once.
+
+Computes: out[M, N] = rmsnorm(x[M, N]) · weight[N]
+Dtypes: bfloat16, float16 or float32; float32 arithmetic
+Layout: rows
+Range: any M; N ≤ 32,768
+Technique: whole rows in registers, cached launcher, PDL
+Ops: rms_norm
+"""
 
 from __future__ import annotations
 

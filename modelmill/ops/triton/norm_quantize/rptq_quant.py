@@ -1,5 +1,13 @@
 """Activations quantized to clustered integers, with optional gate and permutation.
 
+Computes: q[M, columns] = clamp(round(y[:, perm] / step)) with y = x or the SwiGLU of x; dynamic
+    steps [M, groups] = amax / qmax
+Dtypes: x bfloat16, float16 or float32; q int8; float32 steps and factors
+Layout: row-major; perm, factors and zero-points [columns]
+Range: any M; dynamic groups of up to 8,192 columns
+Technique: gathered loads, a program per part of a row, PDL
+Ops: rptq_quant
+
 A program computes some columns of one token.
 """
 

@@ -1,4 +1,12 @@
-"""SwiGLU: one read of gate and up, one write, arithmetic in float32."""
+"""SwiGLU: one read of gate and up, one write, arithmetic in float32.
+
+Computes: out[M, N] = silu(gate) · up of gate_up[M, 2 N]
+Dtypes: bfloat16, float16 or float32; float32 arithmetic
+Layout: rows
+Range: any M
+Technique: elementwise, cached launcher, PDL
+Ops: silu_mul
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,13 @@
 """SwiGLU with an 8-bit output, one row per program.
 
+Computes: values[M, N] = quantize(silu(gate) · up) of gate_up[M, 2 N], one static factor or a
+    dynamic scale per row
+Dtypes: gate_up bfloat16, float16 or float32; values int8 or e4m3; float32 scales
+Layout: rows
+Range: any M; N ≤ 32,768
+Technique: whole rows in registers, cached launcher, PDL
+Ops: silu_mul_quant
+
 Gate and up are read once and held in registers until the row's maximum is known.
 """
 

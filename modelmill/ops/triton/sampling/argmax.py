@@ -1,4 +1,12 @@
-"""Argmax in two small kernels: the best token of each chunk, then the best of those."""
+"""Argmax in two small kernels: the best token of each chunk, then the best of those.
+
+Computes: ids[M] of logits[M, vocab]
+Dtypes: float32
+Layout: row-major, contiguous columns
+Range: any M
+Technique: two kernels: the best of each chunk, then the best of those, PDL
+Ops: argmax
+"""
 
 from __future__ import annotations
 

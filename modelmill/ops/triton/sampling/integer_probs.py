@@ -1,5 +1,12 @@
 """Integer probabilities for Triton kernels: the arithmetic of ``ops/sample.py``, step by step.
 
+Computes: integer probabilities of logits
+Dtypes: float32 and float64 to int64
+Layout: registers
+Range: any vocab below 2^22
+Technique: exact steps without fused multiply-adds
+Used by: sample.py, topk_topp.py
+
 Kernels must be launched without fused multiply-adds (``enable_fp_fusion=False``), which would
 change the last bits.
 """

@@ -1,5 +1,13 @@
 """Sampling without a sort: seven small kernels, several programs per row, ids as the reference.
 
+Computes: ids[M] of logits[M, vocab]: temperature, top-k, top-p, min-p
+Dtypes: logits float32; noise float64; integer probabilities
+Layout: row-major, contiguous columns
+Range: any M; vocab < 2^22
+Technique: seven kernels, several programs per row, thresholds by counting instead of a sort, no
+    synchronization with the host, PDL
+Ops: sample
+
 Where top-k or top-p need a threshold, two passes count (or approximately weigh) the tokens above
 evenly spaced pivots; the second pass refines between two pivots of the first. The tokens between
 two pivots of the second pass, usually a few hundred, are gathered, and one program finds the exact

@@ -1,5 +1,12 @@
 """Threshold of top-k and top-p for a row, without a sort; device functions of ``sample.py``.
 
+Computes: the threshold of top-k or top-p of one row
+Dtypes: float32 logits; integer probabilities
+Layout: a row in memory, gathered values between two pivots
+Range: any vocab below 2^22
+Technique: pivots, then bisection
+Used by: sample.py
+
 F of a value is the number of tokens not below it (top-k), or their weight (top-p). It is computed
 first at evenly spaced pivots, then exactly among the few tokens gathered between two pivots, or
 over the whole row.

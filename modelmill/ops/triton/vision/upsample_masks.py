@@ -1,5 +1,13 @@
 """Masks upsampled and measured in one pass: a pixel is a weighted sum of 4 × 4 logits.
 
+Computes: masks, boxes, areas and stability counts from logits[count, side, side] by two bilinear
+    interpolations in one
+Dtypes: logits float32; float64 sums
+Layout: row-major
+Range: any M
+Technique: separable 4 × 4 taps, one pass
+Ops: upsample_masks
+
 Both steps of upsampling are separable, so together they are four taps and four weights per row and
 per column of the image. Sums are float64, so that no pixel falls on the wrong side of 0.
 """

@@ -1,5 +1,14 @@
 """Products of 8-bit activations and 8-bit weights: int8 with integer sums, fp8 with float32 sums.
 
+Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · x_scale · scale (+ bias[N])
+Dtypes: x and weight int8 (int32 sums) or e4m3 (float32 sums); out bfloat16, float16 or float32
+Layout: row-major, contiguous rows; float32 scales [N] and [M] or [1]
+Range: any M (fp8_linear: 8-bit activations, M ≤ 255 where torch has a row-scaled product for more
+    rows)
+Technique: dp4a GEMV (M = 1), tensor cores with the weight as left operand, autotuned launch
+    configs, PDL
+Ops: w8a8_linear, fp8_linear
+
 One token: ``gemv_8bit`` keeps a few whole weight rows in flight, as words of four values; four int8
 products are one instruction (dp4a). It uses no tensor cores. Otherwise ``gemm_8bit`` uses tensor
 cores with the weight as the left operand, whose rows fill an instruction that a few tokens would

@@ -1,5 +1,13 @@
 """Products of clustered integers on tensor cores: int8 · int8 in int32, converted once per group.
 
+Computes: out[M, N] = sum over groups of step · (scale · (q · w) + offset · sum(q)) (+ constant) (+
+    bias)
+Dtypes: q int8; weights int8 or packed int4; int32 sums of a group, float32 sums
+Layout: row-major, contiguous; scales and offsets [N, groups]
+Range: any M; groups of a multiple of 32 columns
+Technique: int8 tensor cores with the weight as left operand, PDL
+Ops: rptq_linear
+
 The weight is the left operand (``_kernel``): 4-bit codes are converted to int8 in registers, and
 with few tokens (decode) its rows fill an instruction that the tokens would leave mostly empty. A
 packed byte holds two columns 16 apart: the two nibbles are multiplied with the two halves of the

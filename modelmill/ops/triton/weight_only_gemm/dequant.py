@@ -1,5 +1,12 @@
 """Dequantize 8-bit weights to x's dtype, for products with so many rows that cuBLAS is fastest.
 
+Computes: weight[N, K] in x's dtype from int8 codes, scales and offsets
+Dtypes: int8 to bfloat16, float16 or float32
+Layout: row-major; scales and offsets [N, groups]
+Range: any N and K
+Technique: elementwise, cached launcher
+Used by: int4_linear.py, int8_group_linear.py, int8_linear.py
+
 Each weight is rounded once.
 """
 

@@ -1,5 +1,13 @@
 """Products with 4-bit weights: codes are converted to 16 bits and multiplied on tensor cores.
 
+Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N])
+Dtypes: x and out bfloat16, float16 or (M ≤ 16) float32; packed int4 codes
+Layout: row-major; codes as in ops/int4_linear.py; scales and offsets [N, groups]
+Range: M ≤ 64 (more rows: dequantized for cuBLAS); groups of a multiple of 32 columns
+Technique: magic-number dequantization, tensor cores with the weight as left operand, cached
+    launcher, PDL
+Ops: int4_linear
+
 The low nibbles of 16 bytes are 16 neighbouring columns and the high nibbles the next 16: each chunk
 of a group is two products, of all low and of all high nibbles, with the matching columns of x. A
 code c combined with the exponent of 128 (bfloat16; 1024 in float16) reads as 128 + c without a

@@ -1,5 +1,12 @@
 """Products with group-wise 8-bit weights: integers in x's dtype on tensor cores, scaled per group.
 
+Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ (+ bias[N])
+Dtypes: x and out bfloat16, float16 or (M ≤ 16) float32; int8 weights
+Layout: row-major; scales and offsets [N, groups]
+Range: M ≤ 64 (more rows: dequantized for cuBLAS); groups of a multiple of 32 columns
+Technique: tensor cores with the weight as left operand, scaled per group, PDL
+Ops: int8_group_linear
+
 With more than MAX_ROWS rows the weight is dequantized to x's dtype for cuBLAS (``dequant.py``).
 """
 

@@ -1,0 +1,62 @@
+"""Batches of sequences over KV pages: what lies beside their tokens must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.paged_attention import PagedAttentionInputs
+
+
+def shuffled_pages(
+    lengths: list[tuple[int, int]], page: int, generator: torch.Generator
+) -> tuple[list[int], list[torch.Tensor], torch.Tensor]:
+    """Pages in random order for sequences of (queries, context).
+
+    Returns:
+        The number of pages of each sequence; their numbers, and last three more that belong to
+        none; block tables of nonsense, wider than needed.
+    """
+    counts = [-(-context // page) for _, context in lengths]
+    pages = sum(counts) + 3
+    order = torch.randperm(pages, generator=generator).to(torch.int32).split([*counts, 3])
+    tables = torch.randint(
+        -9, 2 * pages, (len(lengths), max(counts) + 2), generator=generator, dtype=torch.int32
+    )
+    return counts, list(order), tables
+
+
+def ragged_inputs(lengths: list[tuple[int, int]], device: str) -> dict[str, Any]:
+    """The inputs of attention that say where sequences of (queries, context) begin and end."""
+    starts = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0)
+    return {
+        "query_start": starts.to(device, torch.int32),
+        "context_lens": torch.tensor([c for _, c in lengths], dtype=torch.int32, device=device),
+        "max_query": max(n for n, _ in lengths),
+        "max_context": max(c for _, c in lengths),
+    }
+
+
+def run_with_nan_memory(
+    run: Callable[[PagedAttentionInputs], torch.Tensor], args: dict[str, Any]
+) -> torch.Tensor:
+    """The output in float64, where memory that a kernel does not write stays NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
+    try:
+        return run(PagedAttentionInputs(**args)).double()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_same_bits(
+    run: Callable[[PagedAttentionInputs], torch.Tensor],
+    args: dict[str, Any],
+    rows: torch.Tensor | slice,
+    expected: torch.Tensor,
+) -> None:
+    """Check that ``run`` returns ``expected`` in these rows, call after call."""
+    for _ in range(3):
+        again = run(PagedAttentionInputs(**args)).double()[rows]
+        assert torch.equal(again, expected), "the bits change from call to call"
