@@ -225,8 +225,8 @@ def test_variants_know_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_ranks_meet_in_one_room(path: Path) -> None:
-    """torch.distributed is imported in ``parallel`` only, and nobody makes it the process's own
-    group.
+    """torch.distributed is imported in ``parallel`` only, and no module sets up the default
+    process group.
     """
     where = str(path.relative_to(ROOT))
     for name, line in imports(path):

@@ -47,7 +47,7 @@ def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
         for number, setting in enumerate(_honest_settings(name))
     ],
 )
-def test_an_honest_engine_is_accepted(
+def test_a_faultless_engine_is_accepted(
     name: str,
     dtype: str,
     recipe: str,

@@ -30,7 +30,7 @@ def _honest_settings(name: str) -> list[tuple[str, str]]:
     ("name", "dtype", "method"),
     [(name, *setting) for name in FAMILIES for setting in _honest_settings(name)],
 )
-def test_an_honest_engine_is_accepted(
+def test_a_faultless_engine_is_accepted(
     name: str, dtype: str, method: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(

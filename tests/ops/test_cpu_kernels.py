@@ -401,7 +401,7 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("place", [0, 17, 31])
-def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, isa: str) -> None:
+def test_a_clusters_own_step_marks_what_is_no_number(place: int, value: float, isa: str) -> None:
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(place))
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)

@@ -129,11 +129,11 @@ def test_long_sums_do_not_overflow() -> None:
     assert bool((actual == -127 * 127 * 40_000).all())
 
 
-def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+def test_what_tma_cannot_read_is_left_to_others() -> None:
     x, weight = torch.zeros(80, 48, dtype=torch.int8), torch.zeros(16, 48, dtype=torch.int8)
     scale, bias = torch.ones(16), torch.zeros(16, dtype=torch.bfloat16)
 
-    def served(
+    def is_supported(
         x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
         inputs = Linear8BitInputs(x, weight, scale, scale[:1], dtype, bias)
@@ -145,14 +145,14 @@ def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
         names = ("dim", "numel", "dtype", "shape", "is_contiguous", "data_ptr", "get_device")
         return SimpleNamespace(**{n: getattr(x, n) for n in names}, is_cuda=True, **more)
 
-    assert served(quantized(x))
-    assert not served(x)
-    assert not served(quantized(x[:, :40].contiguous()), weight[:, :40].contiguous())
-    assert not served(quantized(x[:, :32]), weight[:, :32])
-    assert not served(quantized(x), weight[:9])
-    assert not served(quantized(x), dtype=torch.float16)
-    assert not served(quantized(x.float()), weight.float())
-    assert served(quantized(x), bias=None, dtype=torch.float16)
+    assert is_supported(quantized(x))
+    assert not is_supported(x)
+    assert not is_supported(quantized(x[:, :40].contiguous()), weight[:, :40].contiguous())
+    assert not is_supported(quantized(x[:, :32]), weight[:, :32])
+    assert not is_supported(quantized(x), weight[:9])
+    assert not is_supported(quantized(x), dtype=torch.float16)
+    assert not is_supported(quantized(x.float()), weight.float())
+    assert is_supported(quantized(x), bias=None, dtype=torch.float16)
 
 
 def test_every_size_has_a_form_and_few_tiles_are_small() -> None:

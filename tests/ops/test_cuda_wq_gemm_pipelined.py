@@ -105,7 +105,7 @@ def test_compiles_without_spills(
         compiles_without_spills("wq_gemm_pipelined.cu", macros, tmp_path / "out")
 
 
-def _drawn(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
+def _random_args(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
     generator = torch.Generator().manual_seed(seed)
     size = (rows, -(-spec.columns // spec.group))
     low, most = (0, 15) if spec.bits == 4 else (-128, 127)
@@ -179,7 +179,7 @@ def test_every_form(
             config, spec, int4_gemm_small_m.padded_rows(tokens)
         ):
             continue
-        args = _drawn(spec, rows, seed=tokens)
+        args = _random_args(spec, rows, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
         _check(x, args, config, bias, gated=gated)
@@ -193,7 +193,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
     """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this
     one serves them.
     """
-    args = _drawn(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
+    args = _random_args(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
         assert registry.serves("int8_group_linear", "cuda", x=x, **args)
@@ -210,7 +210,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
 
 
 @pytest.mark.gpu
-def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
+def test_the_backend_leaves_small_groups_and_odd_rows_to_others() -> None:
     run = registry.select_backends("cuda").int4_linear
     for rows, columns, group in (
         (100, 2048, 128),
@@ -218,7 +218,7 @@ def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
         (4096, 1024, 32),
         (4096, 4096, 128),
     ):
-        args = _drawn(WqSpec(4, columns, group, offset=True), rows, seed=rows)
+        args = _random_args(WqSpec(4, columns, group, offset=True), rows, seed=rows)
         x = torch.randn(40, columns, device="cuda", dtype=torch.bfloat16)
         wide = {
             k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v

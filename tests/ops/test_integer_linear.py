@@ -44,7 +44,7 @@ def kernel(variant: str) -> Callable[..., torch.Tensor]:
 def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """With tensors of the CPU; what the kernel does not write is NaN."""
 
-    def moved(**args: Any) -> torch.Tensor:
+    def run_on_gpu(**args: Any) -> torch.Tensor:
         args = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -52,7 +52,7 @@ def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    return moved
+    return run_on_gpu
 
 
 def fake_quantized(

@@ -61,7 +61,7 @@ class Case(NamedTuple):
     bits: int
 
 
-def off(emulator: Emulator, case: Case) -> float:
+def case_error(emulator: Emulator, case: Case) -> float:
     """The most steps that a value is off, all if something else is wrong."""
     (rows, width, columns), way, quant_dtype, dtype, add, bits = case
     generator = torch.Generator().manual_seed(rows)
@@ -101,7 +101,7 @@ def off(emulator: Emulator, case: Case) -> float:
     ],
 )
 def test_values_and_scales(emulator: Emulator, case: Case) -> None:
-    assert off(emulator, case) <= TOLERANCE[case.dtype]
+    assert case_error(emulator, case) <= TOLERANCE[case.dtype]
     assert emulator.launched == [("rmsnorm_quant_permute_small_m", case.size[0])]
 
 
@@ -119,4 +119,4 @@ MISTAKES = {
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case((4, 320, 336), "token", INT8, BF, True, 8)
-    assert emulator.detects(change, lambda: off(emulator, case) <= TOLERANCE[BF])
+    assert emulator.detects(change, lambda: case_error(emulator, case) <= TOLERANCE[BF])

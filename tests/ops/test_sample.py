@@ -155,7 +155,7 @@ def test_values_that_are_no_numbers(variant: str) -> None:
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
     """Any mix of parameters, ties and scales."""
-    args = _drawn(
+    args = _draw_inputs(
         data,
         data.draw(st.integers(1, 4)),
         data.draw(st.one_of(st.integers(1, 40), st.integers(41, 9000))),
@@ -173,7 +173,7 @@ def test_ids_from_triton_are_the_references(data: st.DataObject) -> None:
     """The same through Triton's interpreter: fewer and shorter rows, the tail of a chunk among
     them.
     """
-    args = _drawn(
+    args = _draw_inputs(
         data,
         data.draw(st.integers(1, 2)),
         data.draw(st.sampled_from([1, 7, 64, 1023, 1024, 1025, 1500])),
@@ -182,7 +182,7 @@ def test_ids_from_triton_are_the_references(data: st.DataObject) -> None:
     assert torch.equal(registry.implementations("sample")["triton"].run(inputs), sample(inputs))
 
 
-def _drawn(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
+def _draw_inputs(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20), "seed"))
     logits = torch.randn(rows, vocab, generator=generator) * data.draw(
         st.sampled_from([1e-6, 0.1, 1.0, 4.0, 40.0])

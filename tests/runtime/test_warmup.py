@@ -147,7 +147,7 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(page, was) for page, was in zip(pages, stored, strict=True))
 
 
-def test_a_product_that_cannot_be_compiled_is_told(
+def test_a_product_that_cannot_be_compiled_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(inputs: Linear8BitInputs) -> torch.Tensor:

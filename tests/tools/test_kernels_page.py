@@ -85,12 +85,12 @@ def test_the_newest_row_of_the_largest_case_in_range() -> None:
         row("512x4096->4096", 0.9, gbps=9000.0),
         row("8x9999->4096", 0.8, variant="triton", gbps=9000.0),
     ]
-    found = kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ())
-    assert found is not None
-    assert found["fraction"] == 0.3
+    largest = kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ())
+    assert largest is not None
+    assert largest["fraction"] == 0.3
     assert kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ("M ≤ 8",)) is None
     assert kernels_page.largest_row(rows, "linear", head("M ≥ 1024"), ()) is None
-    assert kernels_page.share_cell(found) == "**0.30** (8x4096->4096; H200, 2026-11-23)"
+    assert kernels_page.share_cell(largest) == "**0.30** (8x4096->4096; H200, 2026-11-23)"
     assert kernels_page.share_cell(rows[0]).startswith("launch (8x64")
     assert kernels_page.share_cell(None) == "–"
 

@@ -1,5 +1,5 @@
-"""Launches a kernel of ours with the silent driver: prints what the driver was told by
-``CachedLauncher``, then by Triton.
+"""Launches a kernel of ours with the silent driver: prints the launch arguments of
+``CachedLauncher``, then of Triton.
 
 Run by test_fast_launch_driver_calls.py in a process of its own, which finds that driver
 (``benchmarks/fake_cuda_driver.py``).
@@ -49,7 +49,7 @@ def main() -> None:
     inputs = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (7, 7, 5)]
     outputs = []
 
-    def launched() -> list[dict[str, Any]]:
+    def run_launches() -> list[dict[str, Any]]:
         launches = []
         for x in inputs:
             outputs.append(
@@ -61,7 +61,7 @@ def main() -> None:
             )
         return launches
 
-    cached = launched()
+    cached = run_launches()
     compiled_launches = [
         launch.__name__ for launch in norm_quant._launcher.compiled_launches.values()
     ]
@@ -83,7 +83,7 @@ def main() -> None:
     json.dump(
         {
             "cached": cached,
-            "triton": launched(),
+            "triton": run_launches(),
             "compiled_launches": compiled_launches,
             "stream": fake_cuda_driver.FAKE_STREAM,
         },
