@@ -1,13 +1,13 @@
 """Measure MiniGPT-4's published sizes on the GPU, beside transformers' pipeline.
 
     python benchmarks/minigpt4.py [--sides bfloat16,int4,transformers] [--works
-                                  eyes,first,request,many] [--rounds 5] [--layers N] [--out
+                                  encoder,first,request,many] [--rounds 5] [--layers N] [--out
                                   FILE.jsonl]
 
 request: 100 text tokens and one picture (32 embeddings), 100 new tokens, greedy. first: its first
-token alone. many: 64 of them at once. eyes: the image encoder alone (tower, Q-Former, projection),
-one picture and 16. Every call has new pictures. A call runs from pixels (ours:
-bytes; transformers: normalised floats, as its processor gives them) on the host to ids on the host.
+token alone. many: 64 of them at once. encoder: the image encoder alone (tower, Q-Former,
+projection), one picture and 16. Every call has new pictures. A call runs from pixels on the host
+(ours: bytes; transformers: normalised floats, as its processor gives them) to ids on the host.
 Sides take turns call by call on one card, and their seconds become a figure by one function
 (``figure_statistics.whole_call_figure``). Weights are drawn at random: the language model is
 LLaMA-7B's shape with Vicuna's vocabulary. Sides of ours: how the language model's matrices are held
@@ -56,7 +56,7 @@ TEXT, NEW_TOKENS, TOKENS_BEFORE_IMAGE, MANY_REQUESTS = 100, 100, 40, 64
 """Tokens of text and of an answer; how many of the text stand before the picture; requests at once.
 """
 PEER = "transformers"
-BATCH_SIZES = {"request": (1,), "first": (1,), "many": (MANY_REQUESTS,), "eyes": (1, 16)}
+BATCH_SIZES = {"request": (1,), "first": (1,), "many": (MANY_REQUESTS,), "encoder": (1, 16)}
 """Pictures of a call, each of a request of its own."""
 OUTPUT_LENGTHS = {"request": NEW_TOKENS, "first": 1, "many": NEW_TOKENS}
 Prepare = Callable[[int], Callable[[], int]]
@@ -129,7 +129,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
     run = RunConfig(**run_options, max_model_len=length, device=device, enable_prefix_caching=False)
     loop = EngineCore(model, run, max_model_len=length)
 
-    def asks(count: int, new: int) -> Prepare:
+    def prepare_requests(count: int, new: int) -> Prepare:
         return functools.partial(_prepare_requests, loop, (count, new), queries, side)
 
     def prepare_images(count: int) -> Prepare:
@@ -144,7 +144,7 @@ def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Si
         "versions": versions(),
         "kernels": dict(loop.ops.backends),
     }
-    return MiniGPT4Side(name, asks, prepare_images, facts)
+    return MiniGPT4Side(name, prepare_requests, prepare_images, facts)
 
 
 def _prepare_requests(
@@ -225,7 +225,7 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
             random_images(count, seed, tower["image"]).permute(0, 3, 1, 2).float() / 255 - mean
         ) / std
 
-    def asks(count: int, new: int) -> Prepare:
+    def prepare_requests(count: int, new: int) -> Prepare:
         lengths = {"max_new_tokens": new, "min_new_tokens": new}
         options = transformers.GenerationConfig(
             do_sample=False, eos_token_id=None, pad_token_id=0, **lengths
@@ -279,7 +279,10 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
     versions = {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
     return MiniGPT4Side(
-        PEER, asks, prepare_images, {"device": device_name(device), "versions": versions}
+        PEER,
+        prepare_requests,
+        prepare_images,
+        {"device": device_name(device), "versions": versions},
     )
 
 
@@ -295,7 +298,7 @@ def measure_rows(
                 new = OUTPUT_LENGTHS.get(work, 1)
                 prepare = (
                     side.prepare_encoder(count)
-                    if work == "eyes"
+                    if work == "encoder"
                     else side.prepare_requests(count, new)
                 )
                 took = time_call(prepare(turn + 1000 * count + new), count * new, side.name)
@@ -336,7 +339,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sides", default=f"bfloat16,int4,{PEER}")
-    parser.add_argument("--works", default="eyes,first,request,many")
+    parser.add_argument("--works", default="encoder,first,request,many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--layers", type=int, help="of the language model, for a dry run; do not publish such rows"

@@ -28,7 +28,7 @@ from benchmarks.make_checkpoint import SHAPES  # noqa: E402
 from benchmarks.model_step import make_step, random_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
-from modelmill.ops.sample import random_case  # noqa: E402
+from modelmill.ops.sample import SampleInputs, random_case  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 
 
@@ -71,7 +71,7 @@ def make_variants(
     inside = {
         "greedy by torch": lambda: fused(step).argmax(-1),
         "greedy": lambda: ops.argmax(fused(step)),
-        "drawn": lambda: ops.sample(fused(step), **sampling_inputs),
+        "drawn": lambda: ops.sample(SampleInputs(fused(step), **sampling_inputs)),
         "logits": leave,
     }
     graphs: dict[str, Callable[[], Any]] = {}

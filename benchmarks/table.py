@@ -287,7 +287,9 @@ def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence
         for peer in peers
         if peer in figures and MODELMILL in figures
     ]
-    cells = [spread(figures[side]) if side in figures else "–" for side in (MODELMILL, *peers)]
+    cells = [
+        format_spread(figures[side]) if side in figures else "–" for side in (MODELMILL, *peers)
+    ]
     return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
 
 
@@ -302,7 +304,7 @@ def cpu_table_line(row: Mapping[str, Any]) -> list[str]:
     return [work, *sides, f"{row['ratio']:.2f}", "–" if must is None else f"{must:g}"]
 
 
-def spread(figure: MeasuredFigure) -> str:
+def format_spread(figure: MeasuredFigure) -> str:
     """4.21 (4.20 … 4.23), in three digits or more."""
     digits = 3 if figure.value < 1 else 2 if figure.value < 20 else 1
     return f"{figure.value:.{digits}f} ({figure.min:.{digits}f} … {figure.max:.{digits}f})"

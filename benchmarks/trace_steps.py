@@ -85,7 +85,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         starts[-1].record()
         return run(plan)
 
-    def noted(forward: StepForward) -> Any:
+    def record(forward: StepForward) -> Any:
         counts = [(seq.computed, count) for seq, count in forward.schedule.work]
         start, end = starts.pop(), torch.cuda.Event(enable_timing=True)
         pending = sample(forward)
@@ -95,7 +95,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         records.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
         return pending
 
-    runner.run, runner.sample = started, noted  # type: ignore[method-assign]
+    runner.run, runner.sample = started, record  # type: ignore[method-assign]
     return records
 
 

@@ -32,13 +32,13 @@ TOOL = {
 def main(url: str) -> None:
     client = OpenAI(base_url=url, api_key="none")
     model = client.models.list().data[0].id
-    talk = [{"role": "user", "content": "What is the weather in Paris?"}]
-    how = {"model": model, "tools": [TOOL], "temperature": 0, "max_tokens": 200}
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    options = {"model": model, "tools": [TOOL], "temperature": 0, "max_tokens": 200}
 
     # "required": the answer is a call and keeps to the parameters; with "auto" the model decides
     calls: dict[int, dict] = {}
     for chunk in client.chat.completions.create(
-        messages=talk, tool_choice="required", stream=True, **how
+        messages=messages, tool_choice="required", stream=True, **options
     ):
         for piece in chunk.choices[0].delta.tool_calls or ():
             call = calls.setdefault(
@@ -49,13 +49,13 @@ def main(url: str) -> None:
     made = [{"id": call["id"], "type": "function",
         "function": {"name": call["name"], "arguments": call["arguments"]}}
             for call in calls.values()]  # fmt: skip
-    talk.append({"role": "assistant", "content": None, "tool_calls": made})
+    messages.append({"role": "assistant", "content": None, "tool_calls": made})
     for call in calls.values():
         print(f"{call['name']}({call['arguments']})")
         result = weather(**json.loads(call["arguments"]))
-        talk.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
-    answer = client.chat.completions.create(messages=talk, tool_choice="none", **how)
+    answer = client.chat.completions.create(messages=messages, tool_choice="none", **options)
     print(answer.choices[0].message.content)
 
 

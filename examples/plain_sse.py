@@ -32,8 +32,14 @@ def events(url: str, body: dict):
 def main(url: str) -> None:
     with urllib.request.urlopen(f"{url}/models") as response:
         model = json.load(response)["data"][0]["id"]
-    talk = [{"role": "user", "content": "Say hello."}]
-    body = {"model": model, "messages": talk, "max_tokens": 30, "temperature": 0, "stream": True}
+    messages = [{"role": "user", "content": "Say hello."}]
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": 30,
+        "temperature": 0,
+        "stream": True,
+    }
     for event in events(f"{url}/chat/completions", body):
         print(event["choices"][0]["delta"].get("content", ""), end="", flush=True)
     print()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Self, Unpack
 import numpy as np
 
 from modelmill.core.errors import ModelmillError
-from modelmill.core.options import check_option_names
+from modelmill.core.options import check_option_names, show_signature_of
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import closed_error
@@ -36,6 +35,7 @@ class AsyncLLM:
     AsyncLLM raises UsageError.
     """
 
+    @show_signature_of(LLM.__init__)
     def __init__(self, model: str | Path, **options: Unpack[LLMOptions]) -> None:
         check_option_names(options, LLMOptions.__annotations__, type(self).__name__)
         self.llm = LLM(model, **options)
@@ -45,8 +45,6 @@ class AsyncLLM:
         self._closed, self._close_lock = False, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="modelmill-engine", daemon=True)
         self._thread.start()
-
-    __init__.__signature__ = inspect.signature(LLM.__init__)  # type: ignore[attr-defined]
 
     async def stream(
         self, prompt: Prompt | Messages, params: SamplingParams | None = None, **template: Any

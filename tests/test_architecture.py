@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from modelmill.ops.registry import declarations
 from tests.source_files import facts, parse
 
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
@@ -203,24 +204,29 @@ def test_foreign_packages_have_one_home(path: Path) -> None:
 def test_variants_know_nothing_of_ours() -> None:
     """Kernels for GPUs import their language, torch and each other, not our rooms.
 
-    Except core, what kernels of both languages agree on where one stands behind the other, and the
-    inputs of their op (those of qkv_rope_cache are rope_cache's).
+    Except core, what kernels of both languages agree on where one stands behind the other, the
+    data by which the registry chooses kernels, and the inputs of an op (those of qkv_rope_cache
+    are rope_cache's).
     """
     common = ("modelmill.core", "modelmill.ops.carveout")
+    chosen_by = ("modelmill.ops.kernel_range", "modelmill.ops.binding")
+    inputs_of_ops = {
+        each.inputs.__module__ for each in declarations().values() if each.inputs is not None
+    }
     for backend in ("triton", "cuda"):
         own = f"modelmill.ops.{backend}"
         for path in (ROOT / "ops" / backend).rglob("*.py"):
             inputs = f"modelmill.ops.{path.stem.removeprefix('qkv_')}"  # of its own op
             for name, line in imports(path):
                 allowed = not name.startswith("modelmill.") or name.startswith((*common, own))
-                allowed = allowed or name == inputs
+                allowed = allowed or name in (inputs, *chosen_by, *inputs_of_ops)
                 assert allowed, f"{path.name}:{line} imports {name}"
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_ranks_meet_in_one_room(path: Path) -> None:
-    """torch.distributed is imported in ``parallel`` only, and nobody makes it the process's own
-    group.
+    """torch.distributed is imported in ``parallel`` only, and no module sets up the default
+    process group.
     """
     where = str(path.relative_to(ROOT))
     for name, line in imports(path):

@@ -64,7 +64,6 @@ ALLOWED = (
     # functions and classes whose signature or text is made from a table
     ("cli/options.py", "call.__*__", "the signature of a verb, from its options"),
     ("core/options.py", "init.__signature__", "the signature of a class, from its options"),
-    ("async_llm.py", "__init__.__signature__", "the signature of LLM, whose options it takes"),
     ("llm.py", "LLM.__doc__", "the options, from their table"),
     ("segmenter.py", "Segmenter.__doc__", "the options, from their table"),
     # results that grow, each with one writer

@@ -157,9 +157,9 @@ def test_closing_a_stream_frees_the_engine(llm: LLM) -> None:
 def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    messages = LLM(engine, device="cpu", chat_template=TEMPLATE)
-    one = messages.chat([{"role": "user", "content": "hi"}], GREEDY)
-    two = messages.chat(
+    with_template = LLM(engine, device="cpu", chat_template=TEMPLATE)
+    one = with_template.chat([{"role": "user", "content": "hi"}], GREEDY)
+    two = with_template.chat(
         [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY
     )
     assert one[0].outputs[0].text == two[0].outputs[0].text
@@ -167,14 +167,14 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 
 
 def test_shipped_templates_by_name(engine: Path) -> None:
-    conversation = LLM(engine, device="cpu", chat_template="vicuna")
+    llm = LLM(engine, device="cpu", chat_template="vicuna")
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho"},
         {"role": "user", "content": "x"},
     ]
-    assert conversation.chat_format is not None
-    rendered = conversation.chat_format.render(messages)
+    assert llm.chat_format is not None
+    rendered = llm.chat_format.render(messages)
     assert rendered.startswith("<s>A chat between a curious user")
     assert rendered.endswith(" USER: hi ASSISTANT: ho</s> USER: x ASSISTANT:")
     with pytest.raises(UsageError, match="vicuna and chatml"):
@@ -339,12 +339,12 @@ def test_stop_strings_wait_for_min_tokens(llm: LLM) -> None:
 def test_a_salt_keeps_prefixes_apart(llm: LLM) -> None:
     ids = [1, *range(10, 80)]
 
-    def cached(**more: Any) -> int:
+    def count_cached(**more: Any) -> int:
         return llm.generate({"prompt_token_ids": ids, **more}, GREEDY)[0].cached_tokens
 
-    cached(cache_salt="a")
-    assert cached(cache_salt="a") > 0
-    assert cached(cache_salt="b") == 0
+    count_cached(cache_salt="a")
+    assert count_cached(cache_salt="a") > 0
+    assert count_cached(cache_salt="b") == 0
 
 
 def test_what_is_no_prompt_is_one_line(llm: LLM) -> None:
@@ -372,7 +372,7 @@ def test_a_closed_engine_says_so(engine: Path) -> None:
         asyncio.run(closed.generate("Once upon a time", GREEDY))
 
 
-def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> None:
+def test_a_stream_that_begins_while_the_engine_closes_gets_an_error(engine: Path) -> None:
     many = AsyncLLM(engine, device="cpu")
     stepping, go_on, step = threading.Event(), threading.Event(), many.llm.step
 
@@ -402,7 +402,7 @@ def test_a_stream_that_begins_while_the_engine_closes_is_told(engine: Path) -> N
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 0, [GREEDY]])
-def test_what_is_no_sampling_is_told_by_a_stream_too(llm: LLM, params: Any) -> None:
+def test_what_is_no_sampling_is_reported_by_a_stream_too(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="SamplingParams"):
         llm.stream("Once", params)
     with pytest.raises(RequestError, match="SamplingParams"):

@@ -130,7 +130,7 @@ def test_plain_output_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("enabled", [None, False])
-def test_a_log_is_told_of_a_compilation_once(
+def test_a_compilation_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, enabled: bool | None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stderr := io.StringIO())

@@ -85,10 +85,10 @@ def read_head(root: Path, path: Path) -> KernelHead:
     field = None
     title, _, rest = comment(root / path).partition("\n\n")
     for line in rest.splitlines():
-        found = _FIELD.match(line)
-        if found and found[1] in (*FIELDS, *CALLERS):
-            field = found[1]
-            fields[field] = found[2]
+        match = _FIELD.match(line)
+        if match and match[1] in (*FIELDS, *CALLERS):
+            field = match[1]
+            fields[field] = match[2]
         elif field is not None and line.startswith("    "):
             fields[field] += f" {line.strip()}"
         else:

@@ -93,7 +93,9 @@ def serves_case(text: str, case: str) -> bool:
     return (weights < 1 << int(limit[2])) == (limit[1] == "<")
 
 
-def largest_row(rows: Iterable[Row], op: str, head: KernelHead, taken: Sequence[str]) -> Row | None:
+def largest_row(
+    rows: Iterable[Row], op: str, head: KernelHead, preceding_ranges: Sequence[str]
+) -> Row | None:
     """The newest row of the largest case that the kernel serves for an op, or None.
 
     taken: ranges of the kernels that come before this one for the op; their cases are not its.
@@ -103,7 +105,7 @@ def largest_row(rows: Iterable[Row], op: str, head: KernelHead, taken: Sequence[
     for row in rows:
         if row.get("op") != op or row.get("variant") != head.backend or "fraction" not in row:
             continue
-        before = any(serves_case(each, row["case"]) for each in taken)
+        before = any(serves_case(each, row["case"]) for each in preceding_ranges)
         if row["dtype"] in newest and serves_case(text, row["case"]) and not before:
             newest[row["dtype"]][row["case"]] = row
     best = (newest["bfloat16"] or newest["float32"]).values()
@@ -158,14 +160,14 @@ def tests_of(root: Path, head: KernelHead) -> list[str]:
     """Test files that name the kernel's source or import the module that launches it."""
     stem = head.path.stem
     dotted = ".".join(head.path.with_suffix("").parts)
-    found = []
+    test_files = []
     for path in sorted((root / TESTS).rglob("test_*.py")):
         name = path.relative_to(root).as_posix()
         if name == EVERY_OP_TEST or "tests/tools/" in name:
             continue
         if {head.path.name, dotted} & imported_names(path) or path.stem == f"test_{stem}_emulated":
-            found.append(name)
-    return found
+            test_files.append(name)
+    return test_files
 
 
 def op_family(root: Path, op: str) -> str:
@@ -182,11 +184,11 @@ def render_table(
     for op in ops:
         shown = op
         for head in (each for each in heads if op in each.ops):
-            taken = [by_name[n].range_of(op) for n in comes_after(head) if n in by_name]
+            preceding_ranges = [by_name[n].range_of(op) for n in comes_after(head) if n in by_name]
             row = (
                 largest_cpu_row(rows["cpu"], op)
                 if head.backend == "cpu"
-                else largest_row(rows["h200"], op, head, taken)
+                else largest_row(rows["h200"], op, head, preceding_ranges)
             )
             tests = tests_of(root, head)[:3] or [EVERY_OP_TEST]
             cells = (

@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for place, cell in enumerate(cells, 1):
         print(f"[{place}/{len(cells)}] {cell.name}", flush=True)
         stored = None if options.again else stored_result(cell, sources)
-        results[cell] = stored or dated(run(cell, sources, options.pin, options.keep))
+        results[cell] = stored or with_date(run(cell, sources, options.pin, options.keep))
         if stored is None:
             (OUT / f"{cell.name}.json").write_text(json.dumps(asdict(results[cell]), indent=1))
         print(f"    {summary(results[cell])}{' (kept)' if stored else ''}", flush=True)
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def dated(result: CellResult) -> CellResult:
+def with_date(result: CellResult) -> CellResult:
     """The result with the commit that is checked out, and today."""
     commit = _output("git", "-C", ROOT, "rev-parse", "--short", "HEAD").strip()
     return replace(result, commit=commit, date=time.strftime("%Y-%m-%d", time.gmtime()))

@@ -197,11 +197,11 @@ def main() -> None:
     parser.add_argument("--method", default="auto", help="rounding method of int4")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    found = walks(args.checkpoint, args.quantization, args.method)
+    files_by_walk = walks(args.checkpoint, args.quantization, args.method)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(files_by_walk))
         return
-    for name, files in found.items():
+    for name, files in files_by_walk.items():
         print(f"{name}: {len(files)} files")
         print("".join(f"  {file}\n" for file in files))
 

@@ -204,15 +204,18 @@ def tunable_gemms(model: nn.Module, step: Step) -> list[TunableGemm]:
     weight_bytes: dict[tuple[str, GemmKey], int] = {}
 
     def watched(op: str, module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        front = registry.implementations(op)[step.ops.backends[op]]
+        front = step.ops.backends[op]
+        backends = registry.implementations(op)
+        tuned = next(name for name, each in backends.items() if each is module)
 
-        def spy(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-            if module.supports(x, weight, *rest) and (
-                module is front or not front.supports(x, weight, *rest)
+        def spy(*args: Any) -> Any:
+            if registry.serves(op, tuned, *args) and (
+                tuned == front or not registry.serves(op, front, *args)
             ):
+                x, weight = args[0][:2] if len(args) == 1 else args[:2]
                 key = module.gemm_key(x, weight)
                 weight_bytes[op, key] = weight_bytes.get((op, key), 0) + weight.nbytes
-            return call(x, weight, *rest)
+            return call(*args)
 
         return spy
 

@@ -120,6 +120,16 @@ def accept_options(*configs: type) -> Callable[[Init], Init]:
     return set_signature
 
 
+def show_signature_of(other: Callable[..., None]) -> Callable[[Init], Init]:
+    """Decorate an ``__init__`` that passes its options on: it shows the signature of ``other``."""
+
+    def set_signature(init: Init) -> Init:
+        init.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
+        return init
+
+    return set_signature
+
+
 def describe_options(config: type, exclude: Iterable[str] = ()) -> str:
     """Make a docstring line for each field of a config: its name, its help text, its default."""
     lines = []

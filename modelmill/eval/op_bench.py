@@ -151,11 +151,9 @@ def runnable_implementations(
     op: str, case: Case, device_type: str
 ) -> dict[str, Callable[..., Any]]:
     """Return the reference and every implementation that supports these arguments."""
-    args = registry.declarations()[op].arguments(case.args)
     runnable = {"torch": registry.reference(op)}
     for name, module in registry.implementations(op).items():
-        supports = getattr(module, "supports", None)
-        if module.available(device_type) is None and (supports is None or supports(**args)):
+        if module.available(device_type) is None and registry.serves(op, name, **case.args):
             runnable[name] = module.run
     return runnable
 

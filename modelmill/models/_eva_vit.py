@@ -15,6 +15,7 @@ from modelmill.nn.conv import Conv2d
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
 
@@ -55,7 +56,7 @@ class EvaAttention(VitBranch):
         batch, tokens, width = qkv.shape
         # a picture one token high: no windows, no positions
         qkv = qkv.view(batch, 1, tokens, 3, self.heads, width // (3 * self.heads))
-        mixed = vision.ops.image_attention(qkv, self.heads, None, None)
+        mixed = vision.ops.image_attention(ImageAttentionInputs(qkv, self.heads, None, None))
         return vision.linear(self.proj, mixed.view(batch, tokens, width // 3))
 
 

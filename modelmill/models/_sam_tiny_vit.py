@@ -16,6 +16,7 @@ from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.image_attention import ImageAttentionInputs
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class TinyVitAttention(nn.Module):
             # a norm of zeros is its bias
             fill = self._qkv(self.norm.bias[None, None, None], vision)[0, 0, 0].contiguous()
         mixed = vision.ops.image_attention(
-            qkv, self.heads, self.window, fill, bias=self.attention_biases
+            ImageAttentionInputs(qkv, self.heads, self.window, fill, bias=self.attention_biases)
         )
         return vision.linear(self.proj, mixed.view(batch, height, width, channels))
 

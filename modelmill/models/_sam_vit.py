@@ -15,6 +15,7 @@ from modelmill.nn.conv import Conv2d, LayerNorm2d
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
 
@@ -89,11 +90,12 @@ class SamVitAttention(VitBranch):
         qkv = qkv.view(batch, height, width, 3, self.heads, channels // (3 * self.heads))
         assert self.qkv.bias is not None
         tall, wide = (height, width) if self.window is None else (self.window, self.window)
-        mixed = vision.ops.image_attention(
+        inputs = ImageAttentionInputs(
             qkv, self.heads, self.window, self.qkv.bias.view(3, self.heads, -1),
             resize_rel_pos(self.rel_pos_h, 2 * tall - 1),
             resize_rel_pos(self.rel_pos_w, 2 * wide - 1),
         )  # fmt: skip
+        mixed = vision.ops.image_attention(inputs)
         return vision.linear(self.proj, mixed)
 
 

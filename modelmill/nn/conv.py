@@ -12,6 +12,7 @@ from torch import nn
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import AffineNorm
 from modelmill.nn.vision_context import VisionContext
+from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.quant_types import QuantizedInput
 
 
@@ -113,11 +114,12 @@ class PlainNorm(AffineNorm):
             normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
             if act_quant is None:
                 return normed, x
-            values, scale = ops.quantize(normed, act_quant.dtype, act_quant.inv_scale)
+            values, scale = ops.quantize(normed, act_quant)
             return QuantizedInput(values, scale, x.dtype), x
         if act_quant is None:
             return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
-        values, scale, total = ops.add_layer_norm_quant(
+        inputs = AddLayerNormQuantInputs(
             branch, x, self.weight, self.bias, self.eps, act_quant.dtype, act_quant.inv_scale
         )
+        values, scale, total = ops.add_layer_norm_quant(inputs)
         return QuantizedInput(values, scale, x.dtype), total

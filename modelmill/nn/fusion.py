@@ -184,9 +184,9 @@ class FusedNorm(FusedModule):
             return self.plain.forward(x, residual, step)
         norm, ops = cast(RMSNorm, self.plain), step.ops
         if residual is None:
-            values, scale = ops.rms_norm_quant(x, norm.weight, norm.eps, *spec)
+            values, scale = ops.rms_norm_quant(x, norm.weight, norm.eps, spec)
             return QuantizedInput(values, scale, x.dtype), x
-        values, scale, total = ops.add_rms_norm_quant(x, residual, norm.weight, norm.eps, *spec)
+        values, scale, total = ops.add_rms_norm_quant(x, residual, norm.weight, norm.eps, spec)
         return QuantizedInput(values, scale, x.dtype), total
 
     def _act_quant(self, step: Step) -> ActQuantSpec | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from modelmill.core.errors import CheckpointError
 from modelmill.nn.step import Step
+from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 
 NTK_SCALINGS = ("dynamic", "qwen_ntk")
 
@@ -107,7 +108,9 @@ class Rotary(nn.Module):
             )
         else:
             table = self.inv_freq[None] if self.ntk_table is None else self.ntk_table
-        return step.ops.rope_cos_sin(step.positions, keys, table, self.factor, logn, dtype)
+        return step.ops.rope_cos_sin(
+            RopeCosSinInputs(step.positions, keys, table, self.factor, logn, dtype)
+        )
 
     def _frequencies_by_token(self, keys: torch.Tensor) -> torch.Tensor:
         """Frequencies of each token, [T, D/2]; tokens with key 0 get the unscaled ones exactly."""

@@ -37,9 +37,9 @@ class VisionContext:
             return QuantizedInput(values, scale, inner.dtype)
         if layer.weight.format == "dense" and isinstance(x, torch.Tensor):
             weight = layer.weight.tensors()["weight"]
-            return self.ops.linear_gelu(x.reshape(-1, x.shape[-1]), weight, layer.bias).view(
-                *x.shape[:-1], -1
-            )
+            rows = x.reshape(-1, x.shape[-1])
+            out = layer.weight.run_gemm(self.ops.linear_gelu, rows, weight, layer.bias)
+            return out.view(*x.shape[:-1], -1)
         return self.ops.gelu(self.linear(layer, x))
 
     def act_quant(self, layer: Linear) -> ActQuantSpec | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,25 +12,47 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
-
-DECLARATION = OpDeclaration()
+from modelmill.ops.quant_types import ActQuantSpec
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
 
-def add_layer_norm_quant(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float,
-    dtype: torch.dtype, inv_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
-    """Quantize the output of ``add_layer_norm``; rounding as in ``rms_norm_quant``.
+class AddLayerNormQuantInputs(NamedTuple):
+    """Operands of the op.
 
-    inv_scale: [1] float32 (static), or None for one scale per token.
+    Attributes:
+        x: [..., H].
+        residual: [..., H], x's dtype.
+        weight: [H].
+        bias: [H].
+        eps: added to the variance.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        inv_scale: [1] float32 (static), or None for one scale per token.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+    dtype: torch.dtype
+    inv_scale: torch.Tensor | None = None
+
+
+DECLARATION = OpDeclaration(inputs=AddLayerNormQuantInputs)
+
+
+def add_layer_norm_quant(
+    inputs: AddLayerNormQuantInputs,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Quantize the output of ``add_layer_norm``; rounding as in ``rms_norm_quant``.
 
     Returns:
         (values [..., H] of ``dtype``, scale [...] float32 or None, x + residual).
     """
+    x, residual, weight, bias, eps, dtype, inv_scale = inputs
     y, total = plain.add_layer_norm(x, residual, weight, bias, eps)
-    return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, None, None, 8), total
+    return *rms_norm_quant.quantize_rows(y, ActQuantSpec(dtype, inv_scale)), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

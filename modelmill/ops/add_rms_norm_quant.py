@@ -10,22 +10,15 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.quant_types import ActQuantSpec
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
 
 def add_rms_norm_quant(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Apply ``rms_norm_quant`` to x + residual; the sum is rounded to x's dtype first.
 
@@ -36,7 +29,7 @@ def add_rms_norm_quant(
         (values, scale or None, x + residual).
     """
     y, total = add_rms_norm(x, residual, weight, eps)
-    return *rms_norm_quant.quantize_rows(y, dtype, inv_scale, zero_point, perm, bits), total
+    return *rms_norm_quant.quantize_rows(y, spec), total
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from modelmill.ops.kernel_range import GemmProblem
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,46 @@ class OpDeclaration:
         optional: whether a fused op returns None for unsupported arguments: calling the ops that it
             replaces is then faster than running its reference.
         inputs: of an op with many arguments the NamedTuple that holds them, which its functions
-            take as ``inputs``; it stands in the reference's file. A frozen dataclass says the same
-            but takes five times as long to make (7.5 us for 12 fields, not 1.6), and one is made in
-            every layer of every step.
+            take as one argument; it stands in the reference's file. A frozen dataclass says the
+            same but takes five times as long to make (7.5 us for 12 fields, not 1.6), and one is
+            made in every layer of every step.
+        inputs_name: name of that argument.
+        problem: of a GEMM op, the function that makes the ``GemmProblem`` of its operands (x first,
+            then the weight), by which kernels are chosen and bound to a weight (``ops.binding``).
+        operands: of a GEMM op without ``inputs``, the names of its arguments.
+        per_call: name of the operand of a GEMM op that is another one in each call, beside x.
     """
 
     fuses: tuple[str, ...] = ()
     optional: bool = False
     inputs: Any = None
+    inputs_name: str = "inputs"
+    problem: Callable[..., GemmProblem] | None = None
+    operands: tuple[str, ...] = ()
+    per_call: str | None = None
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of a GEMM op's operands in order."""
+        return self.operands if self.inputs is None else self.inputs._fields
+
+    def operands_of(self, *args: Any) -> Sequence[Any]:
+        """The operands of a GEMM op's arguments, those put together as inputs one by one."""
+        return args if self.inputs is None else args[0]
+
+    def problem_of(self, *args: Any) -> GemmProblem:
+        """The ``GemmProblem`` of a GEMM op's arguments."""
+        assert self.problem is not None, "a GEMM op declares its problem"
+        return self.problem(*self.operands_of(*args))
+
+    def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a call in order; those left out at the end keep their defaults."""
+        names = self.operands if self.inputs is None else (self.inputs_name,)
+        rest = [kwargs.get(name) for name in names[len(args) :]]
+        unknown = kwargs.keys() - set(names[len(args) :])
+        if unknown:
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        return (*args, *rest)
 
     def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a case as the op takes them: those that are inputs put together."""
@@ -34,10 +68,10 @@ class OpDeclaration:
             return dict(args)
         inputs = {name: value for name, value in args.items() if name in self.inputs._fields}
         others = {name: value for name, value in args.items() if name not in inputs}
-        return others | {"inputs": self.inputs(**inputs)}
+        return others | {self.inputs_name: self.inputs(**inputs)}
 
     def named(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The reverse: each argument by its own name."""
         named = dict(args)
-        inputs = named.pop("inputs", None) if self.inputs is not None else None
+        inputs = named.pop(self.inputs_name, None) if self.inputs is not None else None
         return named if inputs is None else named | inputs._asdict()

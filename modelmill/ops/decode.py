@@ -17,6 +17,7 @@ from modelmill.ops import int8_group_linear as eight
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import int4_linear
 from modelmill.ops.int8_group_linear import int8_group_linear
 from modelmill.ops.int8_linear import int8_linear, quantize
@@ -78,7 +79,8 @@ class DecodeLinearWeights:
             return linear(x, self.weight, self.bias)
         if self.group_size:
             product = int4_linear if self.weight.dtype is torch.uint8 else int8_group_linear
-            return product(x, self.weight, self.scale, self.offset, self.group_size, self.bias)
+            stored = (self.weight, self.scale, self.offset, self.group_size, self.bias)
+            return product(GroupwiseLinearInputs(x, *stored))
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 

@@ -10,8 +10,11 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
+from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(
+    inputs=Linear8BitInputs, problem=linear_8bit_problem, per_call="x_scale"
+)
 
 FP8 = torch.float8_e4m3fn
 # Hopper's tensor cores accumulate fp8 products with about 14 bits: among 12 million sums of 4,096
@@ -20,35 +23,19 @@ FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 2e-2, torch.float16: 2.5e-2, torch.bfloat16: 6e-2}
 
 
-def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def fp8_linear(inputs: Linear8BitInputs) -> torch.Tensor:
     """Compute (Σ x · w) · x_scale · scale + bias.
 
     Products and sums are float32 (float64 if the scales are), rounded once.
 
-    Args:
-        x: [T, K] e4m3 or floating point.
-        weight: [N, K] e4m3.
-        scale: [N] float32.
-        x_scale: [T] or [1] float32 for an x in fp8; None for a floating-point x.
-        dtype: dtype of the output.
-        bias: [N] or None.
-
     Returns:
         [T, N] of ``dtype``.
     """
+    x, weight, scale, x_scale, dtype, bias = inputs
     out = (x.to(scale.dtype) @ weight.to(scale.dtype).T) * scale
     if x_scale is not None:
         out = out * x_scale[:, None]
-    if bias is not None:
-        out = out + bias
-    return out.to(dtype)
+    return (out if bias is None else out + bias).to(dtype)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

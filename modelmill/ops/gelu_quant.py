@@ -10,6 +10,7 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
+from modelmill.ops.quant_types import ActQuantSpec
 
 DECLARATION = OpDeclaration()
 
@@ -29,7 +30,7 @@ def gelu_quant(
     Returns:
         (values [..., H] of ``dtype``, scale [...] float32 or None).
     """
-    return rms_norm_quant.quantize_rows(gelu(x), dtype, inv_scale, None, None, 8)
+    return rms_norm_quant.quantize_rows(gelu(x), ActQuantSpec(dtype, inv_scale))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

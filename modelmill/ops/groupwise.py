@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.kernel_range import GemmProblem, gemm_problem
 from modelmill.ops.linear import linear
 
 PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
+
+
+class GroupwiseLinearInputs(NamedTuple):
+    """Activations and a weight in groups of columns: operands of the group-wise products.
+
+    Attributes:
+        x: [T, K], floating point.
+        weight: [N, row] codes, in the layout that the op's file describes.
+        scale: [N, ⌈K/group⌉] float16 or float32.
+        offset: as scale, or None (symmetric).
+        group: columns that share a scale, a multiple of 32.
+        bias: [N] or None.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor | None
+    group: int
+    bias: torch.Tensor | None = None
+
+
+def groupwise_problem(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> GemmProblem:
+    """The product of ``GroupwiseLinearInputs``."""
+    return gemm_problem(x, weight, scale, bias, group=group, offset=offset)
 
 
 class RandomWeight(Protocol):
@@ -24,19 +57,21 @@ class RandomWeight(Protocol):
 
 
 def matmul_reference(
-    x: torch.Tensor, weight_float: torch.Tensor, bias: torch.Tensor | None
+    inputs: GroupwiseLinearInputs, dequantize: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Compute x · weightᵀ + bias.
+    """Compute x · weightᵀ + bias with the weight dequantized.
 
     Args:
-        x: [T, K].
-        weight_float: [N, K] dequantized; its dtype is the accumulation dtype.
-        bias: [N] or None.
+        inputs: the operands.
+        dequantize: makes [N, K] of weight, scale, offset, group, K and the accumulation dtype.
 
     Returns:
         [T, N] of x's dtype, rounded once.
     """
-    out = linear(x.to(weight_float.dtype), weight_float)
+    x, weight, scale, offset, group, bias = inputs
+    acc_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = dequantize(weight, scale, offset, group, x.shape[-1], acc_dtype)
+    out = linear(x.to(acc_dtype), wide)
     return (out if bias is None else out + bias).to(x.dtype)
 
 

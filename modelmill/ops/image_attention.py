@@ -8,6 +8,7 @@ which does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +16,15 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 
-DECLARATION = OpDeclaration()
-
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def image_attention(
-    qkv: torch.Tensor,
-    heads: int,
-    window: int | None,
-    fill: torch.Tensor | None,
-    rel_h: torch.Tensor | None = None,
-    rel_w: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute softmax(q kᵀ / √D + positions) v inside each window of each image.
+class ImageAttentionInputs(NamedTuple):
+    """Queries, keys and values of images, the windows and the positions.
 
-    Windows tile the image from its upper left corner. Tokens of a window beyond the edge are keys
-    like any other, with the values of ``fill``. Below, Sh and Sw are a window's height and width, S
-    = Sw for the bias.
+    Below, Sh and Sw are a window's height and width, S = Sw for the bias.
 
-    Args:
+    Attributes:
         qkv: [B, H, W, 3, heads, D].
         heads: number of heads.
         window: side of the square windows; None: one window per image.
@@ -43,10 +32,30 @@ def image_attention(
         rel_h: [2·Sh − 1, D]; a score gets q · rel_h[yq − yk + Sh − 1], q not scaled.
         rel_w: [2·Sw − 1, D]; a score gets q · rel_w[xq − xk + Sw − 1], q not scaled.
         bias: [heads, S·S] float32; a score gets bias[head, |yq − yk| · S + |xq − xk|].
+    """
+
+    qkv: torch.Tensor
+    heads: int
+    window: int | None
+    fill: torch.Tensor | None
+    rel_h: torch.Tensor | None = None
+    rel_w: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+DECLARATION = OpDeclaration(inputs=ImageAttentionInputs)
+
+
+def image_attention(inputs: ImageAttentionInputs) -> torch.Tensor:
+    """Compute softmax(q kᵀ / √D + positions) v inside each window of each image.
+
+    Windows tile the image from its upper left corner. Tokens of a window beyond the edge are keys
+    like any other, with the values of ``fill``.
 
     Returns:
         [B, H, W, heads·D].
     """
+    qkv, heads, window, fill, rel_h, rel_w, bias = inputs
     batch, height, width, _, _, dim = qkv.shape
     win_h, win_w = (height, width) if window is None else (window, window)
     pad_h, pad_w = -height % win_h, -width % win_w

@@ -16,41 +16,30 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.groupwise import PACK_COLUMNS, cases_for_shapes, expand_groups, matmul_reference
+from modelmill.ops.groupwise import (
+    PACK_COLUMNS,
+    GroupwiseLinearInputs,
+    cases_for_shapes,
+    expand_groups,
+    groupwise_problem,
+    matmul_reference,
+)
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(inputs=GroupwiseLinearInputs, problem=groupwise_problem)
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 
 
-def int4_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute x · weightᵀ + bias with the weight dequantized.
+def int4_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+    """Compute x · weightᵀ + bias with the weight dequantized; weight: [N, ⌈K/32⌉·16] uint8.
 
     Weights and sums are float32 (float64 if x is).
-
-    Args:
-        x: [T, K], floating point.
-        weight: [N, ⌈K/32⌉·16] uint8, packed codes.
-        scale: [N, ⌈K/group⌉] float16 or float32.
-        offset: as scale, or None (symmetric).
-        group: columns that share a scale, a multiple of 32.
-        bias: [N] or None.
 
     Returns:
         [T, N] of x's dtype.
     """
-    acc_dtype = torch.promote_types(x.dtype, torch.float32)
-    return matmul_reference(
-        x, dequantize_weight(weight, scale, offset, group, x.shape[-1], acc_dtype), bias
-    )
+    return matmul_reference(inputs, dequantize_weight)
 
 
 def dequantize_weight(

@@ -8,31 +8,30 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, random_weight
 from modelmill.ops.silu_mul import silu_mul
 
-DECLARATION = OpDeclaration(fuses=("int4_linear", "silu_mul"), optional=True)
+DECLARATION = OpDeclaration(
+    fuses=("int4_linear", "silu_mul"),
+    optional=True,
+    inputs=GroupwiseLinearInputs,
+    problem=groupwise_problem,
+)
 
 TOLERANCE = {torch.float32: 8e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
 
-def int4_linear_swiglu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def int4_linear_swiglu(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    The products are rounded to x's dtype before the gate, as two separate ops would do. Arguments
-    as in int4_linear; the weight has 2·I rows, G above U, and so have scale, offset and bias.
+    The products are rounded to x's dtype before the gate, as two separate ops would do. Inputs as
+    of int4_linear; the weight has 2·I rows, G above U, and so have scale, offset and bias.
 
     Returns:
         [T, I] of x's dtype.
     """
-    return silu_mul(int4_linear(x, weight, scale, offset, group, bias))
+    return silu_mul(int4_linear(inputs))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

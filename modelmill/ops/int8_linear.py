@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.kernel_range import gemm_problem
 from modelmill.ops.linear import linear
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(problem=gemm_problem, operands=("x", "weight", "scale", "bias"))
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

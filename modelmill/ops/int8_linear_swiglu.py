@@ -9,9 +9,15 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import int8_linear, quantize
+from modelmill.ops.kernel_range import gemm_problem
 from modelmill.ops.silu_mul import silu_mul
 
-DECLARATION = OpDeclaration(fuses=("int8_linear", "silu_mul"), optional=True)
+DECLARATION = OpDeclaration(
+    fuses=("int8_linear", "silu_mul"),
+    optional=True,
+    problem=gemm_problem,
+    operands=("x", "weight", "scale", "bias"),
+)
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.kernel_range import dense_problem
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
 
 # For cases whose outputs have unit scale (weights scaled by 1/sqrt(K)).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -8,9 +8,24 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.kernel_range import GemmProblem, dense_problem
 from modelmill.ops.linear import linear
 
-DECLARATION = OpDeclaration(fuses=("linear", "add_rms_norm"), optional=True)
+
+def _problem(
+    x: torch.Tensor, weight: torch.Tensor, _: torch.Tensor, bias: torch.Tensor | None = None
+) -> GemmProblem:
+    """The product without the residual."""
+    return dense_problem(x, weight, bias)
+
+
+DECLARATION = OpDeclaration(
+    fuses=("linear", "add_rms_norm"),
+    optional=True,
+    problem=_problem,
+    operands=("x", "weight", "residual", "bias"),
+    per_call="residual",
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

@@ -9,9 +9,10 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
+from modelmill.ops.kernel_range import dense_problem
 from modelmill.ops.linear import linear
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

@@ -28,7 +28,17 @@ class QuantizedInput(NamedTuple):
 
 
 class ActQuantSpec(NamedTuple):
-    """8-bit input that a weight requires: arguments of ``rms_norm_quant`` and ``quantize``."""
+    """8-bit input that a weight requires: how ``quantize`` and the fused norms make it.
+
+    Attributes:
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        inv_scale: 1 / scale, float32, multiplied with y before rounding: [1] for all or [N] per
+            output column; None: dynamic, each token's max / max(amax, 1e-6), amax of its y.
+        zero_point: [N] int32, added after rounding; only with int8 and a static inv_scale.
+        perm: [N] int32, N may differ from H; column i of the values is y's column perm[i], or zeros
+            (not the zero-point) where that is −1; None: no permutation.
+        bits: 8 or less, for int8.
+    """
 
     dtype: torch.dtype
     inv_scale: torch.Tensor | None = None

@@ -9,26 +9,20 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.quant_types import ActQuantSpec
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
 
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantize x [..., H] float32, float16 or bfloat16; arguments as in ``rms_norm_quant``.
+def quantize(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantize x [..., H] float32, float16 or bfloat16; as ``rms_norm_quant`` does.
 
     Returns:
-        (values [..., N] of ``dtype``, scale [...] float32 or None).
+        (values [..., N] of ``spec.dtype``, scale [...] float32 or None).
     """
-    return rms_norm_quant.quantize_rows(x, dtype, inv_scale, zero_point, perm, bits)
+    return rms_norm_quant.quantize_rows(x, spec)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -10,19 +10,23 @@ or ``ops/cuda`` (attention, gemm_16bit, ...) with
   as one ``inputs`` (see ``OpDeclaration``);
 * optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
   not support go to the next backend in order of preference, and finally to the reference;
+* of a GEMM op optionally ``RANGES``, the sizes and dtypes that it serves as data, and ``KERNELS``,
+  ranges with functions where it consists of several kernels (``ops.kernel_range``); ``supports``
+  then says what depends on the operands' memory, and not on the number of rows;
 * optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
   once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``);
 * optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``,
   for the part of the work that is faster there.
 
 ``select_backends`` selects once, when an engine is loaded. The result is passed in every Step and
-can be printed.
+can be printed. A weight binds its GEMM ops (``ops.binding``): the choice among their
+implementations is made once for a weight and a class of row counts.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -31,6 +35,7 @@ import torch
 
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name, find_module_below, module_names
+from modelmill.ops.binding import GemmOp, Implementation, call_after, hooked
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import Tuning, filter_supported
 
@@ -113,6 +118,25 @@ def by_name(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return lambda **args: call(**declaration.arguments(args))
 
 
+def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
+    """Whether a backend's implementation serves these arguments.
+
+    Args:
+        op: name of the op.
+        backend: a backend that implements it.
+        *args: arguments as the op takes them.
+        **named: instead, each argument by its own name, as a ``Case`` has them.
+    """
+    module, declaration = implementation(op, backend), declarations()[op]
+    assert module is not None, f"{backend} implements {op}"
+    kwargs = declaration.arguments(named) if named else {}
+    if declaration.problem is None:
+        return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
+    args = declaration.positional(args, kwargs)
+    chosen = Implementation.of_module(module, module.run)
+    return chosen.select(declaration.problem_of(*args), *args) is not None
+
+
 def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, ModuleType]:
     """Implementations of an op by backend; backends whose packages are missing are left out."""
     modules = {backend: implementation(op, backend) for backend in backends}
@@ -181,23 +205,16 @@ def select_backends(
             backends[op] = "torch" if run is None else replaced[declaration.fuses[0]]
             continue
         order = (overrides[op],) if op in overrides else BACKEND_PREFERENCE[device_type]
-        selected[op], backends[op] = _pick(op, order, device_type, tuning, forced=op in overrides)
+        usable = _usable_backends(op, order, device_type, forced=op in overrides)
+        modules = list(usable.values())
+        selected[op] = _chain(op, declaration, modules, reference(op), tuning)
+        backends[op] = next(iter(usable), "torch")
     return Ops(selected, backends)
 
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
     """The same ops; ``on_op`` is called after each op call, as a sign of life in long steps."""
-
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(run)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = run(*args, **kwargs)
-            on_op()
-            return result
-
-        return call
-
-    return ops.replace({name: wrap(run) for name, run in vars(ops).items() if callable(run)})
+    return ops.replace(hooked(vars(ops), lambda run: call_after(run, on_op)))
 
 
 def _pick_fused(
@@ -230,10 +247,8 @@ def _pick_fused(
     if reason is None and module is not None and requested in (None, backend):
         fallback = (lambda *_, **__: None) if declaration.optional else reference(op)
         order = BACKEND_PREFERENCE[device_type]
-        usable = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
-        for lower in reversed(usable.values()):
-            fallback = _with_fallback(lower, _with_launch_configs(op, lower, tuning), fallback)
-        return _with_fallback(module, _with_launch_configs(op, module, tuning), fallback)
+        lower = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
+        return _chain(op, declaration, [module, *lower.values()], fallback, tuning)
     if requested is not None:
         raise UsageError(
             f"--kernel {op}={requested} cannot be used on {device_type}: "
@@ -253,26 +268,29 @@ def _common_backend(replaced: Mapping[str, str]) -> str | None:
     return backend if same and backend != "torch" else None
 
 
-def _pick(
-    op: str, preferred: tuple[str, ...], device_type: str, tuning: Tuning | None, *, forced: bool
-) -> tuple[Callable[..., Any], str]:
-    """Select the first implementation that can run.
-
-    Returns:
-        (callable, backend); unsupported arguments go to the lower-preference implementations.
-    """
-    selected, backend = reference(op), "torch"
-    lower: Callable[..., Any] | None = None
-    for name, module in reversed(
-        _usable_backends(op, preferred, device_type, forced=forced).items()
-    ):
-        run = _with_launch_configs(op, module, tuning)
+def _chain(
+    op: str,
+    declaration: OpDeclaration,
+    modules: Sequence[ModuleType],
+    fallback: Callable[..., Any],
+    tuning: Tuning | None,
+) -> Callable[..., Any]:
+    """One callable of the implementations in order of preference, and of what serves the rest."""
+    runs = [_with_launch_configs(op, module, tuning) for module in modules]
+    if declaration.problem is not None and modules and _is_conditional(modules[0]):
+        implementations = map(Implementation.of_module, modules, runs)
+        return GemmOp(op, declaration, list(implementations), fallback)
+    selected, lower = fallback, None
+    for module, run in zip(reversed(modules), reversed(runs), strict=True):
         if lower is not None and getattr(module, "USES_FALLBACK", False):
             run = functools.partial(run, fallback=lower)
-        selected = _with_fallback(module, run, selected)
-        backend = name
-        lower = run
-    return selected, backend
+        selected, lower = _with_fallback(module, run, selected), run
+    return selected
+
+
+def _is_conditional(module: ModuleType) -> bool:
+    """Whether an implementation serves some arguments only."""
+    return any(hasattr(module, name) for name in ("supports", "RANGES"))
 
 
 def _usable_backends(

@@ -9,10 +9,10 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX
+from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX, ActQuantSpec
 from modelmill.ops.rms_norm import rms_norm
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 2.0}
@@ -20,14 +20,7 @@ SHAPES = ((1, 64), (3, 576), (7, 100), (130, 96), (1024, 4096), (5, 8193), (1, 4
 
 
 def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantize y = rms_norm(x, weight, eps), which is rounded to x's dtype first.
 
@@ -38,30 +31,18 @@ def rms_norm_quant(
         x: [..., H] float32, float16 or bfloat16.
         weight: [H], x's dtype.
         eps: added to the mean square.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        inv_scale: 1 / scale, float32, multiplied with y before rounding: [1] for all or [N] per
-            output column; None: dynamic, each token's max / max(amax, 1e-6), amax of its y.
-        zero_point: [N] int32, added after rounding; only with int8 and a static inv_scale.
-        perm: [N] int32, N may differ from H; column i of the values is y's column perm[i], or zeros
-            (not the zero-point) where that is −1; None: no permutation.
-        bits: 8 or less, for int8.
+        spec: how y is quantized.
 
     Returns:
-        (values [..., N] of ``dtype``, scale [...] float32 = max(amax, 1e-6) / max, or None if
+        (values [..., N] of ``spec.dtype``, scale [...] float32 = max(amax, 1e-6) / max, or None if
         static).
     """
-    return quantize_rows(rms_norm(x, weight, eps), dtype, inv_scale, zero_point, perm, bits)
+    return quantize_rows(rms_norm(x, weight, eps), spec)
 
 
-def quantize_rows(
-    y: torch.Tensor,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    perm: torch.Tensor | None,
-    bits: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantize_rows(y: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Quantize y [..., H] as described in ``rms_norm_quant``: (values, scale or None)."""
+    dtype, inv_scale, zero_point, perm, bits = spec
     min_value, max_value = quant_range(dtype, bits, has_zero_point=zero_point is not None)
     y32 = y.float()
     scale = None

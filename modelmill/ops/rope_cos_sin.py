@@ -7,30 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 
-DECLARATION = OpDeclaration()
-
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
-def rope_cos_sin(
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-    factor: float = 1.0,
-    logn: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute cos, sin and logn factors of each token, once for all layers.
+class RopeCosSinInputs(NamedTuple):
+    """Positions of a step's tokens and their frequencies.
 
-    Angles are rounded to float32, as in the original models.
-
-    Args:
+    Attributes:
         positions: [T] int64.
         keys: [T] int64, the row of ``table`` with the token's frequencies; not read if there is one
             row.
@@ -38,10 +28,30 @@ def rope_cos_sin(
         factor: multiplied with cos and sin.
         logn: length beyond which queries are scaled by log(position + 1) / log(logn), or None.
         dtype: the logn factors are rounded to it.
+    """
+
+    positions: torch.Tensor
+    keys: torch.Tensor
+    table: torch.Tensor
+    factor: float = 1.0
+    logn: int | None = None
+    dtype: torch.dtype = torch.float32
+
+
+DECLARATION = OpDeclaration(inputs=RopeCosSinInputs)
+
+
+def rope_cos_sin(
+    inputs: RopeCosSinInputs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Compute cos, sin and logn factors of each token, once for all layers.
+
+    Angles are rounded to float32, as in the original models.
 
     Returns:
         (cos [T, D/2] float32, sin [T, D/2] float32, factors [T] float32 or None).
     """
+    positions, keys, table, factor, logn, dtype = inputs
     frequencies = table[0] if len(table) == 1 else table[keys]
     angles = (positions[:, None] * frequencies.float()).to(table.dtype)
     cos, sin = angles.cos(), angles.sin()

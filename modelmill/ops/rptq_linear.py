@@ -14,13 +14,14 @@ float32 once per group, because a step that varies along K cannot be factored ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
+from modelmill.ops.kernel_range import GemmProblem, gemm_problem
 from modelmill.ops.quant_types import exact_int_matmul
 
 # Outputs have about unit scale; the terms that cancel (zero-points) are several times larger.
@@ -54,7 +55,21 @@ class RptqLinearInputs(NamedTuple):
     dtype: torch.dtype
 
 
-DECLARATION = OpDeclaration(inputs=RptqLinearInputs)
+def rptq_problem(*operands: Any) -> GemmProblem:
+    """The product of ``RptqLinearInputs``."""
+    inputs = RptqLinearInputs(*operands)
+    return gemm_problem(
+        inputs.q,
+        inputs.weight,
+        inputs.scale,
+        inputs.bias,
+        group=inputs.group,
+        offset=inputs.offset,
+        out_dtype=inputs.dtype,
+    )
+
+
+DECLARATION = OpDeclaration(inputs=RptqLinearInputs, problem=rptq_problem, per_call="step")
 
 
 def rptq_linear(inputs: RptqLinearInputs) -> torch.Tensor:

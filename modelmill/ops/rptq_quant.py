@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.quant_types import MIN_AMAX
+from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
-
-DECLARATION = OpDeclaration()
 
 # In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 
 
-def rptq_quant(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Permute x into clusters and quantize it.
+class RptqQuantInputs(NamedTuple):
+    """Activations, their order of columns and how they are rounded.
 
-    Args:
+    Attributes:
         x: [T, K] floating point; gated: [T, 2·K].
         perm: [P] int32; column i of q is x's column perm[i], or 0 where that is −1.
         inv_scale: [P] float32 (static), as in rms_norm_quant; None: each token and group has its
@@ -39,15 +30,33 @@ def rptq_quant(
         bits: 8 or 4.
         group: columns of a group.
         gated: quantize silu(first half) · second half, rounded to x's dtype, instead of x.
+    """
+
+    x: torch.Tensor
+    perm: torch.Tensor
+    inv_scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    bits: int
+    group: int
+    gated: bool = False
+
+
+DECLARATION = OpDeclaration(inputs=RptqQuantInputs)
+
+
+def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Permute x into clusters and quantize it.
 
     Returns:
         (q [T, P] int8, step [T, P / group] float32 or None if static).
     """
+    x, perm, inv_scale, zero_point, bits, group, gated = inputs
     if gated:
         gate, up = x.chunk(2, -1)
         x = F.silu(gate) * up
     if inv_scale is not None:
-        return quantize_rows(x, torch.int8, inv_scale, zero_point, perm, bits)[0], None
+        spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
+        return quantize_rows(x, spec)[0], None
     max_value = quant_range(torch.int8, bits, has_zero_point=False)[1]
     clustered = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(
         x.shape[0], -1, group

@@ -11,13 +11,12 @@ drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-
-DECLARATION = OpDeclaration()
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
@@ -35,19 +34,10 @@ EXP2_COEFFICIENTS = (
 )
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
-    """Sample one token id per row.
+class SampleInputs(NamedTuple):
+    """Logits and the sampling parameters of each row.
 
-    NaN counts as −inf. A row without a possible token gives id 0; among several +inf one is drawn.
-
-    Args:
+    Attributes:
         logits: [B, V] float32.
         temperature: [B] float32; 0 selects the most likely token, the lowest id on a tie; otherwise
             logits are multiplied by 1 / temperature.
@@ -55,10 +45,28 @@ def sample(
         top_p: [B] float32; ≥ 1 keeps all.
         min_p: [B] float32; 0 keeps all.
         noise: [B] float64 in [0, 1).
+    """
+
+    logits: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    noise: torch.Tensor
+
+
+DECLARATION = OpDeclaration(inputs=SampleInputs)
+
+
+def sample(inputs: SampleInputs) -> torch.Tensor:
+    """Sample one token id per row.
+
+    NaN counts as −inf. A row without a possible token gives id 0; among several +inf one is drawn.
 
     Returns:
         Ids [B] int64.
     """
+    logits, temperature, top_k, top_p, min_p, noise = inputs
     weights = token_weights(logits, temperature, top_k, top_p, min_p)
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]

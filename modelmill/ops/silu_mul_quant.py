@@ -9,6 +9,7 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration()
@@ -30,7 +31,7 @@ def silu_mul_quant(
     Returns:
         (values [T, I] of ``dtype``, scale [T] float32 or None).
     """
-    return rms_norm_quant.quantize_rows(silu_mul(gate_up), dtype, inv_scale, None, None, 8)
+    return rms_norm_quant.quantize_rows(silu_mul(gate_up), ActQuantSpec(dtype, inv_scale))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

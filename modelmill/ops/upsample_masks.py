@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,36 +11,43 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 
-DECLARATION = OpDeclaration()
-
 # Pixels, boxes and areas are exact; the ratio of two areas is rounded once.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 Masks = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def upsample_masks(
-    logits: torch.Tensor,
-    image: int,
-    resized: tuple[int, int],
-    size: tuple[int, int],
-    offset: float | None = None,
-    pixels: bool = True,
-) -> Masks:
-    """Upsample mask logits as SAM does (``upsample_logits``) and threshold them at 0.
+class UpsampleMasksInputs(NamedTuple):
+    """Mask logits, the sizes of an image and the results that are returned.
 
-    Args:
+    Attributes:
         logits: [N, G, G] float32.
         image: side of the encoder's square input in pixels.
         resized: (width, height) of the image inside that square.
         size: (width, height) of the original image.
         offset: compute the stability, the IoU of the masks thresholded at +offset and −offset.
         pixels: return the masks themselves.
+    """
+
+    logits: torch.Tensor
+    image: int
+    resized: tuple[int, int]
+    size: tuple[int, int]
+    offset: float | None = None
+    pixels: bool = True
+
+
+DECLARATION = OpDeclaration(inputs=UpsampleMasksInputs)
+
+
+def upsample_masks(inputs: UpsampleMasksInputs) -> Masks:
+    """Upsample mask logits as SAM does (``upsample_logits``) and threshold them at 0.
 
     Returns:
         (masks [N, height, width] bool, or None if pixels is False; boxes [N, 4] int64, x0, y0, x1,
         y1 of the outermost pixels, zeros for an empty mask; areas [N] int64; stability [N] float32,
         or None if offset is None).
     """
+    logits, image, resized, size, offset, pixels = inputs
     full = upsample_logits(logits[:, None], image, resized, size)[:, 0]
     masks = full > 0
     stability_iou = None

@@ -3,44 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import quantize
+from modelmill.ops.kernel_range import GemmProblem, gemm_problem
 from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
-
-DECLARATION = OpDeclaration()
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def w8a8_linear(
+class Linear8BitInputs(NamedTuple):
+    """Activations and a weight in 8 bits with their scales: operands of the 8-bit products.
+
+    Attributes:
+        x: [T, K] int8 or e4m3; of ``fp8_linear`` also floating point.
+        weight: [N, K] of x's 8-bit dtype; the reference of ``w8a8_linear`` also takes the same
+            integers as float32.
+        scale: [N] float32.
+        x_scale: [T] or [1] float32; None for a floating-point x.
+        dtype: dtype of the output.
+        bias: [N] or None.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+    x_scale: torch.Tensor | None
+    dtype: torch.dtype
+    bias: torch.Tensor | None = None
+
+
+def linear_8bit_problem(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,  # noqa: ARG001  in the order of the operands
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> GemmProblem:
+    """The product of ``Linear8BitInputs``."""
+    return gemm_problem(x, weight, scale, bias, out_dtype=dtype)
+
+
+DECLARATION = OpDeclaration(
+    inputs=Linear8BitInputs, problem=linear_8bit_problem, per_call="x_scale"
+)
+
+
+def w8a8_linear(inputs: Linear8BitInputs) -> torch.Tensor:
     """Compute (Σ x · w) · x_scale · scale + bias, rounded to ``dtype`` once.
 
     The sums are integers, exact up to 2³¹. All further arithmetic is float32 (float64 if the scales
     are).
 
-    Args:
-        x: [T, K] int8.
-        weight: [N, K] int8, or the same integers as float32.
-        scale: [N] float32.
-        x_scale: [T] or [1] float32.
-        dtype: dtype of the output.
-        bias: [N] or None.
-
     Returns:
         [T, N] of ``dtype``.
     """
+    x, weight, scale, x_scale, dtype, bias = inputs
+    assert x_scale is not None, "int8 activations have a scale"
     out = exact_int_matmul(x, weight).to(scale.dtype) * x_scale[:, None] * scale
     if bias is not None:
         out = out + bias

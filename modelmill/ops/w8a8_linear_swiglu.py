@@ -11,39 +11,32 @@ from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.silu_mul import silu_mul
+from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
 
-DECLARATION = OpDeclaration(fuses=("w8a8_linear", "silu_mul"), optional=True)
+DECLARATION = OpDeclaration(
+    fuses=("w8a8_linear", "silu_mul"),
+    optional=True,
+    inputs=Linear8BitInputs,
+    problem=linear_8bit_problem,
+    per_call="x_scale",
+)
 
 # for fp8 (see fp8_linear); for int8 tests/ops/test_cuda_gemm_8bit.py has tighter bounds
 TOLERANCE = {torch.float32: 4e-2, torch.float16: 5e-2, torch.bfloat16: 2.5e-1}
 
 
-def w8a8_linear_swiglu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def w8a8_linear_swiglu(inputs: Linear8BitInputs) -> torch.Tensor:
     """Compute silu(x Gᵀ) · (x Uᵀ).
 
-    The products are rounded to ``dtype`` before the gate. Scales and bias as in w8a8_linear and
-    fp8_linear.
-
-    Args:
-        x: [T, K], int8 or e4m3.
-        weight: [2·I, K], x's dtype, G above U.
-        scale: [2·I].
-        x_scale: [T] or [1].
-        dtype: dtype of the output.
-        bias: [2·I] or None.
+    The products are rounded to ``dtype`` before the gate. Inputs as of w8a8_linear and fp8_linear;
+    the weight has 2·I rows, G above U, and so have scale and bias.
 
     Returns:
         [T, I] of ``dtype``.
     """
-    product = w8a8_linear.w8a8_linear if x.dtype is torch.int8 else fp8_linear.fp8_linear
-    return silu_mul(product(x, weight, scale, x_scale, dtype, bias))
+    int8 = inputs.x.dtype is torch.int8
+    product = w8a8_linear.w8a8_linear if int8 else fp8_linear.fp8_linear
+    return silu_mul(product(inputs))
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -17,6 +17,7 @@ import torch
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Logprob, SamplingParams
 from modelmill.ops.registry import Ops
+from modelmill.ops.sample import SampleInputs
 from modelmill.runtime import logits_processors
 from modelmill.runtime.sequence import Sequence
 
@@ -219,7 +220,9 @@ class Sampler:
         self, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
         """Ids [B] int64 from logits [B, V]: sampled with ``inputs``, or the argmax if None."""
-        return self.ops.argmax(logits) if inputs is None else self.ops.sample(logits, **inputs)
+        if inputs is None:
+            return self.ops.argmax(logits)
+        return self.ops.sample(SampleInputs(logits, **inputs))
 
     def logprob_table(
         self, logits: torch.Tensor, batch: SamplingBatch, ids: torch.Tensor

@@ -23,7 +23,6 @@ from modelmill.core.quoting import one_line
 from modelmill.ops import registry
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.registry import Ops
-from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.runtime.model_runner import ModelRunner
 
 _log = log.get_logger(__name__)
@@ -33,11 +32,9 @@ QUERY_LENS, BATCH_SIZES = (16, 64, 512), (1, 2, 17)
 ODD_STEPS = ((37, 9), (137, 9), (501, 17))
 # GEMM ops whose kernel depends on the number of rows.
 GEMM_OPS = ("linear_swiglu", "w8a8_linear", "w8a8_linear_swiglu", "fp8_linear", "qkv_rope_cache")
-# Indices of the arguments after the weight that have one row per row of x: the scales of x, if per
-# row.
-ROW_ARGUMENTS = {"w8a8_linear": (1,), "w8a8_linear_swiglu": (1,), "fp8_linear": (1,)}
-# Inputs of qkv_rope_cache that have: slots, angles and query factors.
-ROW_INPUTS = ("slots", "cos", "sin", "q_scale")
+# Operands beside x that have one row per row of x: its scales, if per row; slots, angles and query
+# factors of qkv_rope_cache.
+ROW_OPERANDS = ("x_scale", "slots", "cos", "sin", "q_scale")
 
 
 @torch.inference_mode()
@@ -137,13 +134,18 @@ class GemmRecorder:
         self._run = run
         self.calls: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor | None:
-        """Call the op; ``rest``: its arguments after the weight."""
-        parts = [arg if isinstance(arg, RopeCacheInputs) else (arg,) for arg in rest]
-        absent = (part is None for part in itertools.chain(*parts))
-        key = (x.dtype, weight.shape, weight.dtype, *absent)
-        self.calls.setdefault(key, (x, weight, *rest))
-        return self._run(x, weight, *rest)
+    def __call__(self, *args: Any) -> torch.Tensor | None:
+        """Call the op; the first operands are x and the weight."""
+        x, weight, *rest = _operands(args)
+        key = (x.dtype, weight.shape, weight.dtype, *(each is None for each in rest))
+        self.calls.setdefault(key, args)
+        return self._run(*args)
+
+
+def _operands(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments of a call, those put together as inputs one by one."""
+    parts = (arg if hasattr(arg, "_fields") else (arg,) for arg in args)
+    return list(itertools.chain(*parts))
 
 
 def record_gemms(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
@@ -165,10 +167,11 @@ def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: i
     """
     jobs: list[Callable[[], object]] = []
     for name, recorder in recorders.items():
-        for x, weight, *rest in recorder.calls.values():
+        for args in recorder.calls.values():
+            x, weight = _operands(args)[:2]
             for list_rows in registry.specializations(name, ops.backends[name]):
                 jobs += [
-                    partial(_run_gemm, name, getattr(ops, name), x, weight, rest, rows)
+                    partial(_run_gemm, getattr(ops, name), args, rows)
                     for rows in list_rows(x, weight, max_tokens)
                 ]
     count = 0
@@ -183,27 +186,29 @@ def warm_up_gemms(ops: Ops, recorders: Mapping[str, GemmRecorder], max_tokens: i
 
 
 @torch.inference_mode()
-def _run_gemm(
-    name: str,
-    run: Callable[..., object],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rest: list[Any],
-    rows: int,
-) -> None:
-    """Run a GEMM op on ``rows`` zero rows; row arguments become ones, and slots −1 (no store)."""
+def _run_gemm(run: Callable[..., object], args: tuple[Any, ...], rows: int) -> None:
+    """Run a GEMM op on ``rows`` zero rows; row operands become ones, and slots −1 (no store)."""
+    x = _operands(args)[0]
+    zeros = x.new_zeros((rows, x.shape[1]))
 
     def resized(arg: Any) -> Any:
-        if arg is None or arg.dim() == 0 or len(arg) != len(x):
+        if arg is x:
+            return zeros
+        if not hasattr(arg, "_fields"):
             return arg
-        return arg.new_full((rows, *arg.shape[1:]), 1 if arg.is_floating_point() else -1)
+        row_operands = {
+            name: _with_rows(value, len(x), rows)
+            for name, value in zip(arg._fields, arg, strict=True)
+            if name in ROW_OPERANDS
+        }
+        return arg._replace(**row_operands, **({"x": zeros} if "x" in arg._fields else {}))
 
-    args = list(rest)
-    for i, arg in enumerate(args):
-        if isinstance(arg, RopeCacheInputs):
-            row_inputs: dict[str, Any] = {each: resized(getattr(arg, each)) for each in ROW_INPUTS}
-            args[i] = arg._replace(**row_inputs)
-        elif i in ROW_ARGUMENTS.get(name, ()):
-            args[i] = resized(arg)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
-        run(x.new_zeros((rows, x.shape[1])), weight, *args)
+        run(*map(resized, args))
+
+
+def _with_rows(arg: torch.Tensor | None, rows: int, new_rows: int) -> torch.Tensor | None:
+    """Ones (integers: −1) in the place of an operand with one row per row of x; others as is."""
+    if arg is None or arg.dim() == 0 or len(arg) != rows:
+        return arg
+    return arg.new_full((new_rows, *arg.shape[1:]), 1 if arg.is_floating_point() else -1)

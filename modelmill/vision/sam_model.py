@@ -16,7 +16,7 @@ from modelmill.core.progress import Progress
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.registry import with_heartbeat
-from modelmill.ops.upsample_masks import masks_to_boxes
+from modelmill.ops.upsample_masks import UpsampleMasksInputs, masks_to_boxes
 from modelmill.vision import masks as shapes
 from modelmill.vision.automatic_mask_generator import (
     AutomaticMaskOptions,
@@ -297,7 +297,7 @@ class SamModel:
         masks, numbers = [], []
         for low, score in zip(logits, scores, strict=True):
             big, boxes, areas, _ = self.vision.ops.upsample_masks(
-                low, self.image_size, embedding.encoder_size, embedding.size
+                UpsampleMasksInputs(low, self.image_size, embedding.encoder_size, embedding.size)
             )
             masks.append(to_pinned_host(big))
             numbers.append(
@@ -392,7 +392,7 @@ class SamModel:
             good = (ious[:, 1:] > options.pred_iou_thresh).flatten().nonzero()[:, 0]
             for selected in good.split(self._max_masks_per_batch(embedding.size)):
                 candidates = logits[:, 1:].flatten(0, 1)[selected]
-                _, boxes, _, stability = self.vision.ops.upsample_masks(
+                inputs = UpsampleMasksInputs(
                     candidates,
                     self.image_size,
                     embedding.encoder_size,
@@ -400,6 +400,7 @@ class SamModel:
                     options.stability_score_offset,
                     pixels=False,
                 )
+                _, boxes, _, stability = self.vision.ops.upsample_masks(inputs)
                 keep = stability >= options.stability_score_thresh
                 keep = (keep & ~touches_crop_edge(boxes, crop, picture.size)).nonzero()[:, 0]
                 selected = selected[keep]
@@ -441,7 +442,7 @@ class SamModel:
         masks: list[Mask] = []
         for piece in logits.split(step):
             big, _, area, _ = self.vision.ops.upsample_masks(
-                piece, self.image_size, embedding.encoder_size, embedding.size
+                UpsampleMasksInputs(piece, self.image_size, embedding.encoder_size, embedding.size)
             )
             host, areas = to_pinned_host(big), area.tolist()
             for mask, count in zip(host, areas, strict=True):

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops.groupwise import PACK_COLUMNS
+from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.weights.base import PackedInfo, TensorLayout, WeightFormat, slice_tensor
 
 
@@ -143,6 +143,11 @@ class GroupwiseWeight(WeightFormat):
         return tensors_by_suffix | {
             "sizes": torch.tensor([self.columns, self.group_size], dtype=torch.int32)
         }
+
+    def _inputs(self, x: torch.Tensor, bias: torch.Tensor | None) -> GroupwiseLinearInputs:
+        """Return the operands of a product with x [T, K]."""
+        x = apply_perm(x, self.perm)
+        return GroupwiseLinearInputs(x, self.weight, self.scale, self.offset, self.group_size, bias)
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

@@ -9,8 +9,9 @@ quantization.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module, module_names
+from modelmill.ops.binding import BoundGemm, GemmOp
 from modelmill.ops.linear import AMX_COLUMNS
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
@@ -142,6 +144,35 @@ class WeightFormat(ABC):
         (see ``UnpackedWeight``).
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to expand for {dtype}")
+
+    @cached_property
+    def _bound_ops(self) -> dict[str, BoundGemm]:
+        """The GEMM ops bound to this weight, by name; those of other backends replace them."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields: a copy binds its own ops."""
+        return {name: value for name, value in vars(self).items() if name != "_bound_ops"}
+
+    def run_gemm(self, op: Callable[..., Any], *args: Any) -> Any:
+        """Run a GEMM op on this weight; which kernel serves it is chosen in the first call.
+
+        Args:
+            op: one of the device's ``Ops``.
+            *args: the op's arguments: this weight's tensors and what is multiplied by them.
+
+        Returns:
+            What the op returns.
+        """
+        if not isinstance(op, GemmOp):
+            return op(*args)
+        bound = self._bound_ops.get(op.name)
+        if bound is None or bound.op is not op:
+            bound = op.bind(*args)
+            if bound is None:
+                return op(*args)
+            self._bound_ops[op.name] = bound
+        return bound.call(*args)
 
     def row_blocks(self) -> tuple[WeightFormat, ...]:
         """Return the matrices that it consists of, from the first rows on; itself by default."""

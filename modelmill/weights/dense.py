@@ -54,19 +54,23 @@ class DenseWeight(WeightFormat):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return ops.linear(x, self.weight, bias)
+        return self.run_gemm(ops.linear, x, self.weight, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor | None:
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
-        return None if ops.linear_swiglu is None else ops.linear_swiglu(x, self.weight, bias)
+        if ops.linear_swiglu is None:
+            return None
+        return self.run_gemm(ops.linear_swiglu, x, self.weight, bias)
 
     def try_linear_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, ops: Ops
     ) -> torch.Tensor | None:
         """Add the product and bias to ``residual`` in place, or return None without such an op."""
-        return None if ops.linear_add is None else ops.linear_add(x, self.weight, residual, bias)
+        if ops.linear_add is None:
+            return None
+        return self.run_gemm(ops.linear_add, x, self.weight, residual, bias)
 
     def try_qkv_rope(
         self, x: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs, ops: Ops

@@ -9,6 +9,7 @@ import torch
 
 from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.registry import Ops
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights import w8a8
 from modelmill.weights.base import UnpackSpec
 
@@ -27,10 +28,12 @@ class Fp8Weight(w8a8.W8A8Weight):
         self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply an already quantized input by the weight."""
-        return ops.fp8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        return self.run_gemm(ops.fp8_linear, inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply a float input by the weight."""
-        return ops.fp8_linear(x, self.weight, self.scale, None, x.dtype, bias)
+        inputs = Linear8BitInputs(x, self.weight, self.scale, None, x.dtype, bias)
+        return self.run_gemm(ops.fp8_linear, inputs)

@@ -22,7 +22,7 @@ from modelmill.ops.int4_linear import (
     unpack_codes,
 )
 from modelmill.ops.registry import Ops
-from modelmill.weights._groupwise import GroupwiseWeight, apply_perm
+from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import PackedInfo, UnpackSpec
 
 DEFAULT_GROUP_SIZE = 128
@@ -107,9 +107,7 @@ class Int4Weight(GroupwiseWeight):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return ops.int4_linear(
-            apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
-        )
+        return self.run_gemm(ops.int4_linear, self._inputs(x, bias))
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -117,9 +115,7 @@ class Int4Weight(GroupwiseWeight):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int4_linear_swiglu is None:
             return None
-        return ops.int4_linear_swiglu(
-            apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
-        )
+        return self.run_gemm(ops.int4_linear_swiglu, self._inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] uint8, columns in stored order."""

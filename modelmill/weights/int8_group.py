@@ -15,7 +15,7 @@ import torch
 from modelmill.ops.groupwise import PACK_COLUMNS
 from modelmill.ops.int8_group_linear import dequantize_weight, pad_codes
 from modelmill.ops.registry import Ops
-from modelmill.weights._groupwise import GroupwiseWeight, apply_perm
+from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import UnpackSpec
 
 
@@ -51,9 +51,7 @@ class Int8GroupWeight(GroupwiseWeight):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return ops.int8_group_linear(
-            apply_perm(x, self.perm), self.weight, self.scale, self.offset, self.group_size, bias
-        )
+        return self.run_gemm(ops.int8_group_linear, self._inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] int8, columns in stored order."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import lcm
 
 import torch
@@ -70,12 +71,25 @@ class MixedRowsWeight(WeightFormat):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        outputs, first = [], 0
-        for part in self.parts:
-            last = first + part.shape[0]
-            outputs.append(part.matmul(x, None if bias is None else bias[first:last], ops))
-            first = last
+        biases = self._split_bias(bias)
+        outputs = [part.matmul(x, own, ops) for part, own in zip(self.parts, biases, strict=True)]
         return torch.cat(outputs, -1)
+
+    def _split_bias(self, bias: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Return each part's rows of the bias, the same tensors in every call."""
+        if bias is None:
+            return [None] * len(self.parts)
+        split = self._biases.get(id(bias))
+        if split is None or split[0] is not bias:
+            rows = [part.shape[0] for part in self.parts]
+            self._biases.clear()
+            split = self._biases[id(bias)] = (bias, bias.split(rows))
+        return split[1]
+
+    @cached_property
+    def _biases(self) -> dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+        """The last bias and its parts, by its identity: bound ops compare operands by it."""
+        return {}
 
     def row_blocks(self) -> tuple[WeightFormat, ...]:
         """Return the row blocks, from the first rows on."""

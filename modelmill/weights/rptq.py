@@ -24,7 +24,7 @@ from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.ops.rptq_linear import RptqLinearInputs
-from modelmill.ops.rptq_quant import rptq_quant
+from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 from modelmill.weights._rptq_columns import (
     permute_columns,
     repeated_columns,
@@ -311,25 +311,19 @@ class RptqWeight(WeightFormat):
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         if isinstance(x, QuantizedInput):
             return self.matmul_quantized(x.values, None, bias, x.dtype, ops)
-        q, step = ops.rptq_quant(
-            x, self.perm, self.inv_input_scales, self.input_zero_points, self.bits, self.group_size
-        )
+        q, step = ops.rptq_quant(self._quant_inputs(x))
         return self.matmul_quantized(q, step, bias, x.dtype, ops)
 
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass."""
-        q, step = ops.rptq_quant(
-            gate_up,
-            self.perm,
-            self.inv_input_scales,
-            self.input_zero_points,
-            self.bits,
-            self.group_size,
-            True,
-        )
+        q, step = ops.rptq_quant(self._quant_inputs(gate_up, gated=True))
         return self.matmul_quantized(q, step, bias, gate_up.dtype, ops)
+
+    def _quant_inputs(self, x: torch.Tensor, *, gated: bool = False) -> RptqQuantInputs:
+        scales, zero_points = self.inv_input_scales, self.input_zero_points
+        return RptqQuantInputs(x, self.perm, scales, zero_points, self.bits, self.group_size, gated)
 
     def matmul_quantized(
         self,
@@ -346,9 +340,8 @@ class RptqWeight(WeightFormat):
         steps = self.input_scales if input_scales is None else input_scales
         assert steps is not None, "static or dynamic scales"
         grids = (self.weight, self.scale, self.offset, self.group_size)
-        return ops.rptq_linear(
-            RptqLinearInputs(q, *grids, steps, self.zero_point_bias, bias, dtype)
-        )
+        inputs = RptqLinearInputs(q, *grids, steps, self.zero_point_bias, bias, dtype)
+        return self.run_gemm(ops.rptq_linear, inputs)
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, P] int8 or uint8."""
@@ -373,9 +366,10 @@ class RptqWeight(WeightFormat):
         if self.inv_input_scales is None:
             return self._fake_quantize_dynamic(x)
         assert self.input_zero_points is not None, "a static mode"
-        q = quantize_rows(
-            x, torch.int8, self.inv_input_scales, self.input_zero_points, self.perm, self.bits
-        )[0]
+        spec = ActQuantSpec(
+            torch.int8, self.inv_input_scales, self.input_zero_points, self.perm, self.bits
+        )
+        q = quantize_rows(x, spec)[0]
         wide = q.double() - self._column_zero_points(self.input_zero_points)
         real = self.perm >= 0
         at = self.perm[real].long()
@@ -385,7 +379,7 @@ class RptqWeight(WeightFormat):
         return (counts / factor).to(x.dtype)
 
     def _fake_quantize_dynamic(self, x: torch.Tensor) -> torch.Tensor:
-        q, step = rptq_quant(x, self.perm, None, None, self.bits, self.group_size)
+        q, step = rptq_quant(RptqQuantInputs(x, self.perm, None, None, self.bits, self.group_size))
         assert step is not None, "dynamic scales"
         wide = q.double() * step.double().repeat_interleave(self.group_size, 1)
         return unpermute_columns(wide, self.perm, self.columns).to(x.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -16,6 +17,7 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.quant_types import QUANT_MAX, ActQuantSpec, QuantizedInput, round_to_dtype
 from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
     PackedInfo,
     TensorLayout,
@@ -126,7 +128,11 @@ class W8A8Weight(WeightFormat):
     @property
     def act_quant(self) -> ActQuantSpec | None:
         """Return the quant spec that a fused norm may produce."""
-        return None if self.float_input else ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
+        return None if self.float_input else self._input_spec
+
+    @cached_property
+    def _input_spec(self) -> ActQuantSpec:
+        return ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
 
     @property
     def unpack_spec(self) -> UnpackSpec:
@@ -144,7 +150,7 @@ class W8A8Weight(WeightFormat):
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
-            values, scale = ops.quantize(x, self.VALUE_DTYPE, self.inv_input_scale)
+            values, scale = ops.quantize(x, self._input_spec)
             x = QuantizedInput(values, scale, x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
@@ -166,13 +172,14 @@ class W8A8Weight(WeightFormat):
         self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply activations in 8 bits."""
-        return ops.w8a8_linear(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        return self.run_gemm(ops.w8a8_linear, inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply activations that are not quantized, by the dequantized weight."""
-        return ops.int8_linear(x, self.weight, self.scale, bias)
+        return self.run_gemm(ops.int8_linear, x, self.weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
@@ -181,14 +188,15 @@ class W8A8Weight(WeightFormat):
         if isinstance(x, torch.Tensor) or ops.w8a8_linear_swiglu is None:
             return None
         x_scale = self.input_scale if x.scale is None else x.scale
-        return ops.w8a8_linear_swiglu(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
+        return self.run_gemm(ops.w8a8_linear_swiglu, inputs)
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, in x's dtype."""
         if self.float_input:
             return x
         factor = None if self.inv_input_scale is None else self.inv_input_scale.to(x.device)
-        values, scale = quantize_rows(x, self.VALUE_DTYPE, factor, None, None, 8)
+        values, scale = quantize_rows(x, ActQuantSpec(self.VALUE_DTYPE, factor))
         by = self.input_scale.to(x.device) if scale is None else scale[..., None]
         return (values.to(torch.float32) * by).to(x.dtype)
 

@@ -63,7 +63,7 @@ def faults(model_type: str, *, layer: int = LAYER) -> list[Fault]:
             "o_proj transposed",
             layer,
             ("attn.o_proj",),
-            _rules(_turned(f"{block}.attn.o_proj.weight")),
+            _rules(_transpose_rule(f"{block}.attn.o_proj.weight")),
             True,
         ),
     ]
@@ -182,7 +182,7 @@ def _norms_swapped(block: str) -> Callable[[list[Rule]], list[Rule]]:
     return change
 
 
-def _turned(target: str) -> Callable[[list[Rule]], list[Rule]]:
+def _transpose_rule(target: str) -> Callable[[list[Rule]], list[Rule]]:
     """Stored rows become columns: "transpose" where there was "copy", and the other way round
     (GPT-2).
     """

@@ -63,7 +63,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / length * weight
 
 
-def turned(head: torch.Tensor, position: int, base: float) -> torch.Tensor:
+def rotate(head: torch.Tensor, position: int, base: float) -> torch.Tensor:
     """One head's vector as complex numbers (channel i, channel i + d/2), each turned by its
     angle.
     """
@@ -77,7 +77,7 @@ def turned(head: torch.Tensor, position: int, base: float) -> torch.Tensor:
 
 
 class PlainQwen:
-    """Steps through a sequence; the prompt's length is told once and fixes the rotation's base."""
+    """Steps through a sequence; the prompt's length is set once and fixes the rotation's base."""
 
     def __init__(self, tensors: Tensors, config: dict[str, Any], prompt: int) -> None:
         self.tensors = {name: tensor.double() for name, tensor in tensors.items()}
@@ -119,11 +119,11 @@ class PlainQwen:
     def attention(self, i: int, fused: torch.Tensor) -> torch.Tensor:
         d, heads = self.config["kv_channels"], self.config["num_attention_heads"]
         q, k, v = (part.reshape(heads, d) for part in fused.split(heads * d))
-        keys = torch.stack([turned(k[h], self.position, self.base) for h in range(heads)])
+        keys = torch.stack([rotate(k[h], self.position, self.base) for h in range(heads)])
         self.cache[i].append((keys, v))
         mixed = []
         for h in range(heads):
-            query = turned(q[h], self.position, self.base)
+            query = rotate(q[h], self.position, self.base)
             place = self.position + 1
             if self.config["use_logn_attn"] and place > self.config["seq_length"]:
                 query = query * math.log(place, self.config["seq_length"])

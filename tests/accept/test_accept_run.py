@@ -21,15 +21,17 @@ ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolera
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+def built_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("built")
     checkpoint = save_tiny("llama", root / "hf")
     report, _ = build_and_accept(checkpoint, root / "e", "float32", "none")
     return checkpoint, root / "e", report
 
 
-def test_the_report_has_what_scripts_rely_on(built: tuple[Path, Path, dict[str, Any]]) -> None:
-    _, engine, report = built
+def test_the_report_has_what_scripts_rely_on(
+    built_engine: tuple[Path, Path, dict[str, Any]],
+) -> None:
+    _, engine, report = built_engine
     assert report["accepted"] is True
     assert (report["verdict"], report["layer"], report["module"]) == ("numerical noise", None, None)
     assert all(set(row) >= ROW for row in report["layers"])
@@ -38,8 +40,10 @@ def test_the_report_has_what_scripts_rely_on(built: tuple[Path, Path, dict[str, 
     assert open_artifact(engine).acceptance() == json.loads(json.dumps(report))
 
 
-def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str, Any]]) -> None:
-    judged_modules = {row["name"] for row in built[2]["layers"]}
+def test_every_module_of_every_layer_is_judged(
+    built_engine: tuple[Path, Path, dict[str, Any]],
+) -> None:
+    judged_modules = {row["name"] for row in built_engine[2]["layers"]}
     for layer in range(3):
         inner = ("attn_norm", "attn_norm.eps", "attn.q_proj", "attn.k_proj", "attn.v_proj",
             "attn.rope_cache.q",
@@ -52,16 +56,16 @@ def test_every_module_of_every_layer_is_judged(built: tuple[Path, Path, dict[str
     assert {"embed", "norm", "norm.eps", "head"} <= judged_modules
 
 
-def test_two_judgements_are_equal(built: tuple[Path, Path, dict[str, Any]]) -> None:
-    checkpoint, engine, report = built
+def test_two_judgements_are_equal(built_engine: tuple[Path, Path, dict[str, Any]]) -> None:
+    checkpoint, engine, report = built_engine
     again = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert again.artifact is not None
     second = compare_engine(again, open_checkpoint(checkpoint), sample_ids(again.artifact))
     assert second == report
 
 
-def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
-    checkpoint, engine, _ = built
+def test_progress_is_reported(built_engine: tuple[Path, Path, dict[str, Any]]) -> None:
+    checkpoint, engine, _ = built_engine
     updates: list[tuple[str, int, int]] = []
     loop = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
@@ -80,8 +84,10 @@ def test_progress_is_told(built: tuple[Path, Path, dict[str, Any]]) -> None:
     ]
 
 
-def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, Any]]) -> None:
-    artifact = open_artifact(built[1])
+def test_ids_without_a_tokenizer_are_seeded(
+    built_engine: tuple[Path, Path, dict[str, Any]],
+) -> None:
+    artifact = open_artifact(built_engine[1])
     ids = sample_ids(artifact)
     assert ids == sample_ids(artifact)
     assert [len(one) for one in ids] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
@@ -90,16 +96,16 @@ def test_ids_without_a_tokenizer_are_seeded(built: tuple[Path, Path, dict[str, A
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_short_contexts_are_judged_too(
-    built: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int
+    built_engine: tuple[Path, Path, dict[str, Any]], tmp_path: Path, length: int
 ) -> None:
     report, written = build_and_accept(
-        built[0], tmp_path / "e", "float32", "none", max_model_len=length
+        built_engine[0], tmp_path / "e", "float32", "none", max_model_len=length
     )
     assert written, report.get("refusal")
 
 
 def test_what_connects_the_modules_is_judged(
-    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+    built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Every module is right alone, but a layer reads its branch twice: the layer is named."""
     from modelmill.nn.decoder import DecoderLayer
@@ -111,15 +117,15 @@ def test_what_connects_the_modules_is_judged(
         return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.layer] else branch), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
-    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (2, "layer")
 
 
 def test_a_fault_of_the_fused_layers_alone_is_found(
-    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+    built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Hooks see the plain modules; what only the fused ones do wrong shows in the sequences."""
     from modelmill.nn.fusion import FusedLayer
@@ -131,14 +137,14 @@ def test_a_fault_of_the_fused_layers_alone_is_found(
         return branch if branch is None else branch * 2, residual
 
     monkeypatch.setattr(FusedLayer, "forward", doubled)
-    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
 
 
 def test_a_fault_of_decode_alone_is_found(
-    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+    built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
     from modelmill.accept.token_scorer import TokenScorer
@@ -153,22 +159,22 @@ def test_a_fault_of_decode_alone_is_found(
         real_decode(self, seqs, *more)
 
     monkeypatch.setattr(TokenScorer, "_decode", late)
-    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
     assert report["module"] is None
     assert "between the modules" in report["verdict"]
 
 
 def test_nan_in_the_engine_is_refused(
-    built: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
+    built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
-    loop = EngineCore.open(built[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     norm = loop.model.get_submodule("layers.1.mlp_norm")
     norm.weight = torch.full_like(norm.weight, float("nan"))
-    report = compare_engine(loop, open_checkpoint(built[0]), sample_ids(loop.artifact))
+    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
     assert (report["layer"], report["module"]) == (1, "mlp_norm")
     json.dumps(report, allow_nan=False)
 

@@ -47,7 +47,7 @@ def _honest_settings(name: str) -> list[tuple[str, str, dict[str, Any]]]:
         for number, setting in enumerate(_honest_settings(name))
     ],
 )
-def test_an_honest_engine_is_accepted(
+def test_a_faultless_engine_is_accepted(
     name: str,
     dtype: str,
     recipe: str,
@@ -101,17 +101,12 @@ def test_a_kernel_that_errs_is_refused(
 ) -> None:
     real_linear, real = op.w8a8_linear, registry.select_backends
 
-    def run(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        x_scale: torch.Tensor,
-        *more: Any,
-    ) -> Any:
+    def run(inputs: Any) -> Any:
+        x, weight, scale, x_scale, dtype, _ = inputs
         if wrong == "a scale":
-            return real_linear(x, weight, scale, x_scale * 1.003, *more)
+            return real_linear(inputs._replace(x_scale=x_scale * 1.003))
         total = (x.double() @ weight.double().T).clamp(-(2**15), 2**15 - 1)
-        return (total.float() * x_scale[:, None] * scale).to(more[0])
+        return (total.float() * x_scale[:, None] * scale).to(dtype)
 
     def resolve(device: str, *more: Any) -> Any:
         return real(device, *more).replace({"w8a8_linear": run})

@@ -25,7 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def lost(path: str) -> Callable[[Any], None]:
+def remove_bias(path: str) -> Callable[[Any], None]:
     def plant(model: Any) -> None:
         module = model.layers[1].get_submodule(path)
         assert bool(module.bias.any())
@@ -47,10 +47,18 @@ def made_up(model: Any) -> None:
 
 
 CASES: dict[str, tuple[str, Callable[[Any], None], tuple[str, ...]]] = {
-    "qkv": ("llama-bias", lost("attn.qkv_proj"), ("attn.q_proj", "attn.k_proj", "attn.v_proj")),
-    "o": ("llama-bias", lost("attn.o_proj"), ("attn.o_proj",)),
-    "gate and up": ("llama-bias", lost("mlp.gate_up_proj"), ("mlp.gate_proj", "mlp.up_proj")),
-    "fc": ("gpt2", lost("mlp.fc_proj"), ("mlp.fc_proj",)),
+    "qkv": (
+        "llama-bias",
+        remove_bias("attn.qkv_proj"),
+        ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    ),
+    "o": ("llama-bias", remove_bias("attn.o_proj"), ("attn.o_proj",)),
+    "gate and up": (
+        "llama-bias",
+        remove_bias("mlp.gate_up_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+    ),
+    "fc": ("gpt2", remove_bias("mlp.fc_proj"), ("mlp.fc_proj",)),
     "norm": ("gpt2", zeroed, ("mlp_norm",)),
     "made up": ("llama", made_up, ("mlp.down_proj",)),
 }
@@ -64,12 +72,12 @@ def test_a_wrong_bias_is_refused(
     name, plant, modules = CASES[case]
     real_open = run.EngineCore.open
 
-    def opened(*args: Any, **options: Any) -> Any:
+    def open_with_fault(*args: Any, **options: Any) -> Any:
         loop = real_open(*args, **options)
         plant(loop.model)
         return loop
 
-    with mock.patch.object(run.EngineCore, "open", opened):
+    with mock.patch.object(run.EngineCore, "open", open_with_fault):
         report, written = build_and_accept(
             tiny[name], tmp_path / "e", "float32", recipe, **RECIPES[recipe]
         )
@@ -80,7 +88,7 @@ def test_a_wrong_bias_is_refused(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_honest_ones_are_accepted(recipe: str, tiny: Mapping[str, Path], tmp_path: Path) -> None:
+def test_faultless_ones_are_accepted(recipe: str, tiny: Mapping[str, Path], tmp_path: Path) -> None:
     for name in ("llama-bias", "gpt2"):
         report, written = build_and_accept(
             tiny[name], tmp_path / name, "float32", recipe, **RECIPES[recipe]

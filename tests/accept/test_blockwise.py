@@ -69,7 +69,7 @@ FAULTS = [scale_off, rows_swapped, tile_negated, tile_moved]
 FAULT = Callable[[Tensor], Tensor]
 
 
-def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
+def random_matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / columns**0.5
 
 
@@ -88,7 +88,7 @@ HIDDEN = [("fp8", scale_off), ("int8", scale_off), ("w8a8", scale_off), ("fp8", 
 @pytest.mark.parametrize(("weight_format", "fault"), SHOWN)
 def test_the_parts_show_what_the_matrix_hides(weight_format: str, fault: FAULT) -> None:
     """A matrix of the size of SmolLM2's gate and up."""
-    expected = drawn(1536, 576)
+    expected = random_matrix(1536, 576)
     actual = base.pack(weight_format, fault(expected), torch.float32).dense()
     if (weight_format, fault) in HIDDEN:
         assert not weight_bound("float32", weight_format).violations(
@@ -107,7 +107,9 @@ def test_rounding_is_within_the_bounds(
     weight_format: str, rows: int, columns: int, spread: float, zero: bool, seed: int
 ) -> None:
     """Whatever the shape, rows of very different sizes and rows of zeros among them."""
-    expected = drawn(rows, columns, seed) * torch.exp(spread * drawn(rows, 1, seed + 1))
+    expected = random_matrix(rows, columns, seed) * torch.exp(
+        spread * random_matrix(rows, 1, seed + 1)
+    )
     if zero:
         expected[rows // 2] = 0
     metrics = compare_matrix(
@@ -136,10 +138,10 @@ def test_the_numbers_are_those_of_the_worst_row_and_tile() -> None:
 def test_it_makes_no_difference_where_a_matrix_is_cut(
     blocks: list[int], last: int, seed: int
 ) -> None:
-    expected = drawn(32 * sum(blocks) + last, 45, seed) * torch.exp(
-        drawn(32 * sum(blocks) + last, 1, seed + 1)
+    expected = random_matrix(32 * sum(blocks) + last, 45, seed) * torch.exp(
+        random_matrix(32 * sum(blocks) + last, 1, seed + 1)
     )
-    actual = expected + 0.1 * drawn(*expected.shape, seed + 2)
+    actual = expected + 0.1 * random_matrix(*expected.shape, seed + 2)
     sizes = [*(32 * block for block in blocks), last]
     matrix_row, parts = compare_blocks(
         "w", zip(actual.split(sizes), expected.split(sizes), strict=True)

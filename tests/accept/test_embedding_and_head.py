@@ -131,7 +131,7 @@ def test_rows_that_no_text_shows_are_compared(
         assert wrong <= {target, f"{target}.worst_block"}, "nothing else shows it"
 
 
-def test_honest_tables_are_accepted(tiny: Mapping[str, Path], tmp_path: Path) -> None:
+def test_faultless_tables_are_accepted(tiny: Mapping[str, Path], tmp_path: Path) -> None:
     report, written = build_and_accept(
         tiny["gpt2"], tmp_path / "e", "float16", "none", max_model_len=LENGTH
     )

@@ -102,12 +102,12 @@ def test_logits_measures() -> None:
 )
 def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    right = torch.randn(rows, vocab, generator=generator)
-    actual = right + 0.1 * torch.randn(rows, vocab, generator=generator)
+    reference = torch.randn(rows, vocab, generator=generator)
+    actual = reference + 0.1 * torch.randn(rows, vocab, generator=generator)
     targets = torch.randint(0, vocab, (rows,), generator=generator)
 
     def all_metrics() -> list[float]:
-        row, agreed = compare_logits("x", actual, right), top1_agreement(actual, right, 0.3)
+        row, agreed = compare_logits("x", actual, reference), top1_agreement(actual, reference, 0.3)
         numbers = [
             row.max_abs,
             row.mean_abs,
@@ -125,7 +125,7 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
         return [
             *numbers,
             *counts,
-            *kl_divergence(actual, right).tolist(),
+            *kl_divergence(actual, reference).tolist(),
             perplexity(actual, targets),
         ]
 
@@ -133,8 +133,8 @@ def test_blocks_of_rows_change_nothing(rows: int, vocab: int, block: int, seed: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "LOGITS_BLOCK", block)
         assert all_metrics() == pytest.approx(expected, rel=1e-12)
-    plain = compare_tensors("x", center_logits(actual), center_logits(right))
-    row = compare_logits("x", actual, right)
+    plain = compare_tensors("x", center_logits(actual), center_logits(reference))
+    row = compare_logits("x", actual, reference)
     assert (row.rel_l2, row.gain, row.cosine) == pytest.approx(
         (plain.rel_l2, plain.gain, plain.cosine), rel=1e-12
     )

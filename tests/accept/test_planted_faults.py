@@ -49,7 +49,7 @@ def test_the_build_is_refused_in_every_dtype(
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_engine_is_accepted_in_every_dtype(
+def test_a_faultless_engine_is_accepted_in_every_dtype(
     name: str, dtype: str, recipe: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, recipe)

@@ -93,7 +93,7 @@ def test_a_report_says_where_its_reference_computed(
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["none", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_tells_what_the_cpu_tells(
+def test_a_gpu_reports_what_the_cpu_reports(
     family: str,
     recipe: str,
     checkpoints: dict[str, Checkpoint],
@@ -132,13 +132,13 @@ def test_a_gpu_with_forced_tf32_is_not_believed(
     )
     real_open = reference_device.open_reference
 
-    def opened(
+    def open_coarse_on_gpu(
         checkpoint: Any, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> ReferenceModel:
         reference = real_open(checkpoint, dtype, device)
         return coarse(reference) if torch.device(device).type == "cuda" else reference
 
-    monkeypatch.setattr(reference_device, "open_reference", opened)
+    monkeypatch.setattr(reference_device, "open_reference", open_coarse_on_gpu)
     placement = place_reference(checkpoints["llama"], loop, IDS)
     assert "off by" in placement.description
     assert placement.reference.device.type == "cpu"
@@ -166,7 +166,7 @@ def test_a_gpu_that_cannot_compute_the_reference_leaves_it_to_the_cpu(
     assert "it runs on the CPU" in caplog.text
 
 
-def test_what_fails_on_the_cpu_is_told(
+def test_what_fails_on_the_cpu_is_reported(
     checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> Any:

@@ -18,7 +18,7 @@ FAMILIES = ("gpt2", "llama", "llama-bias")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama-bias", "float32"), ("gpt2", "bfloat16")])
-def test_an_honest_engine_is_accepted(
+def test_a_faultless_engine_is_accepted(
     name: str, dtype: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
     report, written = build_and_accept(tiny[name], tmp_path / "e", dtype, "rptq", **SMALL)

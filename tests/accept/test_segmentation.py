@@ -51,13 +51,13 @@ class MadeEngines(dict[str, tuple[Artifact, Checkpoint]]):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> MadeEngines:
+def built_engines(tmp_path_factory: pytest.TempPathFactory) -> MadeEngines:
     return MadeEngines(tmp_path_factory.mktemp("sam"))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_report_tells_of_embedding_masks_and_scores(made: dict, case: str) -> None:
-    artifact, _ = made[case]
+def test_the_report_tells_of_embedding_masks_and_scores(built_engines: dict, case: str) -> None:
+    artifact, _ = built_engines[case]
     dtype, _, recipe = case.partition("-")
     report = artifact.acceptance()
     masks = report["masks"]
@@ -88,7 +88,7 @@ def _biases(model) -> None:
     qkv.bias = torch.cat((v, k, q))
 
 
-def _swapped(model) -> None:
+def _swap_rel_pos(model) -> None:
     attn = model.image_encoder.blocks[0].attn
     attn.rel_pos_h, attn.rel_pos_w = attn.rel_pos_w, attn.rel_pos_h
 
@@ -121,7 +121,7 @@ def _token(model) -> None:
     [
         (_scaled, (1, "mlp")),
         (_biases, (1, "attn")),
-        (_swapped, (0, "attn")),
+        (_swap_rel_pos, (0, "attn")),
         (_eps, (1, "norm2.eps")),
         (_neck_eps, (None, "neck.3.eps")),
         (_decoder_eps, (None, "transformer.layers.1.norm4.eps")),
@@ -129,8 +129,10 @@ def _token(model) -> None:
         (_token, (None, "masks.0")),
     ],
 )
-def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where: tuple) -> None:
-    artifact, checkpoint = made[case]
+def test_planted_faults_are_named(
+    built_engines: dict, case: str, fault: Callable, where: tuple
+) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     fault(sam_model.model)
     report = compare_segmentation(artifact, sam_model, checkpoint)
@@ -140,8 +142,8 @@ def test_planted_faults_are_named(made: dict, case: str, fault: Callable, where:
     assert (report["layer"], report["module"]) == where, report["reason"]
 
 
-def test_matrices_in_each_others_place_are_named(made: dict) -> None:
-    artifact, checkpoint = made["bfloat16-int8"]
+def test_matrices_in_each_others_place_are_named(built_engines: dict) -> None:
+    artifact, checkpoint = built_engines["bfloat16-int8"]
     sam_model = open_sam_model(artifact, "cpu")
     blocks = sam_model.model.image_encoder.blocks
     blocks[0].attn.proj.weight, blocks[1].attn.proj.weight = (
@@ -166,8 +168,10 @@ def rows_swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["bfloat16-int8", "bfloat16-fp8"])
 @pytest.mark.parametrize("change", [row_scaled, rows_swapped])
-def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Callable) -> None:
-    artifact, checkpoint = made[case]
+def test_rows_that_a_matrix_hides_are_named(
+    built_engines: dict, case: str, change: Callable
+) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     linear = sam_model.model.image_encoder.blocks[1].mlp.lin1
     tensors = linear.weight.tensors()
@@ -180,8 +184,8 @@ def test_rows_that_a_matrix_hides_are_named(made: dict, case: str, change: Calla
 
 
 @pytest.mark.parametrize("case", ["float32", "bfloat16", "bfloat16-int8", "float32-fp8"])
-def test_what_connects_the_modules_is_judged(made: dict, case: str) -> None:
-    artifact, checkpoint = made[case]
+def test_what_connects_the_modules_is_judged(built_engines: dict, case: str) -> None:
+    artifact, checkpoint = built_engines[case]
     sam_model = open_sam_model(artifact, "cpu")
     sam_model.model.image_encoder.pos_embed = sam_model.model.image_encoder.pos_embed.transpose(
         1, 2
@@ -240,9 +244,9 @@ def accepted(folder: Path, layout: str, case: str, target: str) -> None:
 
 
 def test_an_overflow_between_the_modules_is_called_one(
-    made: dict, monkeypatch: pytest.MonkeyPatch
+    built_engines: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact, checkpoint = made["float16"]
+    artifact, checkpoint = built_engines["float16"]
     sam_model = open_sam_model(artifact, "cpu")
     embed = sam_model.model.encode_image
     monkeypatch.setattr(sam_model.model, "encode_image", lambda x, vision: embed(x, vision) * 1e5)

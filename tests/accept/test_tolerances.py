@@ -61,7 +61,7 @@ def walk(
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), SETTINGS)
-def test_honest_rounding_is_within(reference: ReferenceModel, dtype: str, recipe: str) -> None:
+def test_faultless_rounding_is_within(reference: ReferenceModel, dtype: str, recipe: str) -> None:
     with torch.no_grad():
         for name, row in walk(
             reference, FaultlessModules(reference, getattr(torch, dtype), recipe)

@@ -42,7 +42,7 @@ FREQUENCIES = 1.0 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
 INV_FREQ = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-def judged(path: Path, out: Path) -> dict[str, Any]:
+def build_and_accept(path: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     # ids alone: a tokenizer is another matter
     made = make_plan(replace(open_checkpoint(path), side_files={}), FLOAT)
@@ -56,7 +56,7 @@ def llama_with(folder: Path, **more: torch.Tensor) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_computed_frequencies_are_fine_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    report = judged(
+    report = build_and_accept(
         llama_with(tmp_path / "hf", **{INV_FREQ: FREQUENCIES.to(dtype)}), tmp_path / "e"
     )
     assert report["accepted"]
@@ -70,26 +70,26 @@ def test_computed_frequencies_are_fine_in_any_dtype(dtype: torch.dtype, tmp_path
 
 
 def test_frequencies_of_another_base_are_refused(tmp_path: Path) -> None:
-    """Whoever saved them computed with them: config.json has lost its rope_theta."""
+    """Stored frequencies were computed with: config.json has lost its rope_theta."""
     other = 1.0 / 1e6 ** (torch.arange(0, 8, 2) / 8)
     with pytest.raises(
         AcceptanceError,
         match=r"may matter: .*inv_freq \(rotary frequencies, computed, but with other",
     ):
-        judged(llama_with(tmp_path / "hf", **{INV_FREQ: other}), tmp_path / "e")
+        build_and_accept(llama_with(tmp_path / "hf", **{INV_FREQ: other}), tmp_path / "e")
     assert not (tmp_path / "e").exists()
 
 
 def test_a_rule_that_drops_too_much_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The planted fault: a pattern that matches what nobody has looked at."""
+    """The planted fault: a pattern that matches tensors of another meaning."""
     folder = llama_with(tmp_path / "hf", **{"model.layers.1.self_attn.sinks": torch.ones(4)})
     monkeypatch.setattr(llama, "ignored_tensors", lambda _: (r".*\.self_attn\.s.*",))
     with pytest.raises(
         AcceptanceError, match=r"may matter: model\.layers\.1\.self_attn\.sinks \(unused\)"
     ):
-        judged(folder, tmp_path / "e")
+        build_and_accept(folder, tmp_path / "e")
 
 
 def mask(count: int) -> torch.Tensor:
@@ -116,10 +116,12 @@ def test_masks_are_the_causal_one(case: str, tmp_path: Path) -> None:
     name = f"transformer.h.1.{case.split()[0]}"
     save_file({**tensors, name: tensor.contiguous()}, tmp_path / "hf" / "model.safetensors")
     if fine:
-        assert judged(tmp_path / "hf", tmp_path / "e")["unused_tensors"][0]["names"] == [name]
+        assert build_and_accept(tmp_path / "hf", tmp_path / "e")["unused_tensors"][0]["names"] == [
+            name
+        ]
         return
     with pytest.raises(AcceptanceError, match=f"may matter: {name}"):
-        judged(tmp_path / "hf", tmp_path / "e")
+        build_and_accept(tmp_path / "hf", tmp_path / "e")
 
 
 @pytest.mark.parametrize("length", [32, 48])
@@ -133,15 +135,15 @@ def test_qwens_logn_factors(length: int, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(QWEN))
     if length == QWEN["seq_length"]:
-        assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
+        assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
         return
     with pytest.raises(AcceptanceError, match="logn_tensor"):
-        judged(tmp_path / "hf", tmp_path / "e")
+        build_and_accept(tmp_path / "hf", tmp_path / "e")
 
 
 def test_nothing_of_a_plain_checkpoint_is_dropped(tmp_path: Path) -> None:
     for path in (llama_with(tmp_path / "hf"), write_llama_gguf(tmp_path / "m.gguf", llama_state())):
-        report = judged(path, tmp_path / "e")
+        report = build_and_accept(path, tmp_path / "e")
         assert report["accepted"]
         assert report["unused_tensors"] == []
 
@@ -165,7 +167,7 @@ CHECKS: list[tuple[Callable[[torch.Tensor], bool], torch.Tensor, bool]] = [
 
 
 @pytest.mark.parametrize(("check", "tensor", "fine"), CHECKS)
-def test_what_the_eyes_and_sam_save_is_compared(
+def test_what_the_vision_encoder_and_sam_save_is_compared(
     check: Callable, tensor: torch.Tensor, fine: bool
 ) -> None:
     assert check(tensor) is fine
@@ -190,7 +192,7 @@ def test_what_a_sam_saves_beside_its_weights(name: str, tmp_path: Path) -> None:
         build_engine(tmp_path / "sam.safetensors", tmp_path / "e", FLOAT)
 
 
-def test_what_the_eyes_leave_unused_is_named(tmp_path: Path, shared: Path) -> None:
+def test_what_the_vision_encoder_leaves_unused_is_named(tmp_path: Path, shared: Path) -> None:
     """The published files hold halves that this model does without; each is named, and nothing else
     is left.
     """

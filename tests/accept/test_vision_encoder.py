@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=DTYPES)
-def opened(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Checkpoint]:
+def opened_engine(request: pytest.FixtureRequest, folder: Path) -> tuple[EngineCore, Checkpoint]:
     """Built with acceptance, so an honest engine has passed it."""
     engine = folder.parent / f"{request.param}.engine"
     report = build_engine(folder, engine, BuildConfig(dtype=request.param))
@@ -98,8 +98,8 @@ FAULTS: dict[str, tuple[Callable[[EngineCore], None], int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_named(opened: tuple[EngineCore, Checkpoint], name: str) -> None:
-    loop, checkpoint = opened
+def test_planted_faults_are_named(opened_engine: tuple[EngineCore, Checkpoint], name: str) -> None:
+    loop, checkpoint = opened_engine
     plant, layer, module = FAULTS[name]
     engine = loop.artifact
     assert engine is not None
@@ -113,8 +113,8 @@ def test_planted_faults_are_named(opened: tuple[EngineCore, Checkpoint], name: s
     assert check_vision_encoder(loop, checkpoint)["ok"]
 
 
-def test_what_no_module_shows(opened: tuple[EngineCore, Checkpoint]) -> None:
-    loop, checkpoint = opened
+def test_what_no_module_shows(opened_engine: tuple[EngineCore, Checkpoint]) -> None:
+    loop, checkpoint = opened_engine
     assert loop.artifact is not None
     broken = EngineCore.open(loop.artifact, loop.config)
     no_positions(broken)
@@ -122,9 +122,9 @@ def test_what_no_module_shows(opened: tuple[EngineCore, Checkpoint]) -> None:
     assert "between the modules of the vision encoder" in report["verdict"]
 
 
-@pytest.mark.parametrize("opened", ["float32"], indirect=True)
-def test_the_language_model_is_judged_as_well(opened: tuple[EngineCore, Checkpoint]) -> None:
-    loop, checkpoint = opened
+@pytest.mark.parametrize("opened_engine", ["float32"], indirect=True)
+def test_the_language_model_is_judged_as_well(opened_engine: tuple[EngineCore, Checkpoint]) -> None:
+    loop, checkpoint = opened_engine
     assert loop.artifact is not None
     broken = EngineCore.open(loop.artifact, loop.config)
     weight = broken.model.layers[1].mlp.down_proj.weight  # type: ignore[index, union-attr]
@@ -201,7 +201,7 @@ def one_louder(loop: EngineCore) -> None:
     weight.scale.data = scale
 
 
-def turned(loop: EngineCore) -> None:
+def transpose_weight(loop: EngineCore) -> None:
     block = image_embedder(loop).visual_encoder.blocks[2].attn.proj
     block.weight = type(block.weight).from_tensors(
         {
@@ -215,7 +215,7 @@ def turned(loop: EngineCore) -> None:
 ROUNDED_FAULTS: dict[str, tuple[Callable[[EngineCore], None], int, str]] = {
     "scale": (louder, 1, "vision_encoder.fc2.weight"),
     "one row's scale": (one_louder, 1, "vision_encoder.fc1.weight"),
-    "transposed": (turned, 2, "vision_encoder.proj.weight"),
+    "transposed": (transpose_weight, 2, "vision_encoder.proj.weight"),
     "eps": (eps("visual_encoder.blocks.1.norm2", 1e-5), 1, "vision_encoder.norm2.eps"),
     "biases": (other_bias, 1, "vision_encoder.qkv"),
 }
@@ -237,7 +237,7 @@ def test_faults_of_a_tower_in_8_bits_are_named(
     assert check_vision_encoder(loop, checkpoint)["ok"]
 
 
-def test_only_eyes_have_a_tower(tmp_path: Path) -> None:
+def test_only_image_models_have_a_tower(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "hf")
     with pytest.raises(UsageError, match=r"--tower int8: .* does not read images; remove it"):
         make_plan(open_checkpoint(folder), BuildConfig(tower="int8"))

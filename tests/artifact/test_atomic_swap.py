@@ -22,7 +22,7 @@ def folder(path: Path, text: str) -> Path:
     return path
 
 
-def staged(target: Path, text: str) -> Staging:
+def make_staging(target: Path, text: str) -> Staging:
     staging = Staging(target, "key")
     staging.path = folder(target.parent / f".{target.name}.staging", text)
     return staging
@@ -51,7 +51,7 @@ def test_an_engine_stands_at_its_place_whenever_the_replacing_is_cut_off(
             raise KeyboardInterrupt
 
     target = folder(tmp_path / "e", "old")
-    staging = staged(target, "new")
+    staging = make_staging(target, "new")
     monkeypatch.setattr(store.shutil, "rmtree", cut_off)
     with pytest.raises(KeyboardInterrupt):
         staging.publish()
@@ -69,6 +69,6 @@ def test_only_the_new_engine_stays(
     if older:
         folder(target, "old")
         folder(tmp_path / ".e.old", "left by a build that was cut off")
-    staged(target, "new").publish()
+    make_staging(target, "new").publish()
     assert (target / MANIFEST_FILE).read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["e"]

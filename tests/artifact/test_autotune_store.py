@@ -65,7 +65,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("content", CASES.values(), ids=CASES.keys())
-def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ValueError) as error:
         read_record(write(tmp_path, content), H200)
     assert "\n" not in str(error.value)

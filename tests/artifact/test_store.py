@@ -17,7 +17,7 @@ from modelmill.core.errors import ArtifactError, UsageError
 OURS = '{"schema": 1, "packing": "any", "files": {}}'
 
 
-def made(target: Path, text: str = OURS) -> Path:
+def make_artifact(target: Path, text: str = OURS) -> Path:
     """A build that was finished."""
     staging = Staging(target, "key")
     staging.open()
@@ -49,7 +49,7 @@ def test_an_engine_of_any_version_is_replaced(tmp_path: Path, manifest: str) -> 
     folder = tmp_path / "e"
     (folder / "weights").mkdir(parents=True)
     (folder / MANIFEST_FILE).write_text(manifest)
-    made(folder, OURS)
+    make_artifact(folder, OURS)
     assert (folder / MANIFEST_FILE).read_text() == OURS
     assert not (folder / "weights").exists()
 
@@ -58,12 +58,12 @@ def test_an_engine_of_any_version_is_replaced(tmp_path: Path, manifest: str) -> 
 def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path, there: str) -> None:
     real, link = tmp_path / "v1", tmp_path / "current"
     if there == "engine":
-        made(real, '{"schema": 1, "packing": "old", "files": {}}')
+        make_artifact(real, '{"schema": 1, "packing": "old", "files": {}}')
     elif there == "empty":
         real.mkdir()
     link.symlink_to("v1")
     for _ in range(2):
-        made(link)
+        make_artifact(link)
         assert link.is_symlink()
         assert (real / MANIFEST_FILE).read_text() == OURS
         assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
@@ -87,10 +87,10 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: Any) -> N
         with pytest.raises(ArtifactError, match="No space left"):
             staging.open()
     # nothing holds the place
-    made(tmp_path / "e")
+    make_artifact(tmp_path / "e")
 
 
-def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(
+def test_a_place_that_cannot_be_taken_is_reported_and_only_the_move_is_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     def busy(*_: Any) -> None:
@@ -112,8 +112,8 @@ def test_a_place_that_cannot_be_taken_is_told_and_only_the_move_is_left(
 
 def test_only_a_build_in_the_making_is_called_one(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as error:
-        open_artifact(made(tmp_path / "e.staging", "{}"))
+        open_artifact(make_artifact(tmp_path / "e.staging", "{}"))
     assert "unfinished" not in str(error.value)
-    made(tmp_path / ".e.staging", "{}")
+    make_artifact(tmp_path / ".e.staging", "{}")
     with pytest.raises(ArtifactError, match="unfinished"):
         open_artifact(tmp_path / ".e.staging")

@@ -17,7 +17,7 @@ def test_prompts_are_cut_into_pieces_and_answers_stand_behind_them() -> None:
     assert timed.greedy_ids(tiny.decoder(), made).shape == (10,)
 
 
-def test_several_are_told_by_commas() -> None:
+def test_several_are_separated_by_commas() -> None:
     assert list(timed.parse_mixed_sizes("768+230x1000,100+8x64")) == [
         (768, 230, 1000),
         (100, 8, 64),

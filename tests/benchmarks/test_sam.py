@@ -19,7 +19,7 @@ def test_a_click_and_an_embedding_become_rows() -> None:
     assert click["spread"]["min"] <= click["value"] <= click["spread"]["max"]
 
 
-def test_a_rehearsal_keeps_one_layer_of_the_whole_picture() -> None:
+def test_a_dry_run_keeps_one_layer_of_the_whole_picture() -> None:
     assert sam.vit_h_spec(None) is sam.VIT_H
     assert (sam.vit_h_spec(3).depth, sam.vit_h_spec(3).global_attn_indexes) == (3, (2,))
 

@@ -9,7 +9,7 @@ from benchmarks.scheduler_simulation import POLICIES, StepCost, parse_batch, sim
 NOTHING = StepCost(weights=0.0, row=0.0, token=0.0, key=0.0, attended_key_ms=0.0)
 
 
-def test_a_batch_is_told_in_one_word() -> None:
+def test_a_batch_is_labelled_in_one_word() -> None:
     assert parse_batch("3x1024+144") == [(1024, 144)] * 3
     with pytest.raises(ValueError, match="invalid literal"):
         parse_batch("1024")

@@ -43,7 +43,7 @@ def test_ratios_are_of_rounds_and_not_of_medians() -> None:
     assert "burst" not in report
 
 
-def test_a_burst_is_told_by_its_slowest_gaps_over_the_quiet_median() -> None:
+def test_a_burst_is_measured_by_its_slowest_gaps_over_the_quiet_median() -> None:
     gaps = {"quiet": [10.0] * 99 + [50.0], "during": [20.0] * 98 + [28.0] * 2, "first": [100.0]}
     report = summary(PLAN, [each(1.0, 1.0)], [gaps])["burst"]
     assert report["quiet_median_ms"] == 10.0
@@ -90,7 +90,7 @@ def test_each_token_has_its_time(tokens: int) -> None:
     assert times[0] == times[1]
 
 
-def test_steps_of_a_burst_are_told_beside_quiet_ones() -> None:
+def test_steps_of_a_burst_are_reported_beside_quiet_ones() -> None:
     quiet = [0.010] * 60
     figures = step_figures(
         [

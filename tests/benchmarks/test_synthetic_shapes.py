@@ -33,7 +33,7 @@ def test_a_peer_has_as_many_weights_as_we_have(shape: str, tmp_path: Path) -> No
     assert sum(weight.numel() for weight in reference.parameters()) == num_weights
 
 
-def test_qwen_is_told_as_qwen2() -> None:
+def test_qwen_is_converted_to_qwen2() -> None:
     config = synthetic_config(SHAPES["qwen-7b"])
     assert (config["model_type"], config["intermediate_size"], config["num_key_value_heads"]) == (
         "qwen2",

@@ -153,7 +153,7 @@ def test_both_sides_are_handed_the_trace_in_one_order(bench: table.SpeedTable) -
     }
 
 
-def test_the_commit_is_told_where_there_is_no_checkout(
+def test_the_commit_is_passed_where_there_is_no_checkout(
     bench: table.SpeedTable, tmp_path: Path
 ) -> None:
     assert git_commit(tmp_path) is None

@@ -104,7 +104,7 @@ def test_marks_hold_every_decode_and_first_line_of_the_targets() -> None:
     assert {name for name in TARGETS if name.startswith(("decode-", "first-"))} <= names
 
 
-def test_a_statistic_is_told_in_words() -> None:
+def test_a_statistic_is_named_in_words() -> None:
     assert f"{LONG} tokens" in workloads_for("decode")[0].statistic
     assert "whole" in workloads_for("first")[0].statistic
 

@@ -80,30 +80,30 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     tiny = None if shared is None else shared / "data/models/stories260K"
     weights = None if shared is None else shared / "data/models/mobile_sam/mobile_sam.safetensors"
     if smol.exists():
-        writer = _built(
+        writer = _build(
             smol,
             OUT / "smollm2.engine",
             BuildConfig(dtype="bfloat16", quantization="int8", target="cpu"),
         )
     elif tiny is not None:
-        writer = _built(tiny, own / "stories.engine", BuildConfig(dtype="float32", target="cpu"))
+        writer = _build(tiny, own / "stories.engine", BuildConfig(dtype="float32", target="cpu"))
     else:
         pytest.skip(
             "needs a model that writes: make demo leaves one; or ../shared/data: CONTRIBUTING.md, "
             "Test data"
         )
     if weights is not None:
-        viewer = _built(
+        viewer = _build(
             weights, OUT / "mobilesam.engine", BuildConfig(dtype="float32", target="cpu")
         )
     else:
-        viewer = _built(
+        viewer = _build(
             small_file(own), own / "sam.engine", BuildConfig(dtype="float32", target="cpu")
         )
     return Engines(writer, viewer, smol.exists(), weights is not None)
 
 
-def _built(checkpoint: Path, out: Path, config: BuildConfig) -> Path:
+def _build(checkpoint: Path, out: Path, config: BuildConfig) -> Path:
     if not out.exists():
         build_engine(checkpoint, out, config, check=False, tune=False)
     return out

@@ -303,11 +303,11 @@ def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     links = answer_text.locator("a").evaluate_all(
         "all => all.map(a => [a.getAttribute('href'), a.rel, a.target])"
     )
-    options = ["noopener noreferrer", "_blank"]
+    link_attributes = ["noopener noreferrer", "_blank"]
     assert links == [
-        ["http://evil.example/pixel.png", *options],
-        ["https://example.org/a_(b)", *options],
-        ["https://example.org/", *options],
+        ["http://evil.example/pixel.png", *link_attributes],
+        ["https://example.org/a_(b)", *link_attributes],
+        ["https://example.org/", *link_attributes],
     ]
     assert answer_text.locator("pre code").inner_text() == "<script>window.hacked = 4</script>"
     assert answer_text.locator("ul ul li").inner_text() == "nested"
@@ -355,7 +355,9 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_errors_are_told_in_plain_words(opened: Any, error: dict[str, Any], message: str) -> None:
+def test_errors_are_reported_in_plain_words(
+    opened: Any, error: dict[str, Any], message: str
+) -> None:
     page = opened()
     wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**error))
@@ -414,7 +416,7 @@ def test_everything_has_a_name(opened: Any) -> None:
     assert page.get_by_role("log", name="Conversation").count() == 1
 
 
-def test_an_answer_that_failed_is_nobodys_turn(opened: Any) -> None:
+def test_an_answer_that_failed_is_no_turn(opened: Any) -> None:
     page = opened('{"temperature": 0, "max_tokens": 8}')
     wait_ready(page)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body="<html>"))

@@ -138,7 +138,7 @@ def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess)
     expect(page.get_by_alt_text(re.compile("to send$"))).to_have_count(1)
 
 
-def test_a_model_without_eyes_says_so(opened: Any) -> None:
+def test_a_model_without_a_vision_encoder_says_so(opened: Any) -> None:
     page = opened()
     wait_ready(page)
     expect(page.locator("#add-picture")).to_be_hidden()

@@ -46,11 +46,11 @@ def expect_status(page: Any, text: Any) -> None:
 
 def click(page: Any, x: float, y: float, **options: Any) -> None:
     """At a place in the photo's pixels."""
-    spot = at(page, x, y)
+    spot = page_position(page, x, y)
     page.mouse.click(*spot, **options)
 
 
-def at(page: Any, x: float, y: float) -> tuple[float, float]:
+def page_position(page: Any, x: float, y: float) -> tuple[float, float]:
     box = page.locator("#overlay").bounding_box()
     width = page.locator("#overlay").evaluate("each => each.width")
     scale = box["width"] / width
@@ -101,11 +101,11 @@ def test_a_click_on_the_truck(opened: Any, truck: Path, shot: Any) -> None:
 def test_a_box_is_drawn(opened: Any, truck: Path, shot: Any) -> None:
     page = bench(opened, truck)
     page.get_by_text("▢ Box").click()
-    page.mouse.move(*at(page, 430, 620))
+    page.mouse.move(*page_position(page, 430, 620))
     page.mouse.down()
-    page.mouse.move(*at(page, 600, 800))
+    page.mouse.move(*page_position(page, 600, 800))
     with page.expect_request("**/v1/segment") as request_info:
-        page.mouse.move(*at(page, 690, 880))
+        page.mouse.move(*page_position(page, 690, 880))
         page.mouse.up()
     assert request_info.value.post_data_json["box"] == pytest.approx([430, 620, 690, 880], abs=3)
     expect_status(page, FOUND)
@@ -243,7 +243,7 @@ def test_a_turned_photo_is_upright_for_both(opened: Any, engines: Engines) -> No
     expect_status(page, FOUND)
 
 
-def test_what_is_no_photo_is_told(opened: Any) -> None:
+def test_what_is_no_photo_is_reported(opened: Any) -> None:
     page = opened()
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     page.get_by_role("tab", name="Segment").click()

@@ -102,7 +102,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("auto") / "hf")
 
 
-def test_a_wider_limit_is_never_larger_and_what_is_told_is_kept(llama: Path) -> None:
+def test_a_wider_limit_is_never_larger_and_what_is_reported_is_kept(llama: Path) -> None:
     sizes = []
     for limit in (1e-7, 1e-3, 1e-1, 1e3):
         made = plan(llama, max_kl=limit)

@@ -81,11 +81,11 @@ def test_an_interrupted_build_is_not_loadable_and_resumes(
     with pytest.raises(ArtifactError):
         open_artifact(tmp_path / ".e.staging")
 
-    def counted(plan: Any, piece: Any, *rest: Any) -> None:
+    def count_calls(plan: Any, piece: Any, *rest: Any) -> None:
         written.append(piece.module)
         real(plan, piece, *rest)
 
-    monkeypatch.setattr(build_engine, "_write_tensor", counted)
+    monkeypatch.setattr(build_engine, "_write_tensor", count_calls)
     make(llama, tmp_path / "e")
     assert not any(m.startswith("layers.0.") or m == "embed" for m in written), (
         "finished files are not written again"

@@ -253,9 +253,7 @@ NAMED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "lines"), NAMED)
-def test_keys_that_nobody_knows_are_named(
-    name: str, change: dict[str, Any], lines: list[str]
-) -> None:
+def test_unknown_keys_are_named(name: str, change: dict[str, Any], lines: list[str]) -> None:
     warnings = config_warnings({**PUBLISHED[name], **change})
     assert len(warnings) == len(lines)
     for line, expected in zip(warnings, lines, strict=True):
@@ -337,7 +335,7 @@ def test_a_ggufs_window_is_named(tmp_path: Path) -> None:
 
 
 def test_rotary_factors_of_a_gpt2_are_left_over(tmp_path: Path) -> None:
-    """It rotates nothing, so nobody would read them."""
+    """The model rotates nothing, so the keys stay unread."""
     import numpy as np
     from gguf import GGUFWriter
 

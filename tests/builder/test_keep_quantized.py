@@ -152,13 +152,13 @@ def test_gptq_is_kept(tmp_path: Path, bits: int, symmetric: bool, dtype: str) ->
 def with_biases(make: Any, value: float) -> Any:
     """AutoGPTQ's bias beside each packed matrix, whether the family has it or not."""
 
-    def made(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
+    def make_with_bias(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
         parts, weight = make(shape, seed)
         bias = torch.zeros(shape[0], dtype=torch.float16)
         bias[-1] = value if seed == 3 else 0
         return parts | {"bias": bias}, weight
 
-    return made
+    return make_with_bias
 
 
 def test_biases_of_zeros_that_the_family_has_not_are_left_out(tmp_path: Path) -> None:
@@ -204,12 +204,12 @@ def test_orders_that_differ_are_held_apart_and_equal_ones_together(tmp_path: Pat
     assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == "mixed_rows"
     assert artifact.manifest.weight_formats["layers.0.attn.o_proj"] == "int4"
 
-    def alike(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
+    def make_equal_orders(shape: tuple[int, int], seed: int) -> tuple[Tensors, np.ndarray]:
         drawn = writers.seeded_matrix(*shape, 32, symmetric=True, seed=seed)
         drawn.group_index = drawn.group_index[np.random.default_rng(shape[1]).permutation(shape[1])]
         return writers.gptq_tensors(drawn, 4), drawn.weight
 
-    folder, expected = foreign(tmp_path / "same", settings, alike)
+    folder, expected = foreign(tmp_path / "same", settings, make_equal_orders)
     artifact = check(folder, tmp_path / "f", expected)
     assert artifact.manifest.weight_formats["layers.0.attn.qkv_proj"] == "int4"
 

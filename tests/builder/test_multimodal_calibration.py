@@ -63,7 +63,7 @@ def url(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def written(path: Path, *lines: Any) -> Path:
+def write_jsonl(path: Path, *lines: Any) -> Path:
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     return path
 
@@ -77,7 +77,7 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
     (tmp_path / "more").mkdir()
     save(tmp_path / "more" / "other.png", 1)
     answer = {"role": "assistant", "content": "A cat."}
-    path = written(
+    path = write_jsonl(
         tmp_path / "lines.jsonl",
         {"image": "photo.png", "text": "What is it?", "answer": "A dog in the snow."},
         {"image": "photo.png", "caption": "A dog."},
@@ -106,14 +106,14 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
     )
     samples = load_samples(source_of(path, 400), files, SIDE)
     assert [len(sample.images) for sample in samples] == [1, 1, 2, 1, 1, 0]
-    right, _ = load_square_image(photo, SIDE)
+    photo_pixels, _ = load_square_image(photo, SIDE)
     other, _ = load_square_image(tmp_path / "more" / "other.png", SIDE)
     for number, expected in (
-        (0, [right]),
-        (1, [right]),
-        (2, [right, other]),
+        (0, [photo_pixels]),
+        (1, [photo_pixels]),
+        (2, [photo_pixels, other]),
         (3, [other]),
-        (4, [right]),
+        (4, [photo_pixels]),
     ):
         pictures = list(samples[number].images.values())
         assert all(np.array_equal(a, b) for a, b in zip(pictures, expected, strict=True))
@@ -126,7 +126,7 @@ def test_lines_of_every_kind(tmp_path: Path, files: dict[str, bytes]) -> None:
 
 def test_no_sequence_ends_inside_a_picture(tmp_path: Path, files: dict[str, bytes]) -> None:
     save(tmp_path / "a.png")
-    path = written(
+    path = write_jsonl(
         tmp_path / "l.jsonl",
         {"images": ["a.png"] * 4, "text": "word " * 30, "answer": "word " * 30},
     )
@@ -220,7 +220,7 @@ def test_lines_that_are_no_good_are_named(
     save(tmp_path / "ok.png")
     (tmp_path / "words.png").write_text("no picture")
     (tmp_path / "half.png").write_bytes((tmp_path / "ok.png").read_bytes()[:200])
-    path = written(tmp_path / "bad.jsonl", {"text": "A good line."}, line)
+    path = write_jsonl(tmp_path / "bad.jsonl", {"text": "A good line."}, line)
     config = BuildConfig(**SMALL | {"calibration": str(path)})
     with pytest.raises(UsageError, match=message) as caught:
         LayerQuantizer(make_plan(open_checkpoint(folder), config), None, lambda *_: None)  # type: ignore[arg-type]
@@ -230,18 +230,19 @@ def test_lines_that_are_no_good_are_named(
 
 def test_another_picture_under_the_same_name_is_another_source(tmp_path: Path) -> None:
     save(tmp_path / "a.png")
-    path = written(tmp_path / "l.jsonl", {"image": "a.png", "text": "What?"})
+    path = write_jsonl(tmp_path / "l.jsonl", {"image": "a.png", "text": "What?"})
     first = hash_images(source_of(path))
     assert first == hash_images(source_of(path))
     save(tmp_path / "a.png", 1)
     assert hash_images(source_of(path)).image_digest != first.image_digest
     assert (
-        hash_images(source_of(written(tmp_path / "t.jsonl", {"text": "Words."}))).image_digest == ""
+        hash_images(source_of(write_jsonl(tmp_path / "t.jsonl", {"text": "Words."}))).image_digest
+        == ""
     )
 
 
-def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
-    path = written(tmp_path / "l.jsonl", {"text": "Fine."}, {"image": "a.png", "text": "What?"})
+def test_a_model_without_a_vision_encoder_says_so(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "l.jsonl", {"text": "Fine."}, {"image": "a.png", "text": "What?"})
     with pytest.raises(UsageError, match="line 2: has an image, which this model does not support"):
         list(read_texts(path))
 
@@ -250,7 +251,7 @@ def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
 def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
     save(tmp_path / "a.png")
     save(tmp_path / "b.png", 2)
-    path = written(
+    path = write_jsonl(
         tmp_path / "l.jsonl",
         {"text": "word " * 150},
         {"images": ["a.png", "b.png"], "text": "Compare.", "answer": "word " * 40},
@@ -281,7 +282,7 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantization": "smoothquant", "alpha": "0.5"}], ids=str)
-def test_a_build_with_pictures_is_the_same_twice_and_told(
+def test_a_build_with_pictures_is_the_same_twice_and_reported(
     folder: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     digests = set()
@@ -307,7 +308,7 @@ def test_auto_looks_at_pictures_too(folder: Path, tmp_path: Path) -> None:
         {"image": "a.png", "text": "What is it?", "answer": "word " * 90},
         {"text": "word " * 200},
     ]
-    path = written(tmp_path / "l.jsonl", *lines)
+    path = write_jsonl(tmp_path / "l.jsonl", *lines)
     options: dict[str, Any] = {
         "quantization": "auto",
         "max_kl": 0.05,

@@ -53,7 +53,7 @@ def test_an_error_comes_with_its_item() -> None:
     assert list(prefetch(str, [])) == []
 
 
-def test_a_fingerprint_is_the_checkpoints_and_tells_who_waits(tmp_path: Path) -> None:
+def test_a_fingerprint_is_the_checkpoints_and_reports_progress(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_tiny("llama", tmp_path / "hf"))
     made = BackgroundFingerprint(checkpoint)
     assert made.result(lambda *_: None) == checkpoint.fingerprint()

@@ -124,7 +124,7 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
         read_quantization_facts(artifact)
 
 
-def test_progress_is_told_layer_by_layer(llama: Path, tmp_path: Path) -> None:
+def test_progress_is_reported_layer_by_layer(llama: Path, tmp_path: Path) -> None:
     updates: list[tuple[str, int, int]] = []
     build_engine.build(plan(llama), tmp_path / "e", None, lambda *each: updates.append(each))
     steps = [(done, total) for stage, done, total in updates if stage == "quantizing layers"]
@@ -152,7 +152,7 @@ def lines(path: Path, *values: Any) -> Path:
 
 
 def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
-    messages = {
+    message = {
         "messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
     }
     path = lines(
@@ -160,7 +160,7 @@ def test_texts_are_read_by_any_of_their_keys(tmp_path: Path) -> None:
         {"text": "a"},
         {"article": "b", "highlights": "x"},
         {"prompt": "c"},
-        messages,
+        message,
     )
     assert list(read_texts(path)) == ["a", "b", "c", "d\ne"]
 

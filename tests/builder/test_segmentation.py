@@ -17,7 +17,7 @@ from modelmill.core.errors import CheckpointError, TensorMismatch, UsageError
 from tests.models.sam_seeded import small_file, small_state
 
 
-def built(checkpoint: Path, out: Path, dtype: str) -> Path:
+def build_sam(checkpoint: Path, out: Path, dtype: str) -> Path:
     build(make_plan(open_checkpoint(checkpoint), BuildConfig(dtype=dtype)), out, None)
     return out
 
@@ -25,7 +25,9 @@ def built(checkpoint: Path, out: Path, dtype: str) -> Path:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_two_builds_are_the_same_bits(tmp_path: Path, dtype: str) -> None:
     checkpoint = small_file(tmp_path / "from")
-    one, two = (built(checkpoint, tmp_path / f"{name}.engine", dtype) for name in ("one", "two"))
+    one, two = (
+        build_sam(checkpoint, tmp_path / f"{name}.engine", dtype) for name in ("one", "two")
+    )
     files = sorted(str(p.relative_to(one)) for p in one.rglob("*") if p.is_file())
     assert "weights/encoder-0001.safetensors" in files
     for name in files:
@@ -44,7 +46,7 @@ def test_a_pth_and_a_folder_give_the_same_weights(tmp_path: Path) -> None:
     checkpoint = small_file(tmp_path / "from")
     torch.save(small_state(), tmp_path / "sam.pth")
     first, second = (
-        open_artifact(built(path, tmp_path / f"{i}.engine", "float32"))
+        open_artifact(build_sam(path, tmp_path / f"{i}.engine", "float32"))
         for i, path in enumerate((checkpoint, tmp_path / "sam.pth"))
     )
     assert sorted(first.names()) == sorted(second.names())
@@ -107,7 +109,7 @@ def test_the_encoders_linear_layers_are_quantized_and_nothing_else(
 _LINEARS = ("attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2")
 
 
-def test_a_file_of_nobody_without_config(tmp_path: Path) -> None:
+def test_a_file_of_no_known_family_without_config(tmp_path: Path) -> None:
     save_file({"what": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match=r"config\.json: is missing.*x\.safetensors"):
         make_plan(open_checkpoint(tmp_path / "x.safetensors"), BuildConfig())

@@ -37,7 +37,7 @@ IDS = [[5, 17, 2, 11, 9, 3, 14, 8]]
 FLOAT = BuildConfig(dtype="float32", target="cpu")
 
 
-def judged(folder: Path, out: Path) -> dict[str, Any]:
+def build_and_accept(folder: Path, out: Path) -> dict[str, Any]:
     """The report of a build with acceptance."""
     return build_engine.build(
         make_plan(open_checkpoint(folder), FLOAT),
@@ -74,7 +74,7 @@ def test_a_head_of_its_own_is_used_and_said(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tensors = merged(name, tmp_path / "hf", "own")
-    report = judged(tmp_path / "hf", tmp_path / "e")
+    report = build_and_accept(tmp_path / "hf", tmp_path / "e")
     assert report["accepted"]
     artifact = open_artifact(tmp_path / "e")
     assert artifact.manifest.aliases == {}
@@ -98,7 +98,7 @@ def test_the_embedding_once_more_is_dropped_without_a_word(head: str, tmp_path: 
     made = make_plan(open_checkpoint(tmp_path / "hf"), FLOAT)
     assert made.aliases == {"head.weight": "embed.weight"}
     assert made.warnings == ()
-    assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
+    assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
 
 
 def test_one_storage_under_two_names_is_one(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_engine_that_ties_anyway_is_refused(
     merged("llama-tied", tmp_path / "hf", "own")
     monkeypatch.setattr(plan, "resolve_tied_head", lambda _, __, sizes: (sizes, []))
     with pytest.raises(AcceptanceError, match="head"):
-        judged(tmp_path / "hf", tmp_path / "e")
+        build_and_accept(tmp_path / "hf", tmp_path / "e")
 
 
 def test_a_head_of_more_rows_than_the_embedding_is_named(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_qwen_v1(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert judged(tmp_path / "hf", tmp_path / "e")["accepted"]
+    assert build_and_accept(tmp_path / "hf", tmp_path / "e")["accepted"]
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 20))
     assert (
         TokenScorer(loop).logits(IDS)[0]

@@ -19,7 +19,7 @@ BLOCKS = {
 KNOWN_TO_GGUF = [number for number, ggml_type in BLOCKS.items() if ggml_type.name != "Q8_K"]
 
 
-def expanded(number: int, data: np.ndarray) -> np.ndarray:
+def expand(number: int, data: np.ndarray) -> np.ndarray:
     ggml_type = GGML_TYPES[number]
     out = torch.empty(data.size // ggml_type.block_bytes * ggml_type.block_values)
     dequantize_blocks(ggml_type, torch.from_numpy(data), out)
@@ -47,7 +47,7 @@ def test_random_bytes_expand_to_the_same_floats(number):
     )
     with np.errstate(all="ignore"):
         expected = dequantize(data.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
-    np.testing.assert_array_equal(expanded(number, data), expected)
+    np.testing.assert_array_equal(expand(number, data), expected)
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -55,7 +55,7 @@ def test_real_values_come_back_within_the_formats_step(name):
     ggml_type = gguf.GGMLQuantizationType[name]
     values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     data = quantize(values, ggml_type)
-    actual = expanded(int(ggml_type), data.reshape(-1)).reshape(8, 64)
+    actual = expand(int(ggml_type), data.reshape(-1)).reshape(8, 64)
     np.testing.assert_allclose(actual, values, atol=0.5 if "4" in name else 0.25)
 
 
@@ -65,15 +65,15 @@ def test_q8_k_is_a_float_scale_times_signed_bytes():
     sums = np.full((2, 32), 77, dtype=np.uint8)
     data = np.concatenate([scale[:, None].view(np.uint8), quants.view(np.uint8), sums], axis=1)
     np.testing.assert_array_equal(
-        expanded(15, data.reshape(-1)).reshape(2, 256), scale[:, None] * quants
+        expand(15, data.reshape(-1)).reshape(2, 256), scale[:, None] * quants
     )
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
     data = np.random.default_rng(0).integers(0, 100, 37 * 144, dtype=np.uint8)
-    expected = expanded(12, data)
+    expected = expand(12, data)
     monkeypatch.setattr(ggml_types, "CHUNK_VALUES", 512)
-    np.testing.assert_array_equal(expanded(12, data), expected)
+    np.testing.assert_array_equal(expand(12, data), expected)
 
 
 def test_labels_tell_plain_types_by_torch_name():

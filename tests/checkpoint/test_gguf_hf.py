@@ -329,7 +329,7 @@ def test_vocabulary_holds_every_tokenizer_key(tmp_path):
         ),
     ],
 )
-def test_variants_and_nonsense_are_told_apart(tmp_path, extra, error, message):
+def test_variants_and_nonsense_are_distinguished(tmp_path, extra, error, message):
     with pytest.raises(error or CheckpointError, match=message) as caught:
         present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), extra=extra))
     assert "m.gguf" in str(caught.value)

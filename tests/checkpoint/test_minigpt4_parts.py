@@ -27,13 +27,13 @@ FILES = ("eva_vit_g.pth", "blip2_pretrained_flant5xxl.pth", "pretrained_minigpt4
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
+def minigpt4_folder(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("joined") / "files", shared)
 
 
 @pytest.fixture
-def folder(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "files"))
+def folder(minigpt4_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(minigpt4_folder, tmp_path / "files"))
 
 
 def test_found_by_what_they_hold(folder: Path) -> None:
@@ -164,8 +164,8 @@ def test_a_projection_of_another_width(folder: Path) -> None:
         make_plan(open_checkpoint(folder), BuildConfig())
 
 
-def test_a_name_that_is_not_there(made: Path) -> None:
-    checkpoint = open_checkpoint(made)
+def test_a_name_that_is_not_there(minigpt4_folder: Path) -> None:
+    checkpoint = open_checkpoint(minigpt4_folder)
     assert isinstance(checkpoint.view, MiniGpt4Container)
     with pytest.raises(TensorMismatch, match="nothing"):
         checkpoint.get("nothing")

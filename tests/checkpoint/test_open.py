@@ -172,7 +172,7 @@ def test_fingerprints_follow_content_and_not_the_place(tmp_path):
     assert open_checkpoint(tmp_path / "two").fingerprint() != one.fingerprint()
 
 
-def test_the_quick_fingerprint_sees_touches_and_the_progress_is_told(tmp_path):
+def test_the_quick_fingerprint_sees_touches_and_progress_is_reported(tmp_path):
     folder = write_folder(tmp_path / "m", STATE)
     before = open_checkpoint(folder)
     quick = before.quick_fingerprint()

@@ -21,7 +21,7 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 STEM = NAME.removesuffix(".weight")
 
 
-def opened(
+def write_and_open(
     folder: Path, settings: dict[str, Any], parts: writers.Parts, **config: Any
 ) -> Checkpoint:
     raw = {"model_type": "llama", "quantization_config": settings} | config
@@ -30,7 +30,7 @@ def opened(
     return open_checkpoint(folder)
 
 
-def same(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
+def check_matrix(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int) -> None:
     """Bits, whole numbers and values, by our reader and by the reference's own."""
     layout = checkpoint.quant_layout(NAME)
     assert layout is not None
@@ -70,8 +70,10 @@ def test_gptq(
         "desc_act": act_order,
     }
     settings |= {"checkpoint_format": "gptq_v2"} if second else {}
-    checkpoint = opened(tmp_path, settings, writers.gptq_tensors(drawn, bits, second=second))
-    same(checkpoint, drawn, bits)
+    checkpoint = write_and_open(
+        tmp_path, settings, writers.gptq_tensors(drawn, bits, second=second)
+    )
+    check_matrix(checkpoint, drawn, bits)
     layout = checkpoint.quant_layout(NAME)
     assert layout is not None
     assert layout.has_offset is not symmetric
@@ -85,7 +87,9 @@ def test_gptq(
 def test_gptq_without_g_idx_and_with_a_short_last_group(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(8, 160, 128, seed=3)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
-    same(opened(tmp_path, settings, writers.gptq_tensors(drawn, 4, g_idx=False)), drawn, 4)
+    check_matrix(
+        write_and_open(tmp_path, settings, writers.gptq_tensors(drawn, 4, g_idx=False)), drawn, 4
+    )
 
 
 def test_an_old_gptq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) -> None:
@@ -99,7 +103,7 @@ def test_an_old_gptq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) ->
     (tmp_path / "quantize_config.json").write_text(
         json.dumps({"bits": 4, "group_size": 64, "sym": False})
     )
-    same(open_checkpoint(tmp_path), drawn, 4)
+    check_matrix(open_checkpoint(tmp_path), drawn, 4)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
@@ -112,7 +116,7 @@ def test_awq(tmp_path: Path, group: int) -> None:
         "zero_point": True,
         "version": "gemm",
     }
-    same(opened(tmp_path, settings, writers.awq_tensors(drawn)), drawn, 4)
+    check_matrix(write_and_open(tmp_path, settings, writers.awq_tensors(drawn)), drawn, 4)
 
 
 def test_an_old_awq_folder_has_its_settings_in_a_file_beside(tmp_path: Path) -> None:
@@ -166,14 +170,16 @@ def test_compressed_pack_quantized(
     parts = writers.compressed_tensors(
         drawn, bits, symmetric=symmetric, pack_zeros=zeros == "packed zeros"
     )
-    same(opened(tmp_path, settings, parts), drawn, bits)
+    check_matrix(write_and_open(tmp_path, settings, parts), drawn, bits)
 
 
 def test_compressed_with_reordered_columns(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(20, 256, 64, symmetric=True, act_order=True, seed=8)
     settings = ct(4, strategy="group", group=64, symmetric=True, ct_format="pack-quantized")
-    checkpoint = opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=True))
-    same(checkpoint, drawn, 4)
+    checkpoint = write_and_open(
+        tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=True)
+    )
+    check_matrix(checkpoint, drawn, 4)
     layout = checkpoint.quant_layout(NAME)
     assert layout is not None
     assert layout.perm_digest is not None
@@ -182,8 +188,10 @@ def test_compressed_with_reordered_columns(tmp_path: Path) -> None:
 def test_columns_that_fill_no_whole_word(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(7, 100, -1, symmetric=False, seed=8)
     settings = ct(4, strategy="channel", group=None, symmetric=False, ct_format="pack-quantized")
-    same(
-        opened(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=False)), drawn, 4
+    check_matrix(
+        write_and_open(tmp_path, settings, writers.compressed_tensors(drawn, 4, symmetric=False)),
+        drawn,
+        4,
     )
 
 
@@ -205,12 +213,12 @@ def test_compressed_int8(
         ct_format="int-quantized",
         input_activations=activations,
     )
-    checkpoint = opened(
+    checkpoint = write_and_open(
         tmp_path,
         settings,
         writers.compressed_tensors(drawn, 8, symmetric=symmetric, pack=False, pack_zeros=False),
     )
-    same(checkpoint, drawn, 8)
+    check_matrix(checkpoint, drawn, 8)
     layout = checkpoint.quant_layout(NAME)
     assert layout is not None
     assert layout.weight_format == ("int8" if symmetric else "int8_group")
@@ -226,13 +234,15 @@ def test_one_scale_for_a_whole_tensor(tmp_path: Path) -> None:
         "weight_scale": torch.tensor(drawn.scales[0]).to(torch.float16)
     }
     settings = ct(8, strategy="tensor", group=None, symmetric=True, ct_format="int-quantized")
-    same(opened(tmp_path, settings, parts), drawn, 8)
+    check_matrix(write_and_open(tmp_path, settings, parts), drawn, 8)
 
 
 def test_gpt2_names_mean_the_transposes(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(16, 64, 32, seed=2)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
-    checkpoint = opened(tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2")
+    checkpoint = write_and_open(
+        tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2"
+    )
     assert checkpoint.info(NAME).shape == (64, 16)
     assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight.T)
     assert np.array_equal(
@@ -298,7 +308,7 @@ def test_what_cannot_be_read_is_named_with_a_way_out(
     tmp_path: Path, settings: Any, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
-        opened(tmp_path, settings, {"qweight": torch.zeros(1, dtype=torch.int32)})
+        write_and_open(tmp_path, settings, {"qweight": torch.zeros(1, dtype=torch.int32)})
     assert "\n" not in str(error.value)
 
 
@@ -306,24 +316,24 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     drawn = writers.seeded_matrix(16, 256, 128, symmetric=False, seed=1)
     parts = writers.gptq_tensors(drawn, 4)
     with pytest.raises(CorruptCheckpoint, match="zeros other than 8"):
-        opened(tmp_path / "a", GPTQ, parts).get(NAME)
+        write_and_open(tmp_path / "a", GPTQ, parts).get(NAME)
     with pytest.raises(CheckpointError, match="not groups of 64"):
-        opened(tmp_path / "b", GPTQ | {"group_size": 64}, parts).quant_layout(NAME)
+        write_and_open(tmp_path / "b", GPTQ | {"group_size": 64}, parts).quant_layout(NAME)
     uneven = parts | {"g_idx": torch.tensor([0] * 100 + [1] * 156, dtype=torch.int32)}
     with pytest.raises(CheckpointError, match="uneven"):
-        opened(tmp_path / "c", GPTQ | {"sym": False}, uneven).quant_layout(NAME)
+        write_and_open(tmp_path / "c", GPTQ | {"sym": False}, uneven).quant_layout(NAME)
     short = parts | {"g_idx": parts["g_idx"][:-1]}
     with pytest.raises(CorruptCheckpoint, match="255 entries"):
-        opened(tmp_path / "d", GPTQ | {"sym": False}, short).quant_layout(NAME)
+        write_and_open(tmp_path / "d", GPTQ | {"sym": False}, short).quant_layout(NAME)
     with pytest.raises(CorruptCheckpoint, match="do not fit"):
-        opened(
+        write_and_open(
             tmp_path / "e", AWQ, writers.awq_tensors(drawn) | {"scales": torch.ones(2, 24)}
         ).quant_layout(NAME)
     packed = writers.compressed_tensors(drawn, 4, symmetric=True)
     with pytest.raises(CheckpointError, match="holds no 16 × 300 codes"):
-        opened(tmp_path / "f", CT, packed | {"weight_shape": torch.tensor([16, 300])}).quant_layout(
-            NAME
-        )
+        write_and_open(
+            tmp_path / "f", CT, packed | {"weight_shape": torch.tensor([16, 300])}
+        ).quant_layout(NAME)
 
 
 def _shapes(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -386,7 +396,7 @@ def test_damaged_parts_are_named_and_never_end_in_a_traceback(
     refused = 0
     for suffix, tensor in parts.items():
         for number, changed in enumerate(_shapes(tensor)):
-            checkpoint = opened(
+            checkpoint = write_and_open(
                 tmp_path / f"{suffix}-{number}", settings, parts | {suffix: changed}
             )
             message = ""
@@ -421,7 +431,7 @@ def test_what_compressed_parts_must_be(
         writers.seeded_matrix(16, 256, 128, symmetric=True, seed=1), 4, symmetric=True
     )
     with pytest.raises(CorruptCheckpoint, match=message):
-        opened(tmp_path, CT, parts | {suffix: changed}).quant_layout(NAME)
+        write_and_open(tmp_path, CT, parts | {suffix: changed}).quant_layout(NAME)
 
 
 def test_one_zero_point_for_a_whole_tensor(tmp_path: Path) -> None:
@@ -429,7 +439,7 @@ def test_one_zero_point_for_a_whole_tensor(tmp_path: Path) -> None:
     drawn.zeros[:] = 130
     parts = writers.compressed_tensors(drawn, 8, symmetric=False, pack=False, pack_zeros=False)
     settings = ct(8, strategy="group", group=128, symmetric=False, ct_format="int-quantized")
-    checkpoint = opened(
+    checkpoint = write_and_open(
         tmp_path, settings, parts | {"weight_zero_point": torch.tensor([2], dtype=torch.int8)}
     )
     assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight)

@@ -118,7 +118,7 @@ def test_keys_become_a_dictionary(keys, expected):
     )
 
 
-def test_scalings_nobody_here_computes_are_refused():
+def test_scalings_without_an_implementation_are_refused():
     keys = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}
     with pytest.raises(CheckpointError, match="longrope"):
         from_metadata(keys, "llama")

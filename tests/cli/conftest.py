@@ -31,7 +31,7 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_flags_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may have set MODELMILL_<FLAG>; the tests mean what they say."""
+    """Unset MODELMILL_<FLAG> of the surrounding shell, so that tests see only their own flags."""
     for name in list(os.environ):
         if name.startswith("MODELMILL_") and name != "MODELMILL_CACHE":
             monkeypatch.delenv(name)

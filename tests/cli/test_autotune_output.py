@@ -42,7 +42,7 @@ def test_inspect_and_doctor_name_the_tuned_device(cli: Cli, tuned: Path, engine:
     assert "default launch configs" in cli("doctor", engine)[1] or torch.cuda.is_available()
 
 
-def test_another_gpu_is_told_that_it_runs_with_defaults(
+def test_another_gpu_gets_a_note_that_it_runs_with_defaults(
     cli: Cli, tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from modelmill.cli import inspect

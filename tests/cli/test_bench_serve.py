@@ -23,7 +23,7 @@ KEYS = [
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every load sees the same: nothing is asked."""
 
     async def run(*_: Any) -> tuple[list[RequestTiming], float]:
@@ -41,7 +41,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_loses_nothing(
+    cli: Any, fake_server: None, tmp_path: Path
+) -> None:
     saved_rows = tmp_path / "serve.jsonl"
     code, out, err = cli(
         "bench",
@@ -62,14 +64,14 @@ def test_a_plot_that_cannot_be_drawn_loses_nothing(cli: Any, served: None, tmp_p
     }
 
 
-def test_what_is_drawn(cli: Any, served: None, tmp_path: Path) -> None:
+def test_what_is_drawn(cli: Any, fake_server: None, tmp_path: Path) -> None:
     assert cli("bench", "serve", "--url", "http://h:1", "--plot", tmp_path / "x.png")[0] == 1
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("key", KEYS, ids=[" ".join(key) for key in KEYS])
 def test_rows_and_no_key(
-    cli: Any, served: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: list[str]
+    cli: Any, fake_server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: list[str]
 ) -> None:
     saved_rows = tmp_path / "serve.jsonl"
     words = [

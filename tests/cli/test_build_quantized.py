@@ -30,7 +30,9 @@ def calibration_data(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def built(cli: Cli, checkpoint: Path, calibration_data: Path, tmp_path: Path) -> tuple[Path, str]:
+def built_engine(
+    cli: Cli, checkpoint: Path, calibration_data: Path, tmp_path: Path
+) -> tuple[Path, str]:
     out = tmp_path / "e"
     words = ("-q", "int4", "--group-size", 32, "--method", "awq+gptq", "--calibration-samples", 8)
     code, shown, err = cli(
@@ -48,8 +50,8 @@ def built(cli: Cli, checkpoint: Path, calibration_data: Path, tmp_path: Path) ->
     return out, shown
 
 
-def test_the_report_shows_each_layers_errors_and_outliers(built: tuple[Path, str]) -> None:
-    engine, shown = built
+def test_the_report_shows_each_layers_errors_and_outliers(built_engine: tuple[Path, str]) -> None:
+    engine, shown = built_engine
     assert "rounded to nearest → as held" in shown
     assert "outlier channels" in shown
     assert "mean KL to the checkpoint" in shown
@@ -61,9 +63,9 @@ def test_the_report_shows_each_layers_errors_and_outliers(built: tuple[Path, str
 
 
 def test_an_engine_is_not_evaluated_on_what_it_has_seen(
-    cli: Cli, built: tuple[Path, str], calibration_data: Path, tmp_path: Path
+    cli: Cli, built_engine: tuple[Path, str], calibration_data: Path, tmp_path: Path
 ) -> None:
-    engine, copy = built[0], tmp_path / "renamed.txt"
+    engine, copy = built_engine[0], tmp_path / "renamed.txt"
     copy.write_bytes(calibration_data.read_bytes())
     for words in (
         ("perplexity", engine, "--data", copy),
@@ -78,7 +80,7 @@ def test_an_engine_is_not_evaluated_on_what_it_has_seen(
 
 
 def test_dry_run_tells_the_size_that_is_written(
-    cli: Cli, checkpoint: Path, built: tuple[Path, str], calibration_data: Path
+    cli: Cli, checkpoint: Path, built_engine: tuple[Path, str], calibration_data: Path
 ) -> None:
     words = (
         "-q",
@@ -92,7 +94,7 @@ def test_dry_run_tells_the_size_that_is_written(
     )
     code, plan, _ = cli("build", checkpoint, "--dry-run", "--json", *words)
     assert code == 0
-    files = (built[0] / "weights").glob("*.safetensors")
+    files = (built_engine[0] / "weights").glob("*.safetensors")
     # of 280 KB, the names and shapes of 160 tensors are 4 %; of a real model nothing
     assert plan["memory"]["weights"] == pytest.approx(
         sum(f.stat().st_size for f in files), rel=0.06

@@ -1,5 +1,5 @@
-"""Help pages at every width: names are whole, examples can be copied, and who left something out is
-told the form.
+"""Help pages at every width: names are whole, examples can be copied, and a
+missing argument shows the usage.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_the_top_page_names_every_verb(
 
 
 @pytest.mark.parametrize("verb", MISSING)
-def test_who_leaves_something_out_is_told_the_form(
+def test_a_missing_argument_shows_the_usage(
     cli: Callable[..., tuple[int, Any, str]], verb: str
 ) -> None:
     code, out, err = cli(verb)
@@ -115,7 +115,7 @@ def test_who_leaves_something_out_is_told_the_form(
         assert f"for example: modelmill {verb} " in err
 
 
-def test_a_flag_that_cannot_be_left_out_is_told_with_the_form(
+def test_a_flag_that_cannot_be_left_out_is_named_with_the_usage(
     cli: Callable[..., tuple[int, Any, str]],
 ) -> None:
     for verb in ("perplexity", "summarize"):

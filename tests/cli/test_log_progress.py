@@ -38,7 +38,7 @@ def test_lines_become_rarer() -> None:
     assert seconds_to_next_line(600) == 60
 
 
-def test_a_stage_that_reports_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_reports_nothing_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
     monkeypatch.setattr(log_progress, "MIN_INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(output, "print_note", lambda text: print(text, file=stderr))
@@ -88,7 +88,7 @@ class RecordedLines:
         RecordedLines.lines.append("ended")
 
 
-def test_a_build_without_a_terminal_tells_of_itself(
+def test_a_build_without_a_terminal_logs_progress_lines(
     cli: Callable[..., tuple[int, Any, str]],
     checkpoint: Path,
     tmp_path: Path,

@@ -201,7 +201,7 @@ def test_a_prompt_without_its_flag(cli: Any) -> None:
     ("variable", "value"),
     [("MODELMILL_MAX_NUM_SEQS", "abc"), ("MODELMILL_KV_CACHE_DTYPE", "float7")],
 )
-def test_a_refused_value_of_the_environment_is_told_as_such(
+def test_a_refused_value_of_the_environment_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
 ) -> None:
     flag = "--" + variable.removeprefix("MODELMILL_").lower().replace("_", "-")

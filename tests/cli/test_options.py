@@ -67,7 +67,7 @@ def parse(probe: Probe, *words: str) -> Args:
     return probe.args  # type: ignore[no-any-return]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert command.execute(["probe", *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -204,7 +204,7 @@ def test_mistakes_in_a_variable(
     message: str,
 ) -> None:
     monkeypatch.setenv(f"MODELMILL_{name}", text)
-    assert message in refused(capsys, "e", "--data", "d")
+    assert message in refusal(capsys, "e", "--data", "d")
 
 
 def test_required_flags_may_stand_in_the_file(probe: Probe, tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_mistakes_in_the_file(
 ) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert message in refused(capsys, "e", "--data", "d", "--config", str(path))
+    assert message in refusal(capsys, "e", "--data", "d", "--config", str(path))
 
 
 def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot be read" in refused(capsys, "e", "--data", "d", "--config", "none.yaml")
+    assert "cannot be read" in refusal(capsys, "e", "--data", "d", "--config", "none.yaml")
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_missing_file(probe: Probe, capsys: pytest.CaptureFixture[str]) -> Non
 def test_mistakes_on_the_command_line(
     probe: Probe, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert message in refused(capsys, *words)
+    assert message in refusal(capsys, *words)
 
 
 def test_flags_stand_once_with_help_and_a_variable() -> None:
@@ -294,7 +294,7 @@ def test_changed() -> None:
     assert non_default_fields(BuildConfig(kernels=kernels)) == {"kernels": kernels}
 
 
-def test_an_engine_makes_room_for_the_reference_unless_told_otherwise() -> None:
+def test_an_engine_makes_room_for_the_reference_unless_a_size_is_set() -> None:
     assert share_gpu_with_reference(RunConfig()).gpu_memory_utilization == REFERENCE_GPU_FRACTION
     assert (
         share_gpu_with_reference(RunConfig(gpu_memory_utilization=0.8)).gpu_memory_utilization

@@ -33,22 +33,24 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.fixture
-def built(cli: Cli, checkpoint: Path, tmp_path: Path) -> Path:
+def built_engine(cli: Cli, checkpoint: Path, tmp_path: Path) -> Path:
     out = tmp_path / "mine.engine"
     assert cli("build", checkpoint, "-o", out, "--dtype", "float32")[0] == 0
     return out
 
 
-def test_the_same_build_again_leaves_what_is_there(cli: Cli, checkpoint: Path, built: Path) -> None:
-    before = contents(built)
-    code, out, err = cli("build", checkpoint, "-o", built, "--dtype", "float32")
+def test_the_same_build_again_leaves_what_is_there(
+    cli: Cli, checkpoint: Path, built_engine: Path
+) -> None:
+    before = contents(built_engine)
+    code, out, err = cli("build", checkpoint, "-o", built_engine, "--dtype", "float32")
     assert (code, err) == (0, "")
-    assert f"{built} is already built from this checkpoint with these options" in out
-    code, output, _ = cli("build", checkpoint, "-o", built, "--dtype", "float32", "--json")
+    assert f"{built_engine} is already built from this checkpoint with these options" in out
+    code, output, _ = cli("build", checkpoint, "-o", built_engine, "--dtype", "float32", "--json")
     assert code == 0
     assert output["acceptance"]["accepted"] is True
     assert output["plan"]["build"]["dtype"] == "float32"
-    assert contents(built) == before
+    assert contents(built_engine) == before
 
 
 @pytest.mark.parametrize(
@@ -60,27 +62,31 @@ def test_the_same_build_again_leaves_what_is_there(cli: Cli, checkpoint: Path, b
         (("-q", "auto", "--max-kl", "0.1"), "is an engine already"),
     ],
 )
-def test_another_build_replaces_nothing_unless_told_to(
-    cli: Cli, checkpoint: Path, built: Path, words: tuple[str, ...], why: str
+def test_another_build_replaces_nothing_without_force(
+    cli: Cli, checkpoint: Path, built_engine: Path, words: tuple[str, ...], why: str
 ) -> None:
-    before = contents(built)
+    before = contents(built_engine)
     options = words if "--dtype" in words else (*words, "--dtype", "float32")
-    code, _, err = cli("build", checkpoint, "-o", built, *options)
+    code, _, err = cli("build", checkpoint, "-o", built_engine, *options)
     assert (code, err.count("\n")) == (2, 1)
     assert why in err
     assert "choose another -o, or replace it with --force" in err
-    assert contents(built) == before
-    assert cli("build", checkpoint, "-o", built, *options, "--dry-run")[0] == 0, (
+    assert contents(built_engine) == before
+    assert cli("build", checkpoint, "-o", built_engine, *options, "--dry-run")[0] == 0, (
         "a plan writes nothing"
     )
 
 
 def test_force_replaces_an_engine_and_nothing_else(
-    cli: Cli, checkpoint: Path, built: Path, tmp_path: Path
+    cli: Cli, checkpoint: Path, built_engine: Path, tmp_path: Path
 ) -> None:
-    assert cli("build", checkpoint, "-o", built, "-q", "int8", "--no-check", "--force")[0] == 0
-    assert json.loads((built / "manifest.json").read_text())["build"]["quantization"] == "int8"
-    code, _, err = cli("build", checkpoint, "-o", built, "-q", "int8")
+    assert (
+        cli("build", checkpoint, "-o", built_engine, "-q", "int8", "--no-check", "--force")[0] == 0
+    )
+    assert (
+        json.loads((built_engine / "manifest.json").read_text())["build"]["quantization"] == "int8"
+    )
+    code, _, err = cli("build", checkpoint, "-o", built_engine, "-q", "int8")
     assert code == 2
     assert "built without acceptance" in err
     other = tmp_path / "other"
@@ -93,26 +99,26 @@ def test_force_replaces_an_engine_and_nothing_else(
 
 
 def test_an_engine_of_another_checkpoint_is_another_one(
-    cli: Cli, checkpoint: Path, built: Path, tmp_path: Path
+    cli: Cli, checkpoint: Path, built_engine: Path, tmp_path: Path
 ) -> None:
     copy = copy_checkpoint(checkpoint, tmp_path / "copy")
-    assert cli("build", copy, "-o", built, "--dtype", "float32")[0] == 0, (
+    assert cli("build", copy, "-o", built_engine, "--dtype", "float32")[0] == 0, (
         "a copy is the same checkpoint"
     )
     change_config(copy, rms_norm_eps=1e-4)
-    code, _, err = cli("build", copy, "-o", built, "--dtype", "float32")
+    code, _, err = cli("build", copy, "-o", built_engine, "--dtype", "float32")
     assert code == 2
     assert "built from another checkpoint" in err
 
 
 def test_a_damaged_engine_is_replaced_only_by_force(
-    cli: Cli, checkpoint: Path, built: Path
+    cli: Cli, checkpoint: Path, built_engine: Path
 ) -> None:
-    (built / "manifest.json").write_text("{")
-    code, _, err = cli("build", checkpoint, "-o", built, "--no-check")
+    (built_engine / "manifest.json").write_text("{")
+    code, _, err = cli("build", checkpoint, "-o", built_engine, "--no-check")
     assert code == 2
     assert "cannot be opened" in err
-    assert cli("build", checkpoint, "-o", built, "--no-check", "--force")[0] == 0
+    assert cli("build", checkpoint, "-o", built_engine, "--no-check", "--force")[0] == 0
 
 
 def test_quiet_is_one_line(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
@@ -207,13 +213,13 @@ def test_a_full_disk_is_not_called_a_missing_network(
 def test_every_refusal_of_the_system_is_one_line_in_every_verb(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
-    def refused(_: Any) -> int:
+    def raise_os_error(_: Any) -> int:
         raise OSError(number, os.strerror(number), "/some/file")
 
     module = find_module("modelmill.cli", "doctor")
     assert module is not None
-    monkeypatch.setattr(module, "run", refused)
-    monkeypatch.setattr(refused, "__module__", "modelmill.cli.doctor", raising=False)
+    monkeypatch.setattr(module, "run", raise_os_error)
+    monkeypatch.setattr(raise_os_error, "__module__", "modelmill.cli.doctor", raising=False)
     assert command.execute(["doctor"]) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"modelmill: /some/file: {os.strerror(number)}; ")

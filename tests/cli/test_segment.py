@@ -121,7 +121,7 @@ def test_a_mask_as_prompt_and_everything(
     assert isinstance(json.loads(capsys.readouterr().out)["masks"], list)
 
 
-def test_everything_tells_how_far_it_is_without_a_terminal(
+def test_everything_reports_progress_without_a_terminal(
     engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     updates: list[tuple[str, float, float]] = []
@@ -306,7 +306,7 @@ def test_bad_pictures_are_one_line(
     captured = capsys.readouterr()
     assert name in captured.err
     assert captured.err.count("\n") == 1
-    # among others it is told, and the others are answered
+    # among others it is reported, and the others are answered
     assert run_segment(engine, photos / "0.png", tmp_path / name, "--point", "0,0", "--json") == 1
     output = json.loads(capsys.readouterr().out)["images"]
     assert len(output[0]["masks"]) == 3

@@ -15,8 +15,8 @@ import pytest
 FULL = Path("/dev/full")
 
 
-def gone() -> int:
-    """The writing end of a pipe that nobody reads."""
+def broken_pipe() -> int:
+    """Return the writing end of a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     return write
@@ -43,22 +43,22 @@ def test_what_is_said_arrives(monkeypatch: pytest.MonkeyPatch, unbuffered: str) 
 
 
 def leaving(*words: object) -> subprocess.CompletedProcess[str]:
-    """Nobody reads its stdout."""
-    out = gone()
+    """Run a command whose stdout has no reader."""
+    out = broken_pipe()
     try:
         return modelmill(*words, stdout=out, stderr=subprocess.PIPE)
     finally:
         os.close(out)
 
 
-def test_tables_for_nobody(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_tables_without_sequences(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     """The plot comes after the tables: it is drawn, and a good engine is a good engine."""
     done = leaving("compare", engine, checkpoint, "--plot", tmp_path / "good.png")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
+def test_an_answer_ends_where_no_client_reads_it(engine: Path) -> None:
     words = (
         "run",
         engine,
@@ -76,8 +76,8 @@ def test_an_answer_ends_where_nobody_reads_it(engine: Path) -> None:
     assert leaving(*words, "--json").returncode == 0
 
 
-def test_nobody_reads_what_is_said_along_the_way(checkpoint: Path, tmp_path: Path) -> None:
-    out = gone()
+def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) -> None:
+    out = broken_pipe()
     try:
         done = modelmill(
             "build",

@@ -257,7 +257,7 @@ def test_save_writes_over_nothing_but_its_own(
     assert f"cannot write {tmp_path}: Is a directory" in out
 
 
-def test_an_answer_that_cannot_be_so_long_is_told_once(
+def test_an_answer_that_cannot_be_so_long_is_reported_once(
     cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (

@@ -674,7 +674,7 @@ def test_an_engine_is_no_checkpoint(
     assert f"-o {checkpoint}" not in err, "nobody should write an engine into a checkpoint"
 
 
-def test_a_broken_chat_template_is_told_at_build(
+def test_a_broken_chat_template_is_reported_at_build(
     cli: Cli, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = copy_checkpoint(checkpoint, tmp_path / "broken")
@@ -755,7 +755,7 @@ def test_bytes_that_are_no_text_do_not_end_a_chat(engine: Path, tmp_path: Path) 
     assert json.loads(file.read_text("utf-8"))[0]["content"] == "caf\ufffd"
 
 
-def test_a_small_dataset_is_told(cli: Cli, engine: Path, tmp_path: Path) -> None:
+def test_a_small_dataset_is_reported(cli: Cli, engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "few.jsonl"
     file.write_text('{"prompt": "Once upon a time"}\n')
     words = ("--num-prompts", 5, "--output-len", 2, "--runs", 1, "--warmup", 0)

@@ -65,7 +65,7 @@ def test_a_users_own_word_stands() -> None:
     assert spins(LIBRARY, OMP_WAIT_POLICY="ACTIVE")[0] not in (None, "0")
 
 
-def test_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_gets_the_wait_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     environments: list[dict[str, str]] = []
 
     async def start(*_: Any, **options: Any) -> None:

@@ -30,7 +30,7 @@ SAMPLES = {
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def drawn(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any) -> SamplingParams:
+def resolve(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any) -> SamplingParams:
     return defaults.resolve(SamplingParams(**request_fields), prompt)
 
 
@@ -39,14 +39,14 @@ def drawn(defaults: GenerationDefaults, prompt: int = 5, **request_fields: Any) 
 def test_what_the_checkpoint_says_is_taken_at_every_door(container: str, openai: bool) -> None:
     defaults = read_generation(SAMPLES, container, openai=openai)
     assert defaults.source == "checkpoint"
-    options = drawn(defaults)
+    options = resolve(defaults)
     assert (options.temperature, options.top_p, options.top_k, options.repetition_penalty) == (
         0.7,
         0.8,
         20,
         1.1,
     )
-    assert drawn(defaults, temperature=0.0, top_k=3).top_k == 3
+    assert resolve(defaults, temperature=0.0, top_k=3).top_k == 3
 
 
 @pytest.mark.parametrize("openai", [False, True])
@@ -58,14 +58,14 @@ def test_without_do_sample_the_likeliest_token_is_taken(more: dict[str, Any], op
         {**IDS, "transformers_version": "4.40.0", **more}, "safetensors", openai=openai
     )
     assert defaults.greedy
-    assert drawn(defaults).greedy
+    assert resolve(defaults).greedy
     assert defaults.values["temperature"] == 0.0
 
 
 def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
     defaults = read_generation({**IDS, "do_sample": False, "top_p": 0.5}, "safetensors")
     for request_fields in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 3}):
-        assert drawn(defaults, **request_fields).temperature == 1.0
+        assert resolve(defaults, **request_fields).temperature == 1.0
     for other in (
         {"top_p": 1.0},
         {"top_k": 0},
@@ -74,9 +74,9 @@ def test_a_request_that_asks_for_a_draw_gets_one_from_a_greedy_engine() -> None:
         {"seed": 3},
         {"n": 2, "num_beams": 2},
     ):
-        assert drawn(defaults, **other).temperature == 0.0
-    assert drawn(defaults, temperature=0.3).top_p == 0.5
-    assert drawn(read_generation({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
+        assert resolve(defaults, **other).temperature == 0.0
+    assert resolve(defaults, temperature=0.3).top_p == 0.5
+    assert resolve(read_generation({**IDS, "temperature": 0.4}), n=2).temperature == 0.4
 
 
 @pytest.mark.parametrize(
@@ -87,42 +87,42 @@ def test_where_it_says_nothing_people_and_clients_differ(
 ) -> None:
     own, client = read_generation(raw, container), read_generation(raw, container, openai=True)
     for defaults, values in ((own, MODELMILL_DEFAULTS), (client, OPENAI_DEFAULTS)):
-        options = drawn(defaults)
+        options = resolve(defaults)
         assert {name: getattr(options, name) for name in values} == values
     assert (own.source, client.source) == ("modelmill", "openai")
-    assert drawn(client).top_k == 0
-    assert drawn(client).min_p == 0.0
+    assert resolve(client).top_k == 0
+    assert resolve(client).min_p == 0.0
     assert (
-        drawn(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature
+        resolve(own, seed=1, repetition_penalty=1.2, max_tokens=3).temperature
         == MODELMILL_DEFAULTS["temperature"]
     )
     for request_fields in ({"temperature": 1.3}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.0}):
         # who says how to draw gets just that
-        assert drawn(own, **request_fields) == SamplingParams(**request_fields).with_defaults({})
-    # the eyes of a MiniGPT-4 bring a generation_config of their own
+        assert resolve(own, **request_fields) == SamplingParams(**request_fields).with_defaults({})
+    # the vision encoder of a MiniGPT-4 brings a generation_config of their own
     assert read_generation({**IDS, "do_sample": True}, "joined/gguf").source == "checkpoint"
 
 
 def test_lengths_are_those_of_transformers() -> None:
-    assert drawn(read_generation({"max_new_tokens": 9, "max_length": 7}), 5).max_tokens == 9
-    assert drawn(read_generation({"max_length": 7}), 5).max_tokens == 2
-    assert drawn(read_generation({"max_length": 7}), 50, max_tokens=3).max_tokens == 3
-    assert drawn(read_generation({"max_length": 7}), 7).max_tokens is None
-    assert drawn(read_generation({"min_new_tokens": 4, "min_length": 90}), 5).min_tokens == 4
-    assert drawn(read_generation({"min_length": 9}), 5).min_tokens == 4
-    assert drawn(read_generation({"min_length": 9}), 50).min_tokens == 0
-    assert drawn(read_generation({"min_new_tokens": 40}), 5, max_tokens=3).min_tokens == 3
-    assert drawn(read_generation({"min_new_tokens": 40, "max_new_tokens": 8}), 5).min_tokens == 8
-    assert drawn(read_generation({"min_length": 40, "max_length": 20}), 5).min_tokens == 15
-    assert drawn(read_generation({"min_new_tokens": 4}), 5, min_tokens=0).min_tokens == 0
-    assert drawn(read_generation({"max_length": 10**12}), 5).max_tokens == 2**31 - 1 - 5
+    assert resolve(read_generation({"max_new_tokens": 9, "max_length": 7}), 5).max_tokens == 9
+    assert resolve(read_generation({"max_length": 7}), 5).max_tokens == 2
+    assert resolve(read_generation({"max_length": 7}), 50, max_tokens=3).max_tokens == 3
+    assert resolve(read_generation({"max_length": 7}), 7).max_tokens is None
+    assert resolve(read_generation({"min_new_tokens": 4, "min_length": 90}), 5).min_tokens == 4
+    assert resolve(read_generation({"min_length": 9}), 5).min_tokens == 4
+    assert resolve(read_generation({"min_length": 9}), 50).min_tokens == 0
+    assert resolve(read_generation({"min_new_tokens": 40}), 5, max_tokens=3).min_tokens == 3
+    assert resolve(read_generation({"min_new_tokens": 40, "max_new_tokens": 8}), 5).min_tokens == 8
+    assert resolve(read_generation({"min_length": 40, "max_length": 20}), 5).min_tokens == 15
+    assert resolve(read_generation({"min_new_tokens": 4}), 5, min_tokens=0).min_tokens == 0
+    assert resolve(read_generation({"max_length": 10**12}), 5).max_tokens == 2**31 - 1 - 5
 
 
 def test_stop_strings_end_an_answer_unless_others_are_asked_for() -> None:
     defaults = read_generation({"stop_strings": ["###", "\n\n"]})
-    assert drawn(defaults).stop == ("###", "\n\n")
-    assert drawn(defaults, stop=("a",)).stop == ("a",)
-    assert drawn(read_generation({"stop_strings": "###"})).stop == ("###",)
+    assert resolve(defaults).stop == ("###", "\n\n")
+    assert resolve(defaults, stop=("a",)).stop == ("a",)
+    assert resolve(read_generation({"stop_strings": "###"})).stop == ("###",)
 
 
 NAMED = {
@@ -187,7 +187,7 @@ def test_neutral_values_and_null_say_nothing() -> None:
     assert "logits_processors" not in defaults.values
 
 
-def test_a_key_that_nobody_knows_and_a_draw_that_never_happens_are_named() -> None:
+def test_an_unknown_key_and_a_draw_that_never_happens_are_named() -> None:
     warning = read_generation({"temperature": 0.6, "odd\nkey": 3}).warning() or ""
     assert "temperature applies only if a request samples" in warning
     assert "is not known" in warning

@@ -93,7 +93,7 @@ def _requirements() -> list[str]:
 
 
 def test_every_range_has_two_ends_and_is_the_same_wherever_it_stands() -> None:
-    """A range without an upper end lets versions in that nobody tested."""
+    """A range without an upper end admits untested versions."""
     ranges: dict[str, str] = {}
     for line in _requirements():
         name = line.partition(">")[0].partition("[")[0]

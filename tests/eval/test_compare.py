@@ -25,7 +25,7 @@ def layer(name: str, place: int | None, error: float, ok: bool = True) -> dict[s
     }
 
 
-def outcome(accepted: bool) -> dict[str, Any]:
+def accept_report(accepted: bool) -> dict[str, Any]:
     verdict = "numerical noise" if accepted else "bug at layer 1, module q_proj"
     place, module = (None, None) if accepted else (1, "q_proj")
     return {
@@ -52,7 +52,7 @@ UNSURE = TextCheck("template", "c", "transformers", None, note="cannot render")
     ],
 )
 def test_verdict(accepted: bool, checks: list[TextCheck], passed: bool, verdict: str) -> None:
-    result = compare.compare_to_checkpoint(None, None, lambda: outcome(accepted), checks)  # type: ignore[arg-type]
+    result = compare.compare_to_checkpoint(None, None, lambda: accept_report(accepted), checks)  # type: ignore[arg-type]
     assert result["passed"] is passed
     assert result["verdict"].startswith(verdict)
     assert len(result["text"]) == len(checks)
@@ -80,7 +80,7 @@ def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks[0].what == "template", "the template comes first"
 
 
-def test_the_first_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_difference_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = check(
         fake(list, plain), TextReference("other", lambda text: [*text[:4], "X"], None), monkeypatch
     )

@@ -58,7 +58,7 @@ def test_an_answer_holds_the_token_that_ended_it(reference: HfReference) -> None
     assert ended[0] == free[0][: free[0].index(stop) + 1]
 
 
-def test_what_transformers_cannot_compute_is_told(folder: Path) -> None:
+def test_what_transformers_cannot_compute_is_reported(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     with pytest.raises(UnknownArchitecture, match="'qwen'"):
         load_reference(replace(checkpoint, config={**checkpoint.config, "model_type": "qwen"}))

@@ -124,7 +124,7 @@ def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float
     assert sum(k.added_us + k.gap_us for k in records) == pytest.approx(step_us, abs=1e-6)
 
 
-def test_equal_runs_are_told_apart() -> None:
+def test_equal_runs_are_distinguished() -> None:
     kernels = [KernelRecord(str(i), i, 1) for i in range(6)]
     assert [[k.name for k in run] for run in split_runs(kernels, 3)] == [
         ["0", "1"],

@@ -1,4 +1,4 @@
-"""Timing of ops against ceilings: every op on the shelf, the figures, and what fails."""
+"""Timing of ops against ceilings: every op of the registry, the figures, and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.ops.triton.common.device.INTERPRETED", False)
 
 
-def test_every_op_of_the_shelf_is_timed(quick: None) -> None:
+def test_every_op_of_the_registry_is_timed(quick: None) -> None:
     results = list(
         bench_ops(
             measure_roofline("cpu", [torch.float32]), torch.float32, OpBenchSelection(rounds=2)
@@ -160,7 +160,7 @@ def test_copies_leave_the_cache_and_share_nothing() -> None:
     assert all(torch.equal(each["weight"], case.args["weight"]) for each in sets)
 
 
-def test_a_kernel_that_fails_is_told_and_the_others_are_timed(
+def test_a_kernel_that_fails_is_reported_and_the_others_are_timed(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(**args: Any) -> None:
@@ -211,7 +211,7 @@ def test_what_is_picked_is_the_first_that_serves(
 
 
 @pytest.mark.parametrize("device", EXTRA_CASES)
-def test_the_extra_shapes_belong_to_ops_of_the_shelf(device: str) -> None:
+def test_the_extra_shapes_belong_to_ops_of_the_registry(device: str) -> None:
     assert set(EXTRA_CASES[device]) <= set(registry.op_names())
 
 

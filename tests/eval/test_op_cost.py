@@ -17,38 +17,38 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from tests.runtime.tiny import decoder
 
 
-def of(op: str, **args: Any) -> OpCost:
+def cost_of(op: str, **args: Any) -> OpCost:
     called_with = registry.declarations()[op].arguments(args)
     return op_cost(op, (), called_with, registry.reference(op)(**called_with))
 
 
 def test_a_product_reads_its_weight_once() -> None:
     x, weight, bias = torch.randn(3, 64), torch.randn(128, 64), torch.randn(128)
-    cost = of("linear", x=x, weight=weight, bias=bias)
+    cost = cost_of("linear", x=x, weight=weight, bias=bias)
     assert cost == OpCost(
         4 * (3 * 64 + 128 * 64 + 128 + 3 * 128), 4 * (128 * 64 + 128), 2 * 3 * 64 * 128
     )
     assert op_cost("linear", (x, weight), {}, torch.empty(3, 128)).unavoidable_bytes == 4 * 128 * 64
-    gated = of("linear_swiglu", x=x, weight=weight)
+    gated = cost_of("linear_swiglu", x=x, weight=weight)
     assert gated == OpCost(4 * (3 * 64 + 128 * 64 + 3 * 64), 4 * 128 * 64, 2 * 3 * 64 * 128)
 
 
 def test_a_weight_of_8_bits_is_a_quarter_with_its_scales() -> None:
     x, (weight, scale) = torch.randn(1, 64), quantize(torch.randn(128, 64))
-    cost = of("int8_linear", x=x, weight=weight, scale=scale)
+    cost = cost_of("int8_linear", x=x, weight=weight, scale=scale)
     assert cost == OpCost(4 * 64 + 128 * 64 + 4 * 128 + 4 * 128, 128 * 64 + 4 * 128, 2 * 64 * 128)
 
 
-def test_operations_of_8_bits_are_told_apart() -> None:
+def test_operations_of_8_bits_are_counted_apart() -> None:
     x, scale = torch.ones(3, 64, dtype=torch.int8), torch.ones(128)
     weight = torch.ones(128, 64, dtype=torch.int8)
     args = {"weight": weight, "scale": scale, "x_scale": torch.ones(3), "dtype": torch.float32}
-    cost = of("w8a8_linear", x=x, **args)
+    cost = cost_of("w8a8_linear", x=x, **args)
     assert cost.int8_operations == cost.operations == 2 * 3 * 64 * 128
     assert cost.ops_by_8bit_dtype == {"int8": cost.operations}
     eight = {"weight": weight.to(torch.float8_e4m3fn), "scale": scale, "dtype": torch.float32}
-    narrow = of("fp8_linear", x=x.to(torch.float8_e4m3fn), x_scale=torch.ones(3), **eight)
-    wide = of("fp8_linear", x=x.float(), x_scale=None, **eight)
+    narrow = cost_of("fp8_linear", x=x.to(torch.float8_e4m3fn), x_scale=torch.ones(3), **eight)
+    wide = cost_of("fp8_linear", x=x.float(), x_scale=None, **eight)
     assert (narrow.fp8_operations, wide.ops_by_8bit_dtype) == (narrow.operations, {})
     total = cost + narrow + wide
     assert total.ops_by_8bit_dtype == {"int8": cost.operations, "float8_e4m3fn": narrow.operations}
@@ -71,7 +71,7 @@ def test_attention_reads_each_key_once() -> None:
         "max_context": 5,
         "scale": 1.0,
     }
-    cost = of("paged_attention", **args)
+    cost = cost_of("paged_attention", **args)
     read = 2 * (5 + 3) * 2 * 8 * 4
     assert cost.unavoidable_bytes == read
     assert cost.nbytes == read + 2 * q.nbytes
@@ -113,7 +113,7 @@ def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> Non
     cache, angles = torch.zeros(1, 1, 16, 8), torch.zeros(3, 4)
     x, weight, bias = torch.randn(3, 16), torch.randn(32, 16), torch.randn(32)
     args = {"k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(3), "heads": 2}
-    cost = of(
+    cost = cost_of(
         "qkv_rope_cache", x=x, weight=weight, bias=bias, cos=angles.cos(), sin=angles.sin(), **args
     )
     weight_bytes = weight.nbytes + bias.nbytes
@@ -124,10 +124,10 @@ def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> Non
 
 def test_a_norm_reads_and_writes_its_rows() -> None:
     x, weight = torch.randn(5, 64), torch.randn(64)
-    assert of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(
+    assert cost_of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(
         2 * x.nbytes + weight.nbytes, 0, 0
     )
-    cost = of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
+    cost = cost_of("add_rms_norm", x=x, residual=x.clone(), weight=weight, eps=1e-5)
     assert cost.nbytes == 4 * x.nbytes + weight.nbytes
 
 
@@ -164,6 +164,6 @@ def _with(step: Any, ops: Any) -> Any:
 
 
 @pytest.mark.parametrize("op", registry.op_names())
-def test_every_op_of_the_shelf_can_be_counted(op: str) -> None:
+def test_every_op_of_the_registry_can_be_counted(op: str) -> None:
     case = next(iter(bench_cases(op, "cpu", torch.float32)))
-    assert of(op, **case.args).nbytes > 0
+    assert cost_of(op, **case.args).nbytes > 0

@@ -81,7 +81,7 @@ def test_mean_over_scored_tokens() -> None:
     assert measure_perplexity(ids, model, max_length=20, stride=7).tokens == 49
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     updates: list[tuple[str, int, int]] = []
     measure_perplexity(
         [1, 2, 3, 4],

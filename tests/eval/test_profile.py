@@ -28,7 +28,7 @@ def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", profiling.PHASES)
-def test_a_step_is_told_op_by_op(phase: str) -> None:
+def test_a_step_is_reported_op_by_op(phase: str) -> None:
     # no op that spans others
     engine = make_engine(kernels=dict.fromkeys(("linear", "silu_mul"), "torch"))
     profile, tracks = profile_case(engine, ProfileCase(phase, 2, 24), CEILINGS)
@@ -104,7 +104,7 @@ def test_a_step_that_does_not_fit_is_one_line(work: ProfileCase, error: type[Exc
 
 
 def kernels() -> list[KernelRecord]:
-    """Two layers: a product of two kernels, an attention; then one that nobody is known for."""
+    """Two layers: a product of two kernels, an attention; then a kernel without a known op."""
     product, split, mix = "layers.{}.mlp", "layers.{}.mlp", "layers.{}.attn.core"
     records: list[KernelRecord] = []
     for layer in range(2):
@@ -149,7 +149,7 @@ def test_the_trace_of_kernels_has_layers_beside_them() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_of_a_graph_are_seen_and_known() -> None:
+def test_kernels_of_a_graph_are_recorded_and_named() -> None:
     """On a GPU: the replay's kernels are those of the ops, each with its floor."""
     from modelmill.eval.roofline import measure_roofline
     from tests.runtime.tiny import decoder

@@ -264,7 +264,7 @@ def test_pieces_without_text_are_no_tokens() -> None:
     assert len(body["messages"][0]["content"].split()) == 3
 
 
-def made(first: float, gaps: list[float], begin: float = 0.0) -> RequestTiming:
+def make_timing(first: float, gaps: list[float], begin: float = 0.0) -> RequestTiming:
     """A visit that saw this."""
     chunks = [begin + first]
     for gap in gaps:
@@ -274,9 +274,9 @@ def made(first: float, gaps: list[float], begin: float = 0.0) -> RequestTiming:
 
 def test_goodput_under_limits() -> None:
     visits = [
-        made(0.1, [0.01] * 4),
-        made(0.3, [0.01] * 4),
-        made(0.1, [0.05] * 4),
+        make_timing(0.1, [0.01] * 4),
+        make_timing(0.3, [0.01] * 4),
+        make_timing(0.1, [0.05] * 4),
         RequestTiming(0.0, error="gone"),
     ]
     assert goodput(visits, 2.0, None, None) == 1.5
@@ -293,18 +293,18 @@ def test_goodput_under_limits() -> None:
 def test_what_is_drawn(load: ServingLoad, tmp_path: Path) -> None:
     """Steps that end at all requests, lines where the median and the limits are."""
     visits = [
-        made(0.1, [0.01] * 4),
-        made(0.3, [0.02], 0.2),
-        made(0.2, [], 0.1),
+        make_timing(0.1, [0.01] * 4),
+        make_timing(0.3, [0.02], 0.2),
+        make_timing(0.2, [], 0.1),
         RequestTiming(0.0, error="gone"),
     ]
     drawn_axes: list[Any] = []
 
-    def drawn(axes: Any) -> None:
+    def keep_axes(axes: Any) -> None:
         draw_plots(axes, visits, 2.0, load)
         drawn_axes.extend(axes)
 
-    plot(tmp_path / "x.png", drawn, "t", GRID_SHAPE)
+    plot(tmp_path / "x.png", keep_axes, "t", GRID_SHAPE)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     first = drawn_axes[0].get_lines()
     assert list(first[0].get_xdata()) == pytest.approx([100, 100, 200, 300])

@@ -33,7 +33,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 40}
 RUN = {"device": "cpu", "threads": 1, "kv_cache_bytes": 4 << 20, "max_num_seqs": 8}
 
 
-def opened(repository: Path, **more: Any) -> TritonBackend:
+def open_backend(repository: Path, **more: Any) -> TritonBackend:
     args = {
         "model_config": json.dumps({"instance_group": [{"count": 1, "kind": "KIND_CPU"}], **more}),
         "model_repository": str(repository),
@@ -55,7 +55,7 @@ def repository(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(repository: Path) -> Iterator[TritonBackend]:
-    opened_ = opened(repository)
+    opened_ = open_backend(repository)
     yield opened_
     opened_.close()
 
@@ -262,7 +262,7 @@ def test_a_bug_tells_nothing(backend: TritonBackend, monkeypatch: pytest.MonkeyP
 
 
 def test_closing_ends_what_runs(repository: Path) -> None:
-    backend = opened(repository)
+    backend = open_backend(repository)
     request = Request(text_input="Once", stream=True, ignore_eos=True, max_tokens=400)
     backend.execute([request])
     request.sender.sent.get(timeout=TIMEOUT_SECONDS)
@@ -272,9 +272,9 @@ def test_closing_ends_what_runs(repository: Path) -> None:
 
 def test_what_cannot_be_opened_is_triton_s_exception(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(fake_triton_utils.TritonModelException, match="2 instances on the host"):
-        opened(repository, instance_group=[{"count": 2, "kind": "KIND_CPU"}])
+        open_backend(repository, instance_group=[{"count": 2, "kind": "KIND_CPU"}])
     with pytest.raises(fake_triton_utils.TritonModelException, match=r"start\.json cannot be read"):
-        opened(tmp_path)
+        open_backend(tmp_path)
 
 
 def test_one_instance_a_device() -> None:

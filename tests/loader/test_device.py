@@ -11,7 +11,7 @@ from modelmill.loader.device import COMPILING_STAGE, compile_cpu_kernels
 from modelmill.ops.cpu.common import build as kernels
 
 
-def test_who_waits_for_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     stages, made = [], []
     monkeypatch.setattr(kernels, "load", lambda: made.append(1))
     for missing in (True, False):

@@ -40,7 +40,7 @@ def test_this_device_gets_its_choice(engine: Path) -> None:
     assert not lookup.is_warning
 
 
-def test_another_device_gets_defaults_and_is_told(engine: Path) -> None:
+def test_another_device_gets_defaults_and_a_note(engine: Path) -> None:
     store(engine, CHOICES)
     lookup = look_up_tuning(engine, A100)
     assert lookup.tuning is None

@@ -233,7 +233,7 @@ def test_a_loop_without_kernels_says_so_once_and_expands(
     assert tiny.run(engine_core, tiny.requests(tiny.prompts(3))) == expected
 
 
-def test_a_small_machine_is_told_what_stays_packed(
+def test_a_small_machine_reports_what_stays_packed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "load", lambda: "no C++ compiler is here; install g++")

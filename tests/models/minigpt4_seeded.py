@@ -35,7 +35,7 @@ def random_values(
 
 
 def vision_encoder_state(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """eva_vit_g.pth's names, with the last block that nobody uses and the head's norm."""
+    """eva_vit_g.pth's names, with the unused last block and the head's norm."""
     w, inner, places = (
         VISION_ENCODER["width"],
         VISION_ENCODER["inner"],

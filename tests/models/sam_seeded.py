@@ -54,7 +54,7 @@ def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}
 
-    def drawn(shape: tuple[int, ...], spread: float, around: float = 0.0) -> torch.Tensor:
+    def random_tensor(shape: tuple[int, ...], spread: float, around: float = 0.0) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * spread + around
 
     for rule in sam.rules(config):
@@ -68,14 +68,18 @@ def tiny_state(seed: int = 0) -> dict[str, torch.Tensor]:
             spread = 1.0 if "gaussian" in rule.target else 0.5 if known else spread
             spread *= 0.3 if "q_proj" in rule.target or "k_proj" in rule.target else 1.0
             norm = rule.target.endswith("weight") and _is_norm(model, rule.target)
-            state[rule.target] = drawn(shape, spread, 1.0 if norm else 0.0)
+            state[rule.target] = random_tensor(shape, spread, 1.0 if norm else 0.0)
         for source in rule.sources if rule.how != "copy" else ():
             if source.endswith(".c.weight"):
-                state[source] = drawn((*shape, 1, 1) if "pointwise" in rule.how else shape, spread)
+                state[source] = random_tensor(
+                    (*shape, 1, 1) if "pointwise" in rule.how else shape, spread
+                )
             elif source not in state:
                 around = 1.0 if source.endswith(("bn.weight", "running_var")) else 0.0
                 state[source] = (
-                    drawn(shape[:1], 0.1, around).abs() if around else drawn(shape[:1], 0.1)
+                    random_tensor(shape[:1], 0.1, around).abs()
+                    if around
+                    else random_tensor(shape[:1], 0.1)
                 )
     return state
 

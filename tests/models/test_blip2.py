@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, stop=()
 SIDE, QUERIES, IMAGE = 56, 8, 31990
 
 
-def written(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
+def write_checkpoint(folder: Path, tokenizer: Path, language: str = "llama") -> Path:
     """A checkpoint as transformers saves it, weights drawn so that answers depend on the
     picture.
     """
@@ -76,7 +76,9 @@ def folder(
 ) -> Path:
     pytest.importorskip("transformers")
     tokenizer = shared / "data" / "tokenizers" / "llama" / "tokenizer.model"
-    return written(tmp_path_factory.mktemp("blip2") / request.param, tokenizer, request.param)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("blip2") / request.param, tokenizer, request.param
+    )
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
         (
             lambda c: c["vision_config"].update(num_attention_heads="many"),
             CheckpointError,
-            "heads must be a whole",
+            "heads must be an integer",
         ),
         (
             lambda c: c["vision_config"].update(num_hidden_layers=2),
@@ -241,7 +243,7 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
         ),
     ],
 )
-def test_what_is_not_known_is_told_in_a_line(
+def test_what_is_not_known_is_reported_in_a_line(
     folder: Path, tmp_path: Path, change: Any, error: type[Exception], message: str
 ) -> None:
     if "llama" not in folder.name:
@@ -252,6 +254,6 @@ def test_what_is_not_known_is_told_in_a_line(
     assert "\n" not in str(caught.value)
 
 
-def test_eyes_of_its_own_are_enough(folder: Path) -> None:
+def test_a_vision_encoder_of_its_own_is_enough(folder: Path) -> None:
     with pytest.raises((CheckpointError, UsageError)):
         open_checkpoint(folder, vision=[folder / "model.safetensors"])

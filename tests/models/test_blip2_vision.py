@@ -112,7 +112,7 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
     return minigpt4.config_from_hf(raw_config).image_embedder
 
 
-def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:
+def make_embedder(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:
     resolved = plan_renames(
         _blip2_vision.rules(spec),
         _blip2_vision.ignored_tensors(spec),
@@ -127,7 +127,7 @@ def made(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageE
 
 @torch.inference_mode()
 def test_equal_to_transformers(hf_modules) -> None:
-    embedder = made(spec_of(RAW), published(state(hf_modules)))
+    embedder = make_embedder(spec_of(RAW), published(state(hf_modules)))
     images = torch.randn(3, 3, 56, 56, generator=torch.Generator().manual_seed(2))
     vision = VisionContext(select_backends("cpu"))
     image_features = hf_modules["vision_model"](images).last_hidden_state
@@ -145,13 +145,15 @@ def test_equal_to_transformers(hf_modules) -> None:
 @torch.inference_mode()
 def test_files_with_more_than_is_used_give_the_same(hf_modules) -> None:
     spec, tensors = spec_of(RAW), published(state(hf_modules))
-    # the tower's own file has no prefix, and holds a block that nobody wants
+    # the tower's own file has no prefix, and holds an unused block
     more = {name.removeprefix("visual_encoder."): t for name, t in tensors.items()}
     more["blocks.3.norm1.weight"] = torch.zeros(48)
     more["Qformer.bert.encoder.layer.0.intermediate.dense.weight"] = torch.zeros(3, 3)
     images = torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(3))
     vision = VisionContext(select_backends("cpu"))
-    assert torch.equal(made(spec, more)(images, vision), made(spec, tensors)(images, vision))
+    assert torch.equal(
+        make_embedder(spec, more)(images, vision), make_embedder(spec, tensors)(images, vision)
+    )
 
 
 def test_positions_for_another_size() -> None:

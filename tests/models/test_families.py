@@ -108,9 +108,9 @@ def test_qwen_v1_at_every_length(switches: dict[str, bool], tmp_path: Path) -> N
         for row, n in zip(ids, prompts, strict=True)
     ]
     mixed = TokenScorer(loop).logits(ids, decode_from=prompts)
-    for one, many, right in zip(alone, mixed, expected, strict=True):
-        assert (one - right).abs().max() < 1e-4
-        assert (many - right).abs().max() < 1e-4
+    for one, many, logits in zip(alone, mixed, expected, strict=True):
+        assert (one - logits).abs().max() < 1e-4
+        assert (many - logits).abs().max() < 1e-4
 
 
 def test_old_qwen_keys_are_accepted(tmp_path: Path) -> None:

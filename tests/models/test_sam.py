@@ -27,7 +27,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def made(
+def make_model(
     state: dict[str, torch.Tensor], raw: dict[str, Any] | None = None, device: str = "cpu"
 ) -> sam.Model:
     """Our model with the tensors of a checkpoint."""
@@ -59,7 +59,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-4) -> 
 
 @torch.inference_mode()
 def test_embedding_equals_transformers(hf_model) -> None:
-    model = made(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+    model = make_model(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
     pixels = torch.randn(2, 3, 160, 160, generator=torch.Generator().manual_seed(2))
     close(model.encode_image(pixels, still()), hf_model.vision_encoder(pixels)[0])
 
@@ -67,7 +67,7 @@ def test_embedding_equals_transformers(hf_model) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("prompt", ["points", "boxes", "both", "mask"])
 def test_masks_equal_transformers(hf_model, prompt: str) -> None:
-    model = made(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
+    model = make_model(hf_model.state_dict(), {"model_type": "sam", "vision_config": SMALL})
     generator = torch.Generator().manual_seed(3)
     embedding = torch.randn(1, 256, 10, 10, generator=generator)
     points = torch.rand(1, 2, 3, 2, generator=generator) * 150
@@ -118,7 +118,7 @@ def test_the_original_layout_is_recognised_and_gives_the_same(hf_model) -> None:
     assert parsed.checkpoint_layout == "original"
     pixels = torch.randn(1, 3, 160, 160, generator=torch.Generator().manual_seed(4))
     wrapped = {f"module.{name}": t for name, t in original.items()}
-    close(made(wrapped).encode_image(pixels, still()), hf_model.vision_encoder(pixels)[0])
+    close(make_model(wrapped).encode_image(pixels, still()), hf_model.vision_encoder(pixels)[0])
 
 
 def test_heads_of_the_published_sizes() -> None:
@@ -288,4 +288,4 @@ def test_missing_and_left_over_tensors_are_named(hf_model) -> None:
     state = dict(hf_model.state_dict())
     state["vision_encoder.extra"] = state.pop("vision_encoder.neck.conv1.weight")
     with pytest.raises(TensorMismatch, match=re.escape("vision_encoder.neck.conv1.weight")):
-        made(state, {"model_type": "sam", "vision_config": SMALL})
+        make_model(state, {"model_type": "sam", "vision_config": SMALL})

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from modelmill.models import sam
 from modelmill.ops.upsample_masks import upsample_logits
 from tests.models.sam_seeded import hf_sam_model
-from tests.models.test_sam import SMALL, made, still
+from tests.models.test_sam import SMALL, make_model, still
 
 # width, layers, heads, MLP, layers that see the whole image. ViT-B is whole; of the others as many
 # layers as show all. (All 24 of L and 32 of H, once: embeddings off by 1.7e-6 and 1.8e-6 of their
@@ -61,8 +61,16 @@ def judge(reference: Any, model: sam.Model, side: int) -> None:
         for several in (True, False):
             output = reference(image_embeddings=expected, **prompt, multimask_output=several)
             for number in range(2):
-                right = output.pred_masks[number], output.iou_scores[number]
-                compare(model, actual[number : number + 1], prompt, number, right, several, side)
+                expected_output = output.pred_masks[number], output.iou_scores[number]
+                compare(
+                    model,
+                    actual[number : number + 1],
+                    prompt,
+                    number,
+                    expected_output,
+                    several,
+                    side,
+                )
 
 
 def compare(
@@ -115,7 +123,7 @@ def compare(
 def test_a_small_model_answers_every_prompt_as_transformers_does(side: int) -> None:
     vision = SMALL | {"image_size": side, "global_attn_indexes": [1, 2]}
     reference = hf_sam_model(vision)
-    judge(reference, made(original(reference, vision)), side)
+    judge(reference, make_model(original(reference, vision)), side)
 
 
 @torch.inference_mode()
@@ -135,7 +143,7 @@ def test_relative_positions_made_for_another_size_are_stretched(rows: int) -> No
     assert raw["sizes"]["global_attn_indexes"] == [1]
     pixels = torch.randn(1, 3, 160, 160)
     expected = reference.vision_encoder(pixels)[0]
-    actual = made(state).encode_image(pixels, still())
+    actual = make_model(state).encode_image(pixels, still())
     assert (actual - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -151,4 +159,4 @@ def test_the_published_sizes_are_transformers(size: str) -> None:
         "output_channels": 256,
     }  # fmt: skip
     reference = hf_sam_model(vision)
-    judge(reference, made(original(reference, vision)), 1024)
+    judge(reference, make_model(original(reference, vision)), 1024)

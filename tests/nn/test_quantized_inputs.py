@@ -26,7 +26,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-def drawn(weight_format: str, static: bool, dtype: torch.dtype) -> Any:
+def random_decoder(weight_format: str, static: bool, dtype: torch.dtype) -> Any:
     model = build_model("llama", LLAMA)
     weight_formats = {
         n: weight_format for n, m in model.named_modules() if hasattr(m, "shape") and n != "head"
@@ -50,7 +50,7 @@ def test_fused_and_unfused_give_the_same_bits(
     gates: list[Any] = []
 
     def norm(*args: Any) -> Any:
-        norm_args.append(args[4])
+        norm_args.append(args[4].dtype)
         return registry.reference("add_rms_norm_quant")(*args)
 
     def gate(*args: Any) -> Any:
@@ -64,7 +64,7 @@ def test_fused_and_unfused_give_the_same_bits(
     assert fused.fuses_silu_mul_quant
     assert not plain.fuses_norm_quant
     assert not plain.fuses_silu_mul_quant
-    model = drawn(weight_format, static, dtype)
+    model = random_decoder(weight_format, static, dtype)
     with torch.inference_mode():
         step = synthetic_step(model, plain, (2, 5, 20))
         shape = [c.clone() for c in (*step.kv.k, *step.kv.v)]

@@ -31,6 +31,7 @@ from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
+from modelmill.ops.rptq_quant import RptqQuantInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What is added to the flags, and the floats in a vector that must come of it. Less optimised, to
@@ -230,10 +231,10 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     }
     for op, args in products.items():
         for bias in (None, randn(45, device="cpu", dtype=dtype, seed=3)):
-            run = functools.partial(KERNELS[op].run, **args, bias=bias)
-            alone = torch.cat([run(row[None]) for row in x[: max(batches)]])
+            run = functools.partial(registry.by_name(op, KERNELS[op].run), **args, bias=bias)
+            alone = torch.cat([run(x=row[None]) for row in x[: max(batches)]])
             for rows in batches:
-                assert torch.equal(run(x[:rows]), alone[:rows]), (op, rows)
+                assert torch.equal(run(x=x[:rows]), alone[:rows]), (op, rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -400,14 +401,14 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize("place", [0, 17, 31])
-def test_a_clusters_own_step_tells_what_is_no_number(place: int, value: float, isa: str) -> None:
+def test_a_clusters_own_step_marks_what_is_no_number(place: int, value: float, isa: str) -> None:
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(place))
     x[0, place] = value
     order = torch.arange(64, dtype=torch.int32)
-    args = (x, order, None, None, 8, 32)
+    inputs = RptqQuantInputs(x, order, None, None, 8, 32)
     (q, step), (expected, steps) = (
-        KERNELS["rptq_quant"].run(*args),
-        registry.reference("rptq_quant")(*args),
+        KERNELS["rptq_quant"].run(inputs),
+        registry.reference("rptq_quant")(inputs),
     )
     torch.testing.assert_close(step, steps, rtol=1e-6, atol=0, equal_nan=True)
     assert not steps[0, 0].isfinite()

@@ -151,7 +151,7 @@ def test_nvcc_serves_where_nvrtc_is_absent(monkeypatch: pytest.MonkeyPatch) -> N
     assert build.find_compiler.__wrapped__() is second
 
 
-def test_a_cpu_is_told_why() -> None:
+def test_a_cpu_gets_the_reason() -> None:
     assert "GPU" in str(build.available("cpu"))
     assert "GPU" in str(paged_attention.available("cpu"))
 

@@ -175,13 +175,13 @@ def test_what_the_rotating_kernel_takes(
     assert supports(**args | change) == (not change)
 
 
-def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+def test_what_tma_cannot_read_is_left_to_others() -> None:
     x = torch.empty(4, 64, dtype=torch.bfloat16)
     assert gemm.supports_tma(x)
     assert not gemm.supports_tma(x[:, 1:])
     assert not gemm.supports_tma(x.T)
     assert not gemm.supports_tma(torch.empty(4, 65, dtype=torch.bfloat16))
-    assert not gemm.supports_small_m(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
+    assert not gemm.supports_operands(x, torch.empty(1 << 16, 64, dtype=torch.bfloat16), None), (
         "not on a GPU"
     )
 

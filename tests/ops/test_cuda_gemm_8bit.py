@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import fp8_linear, w8a8_linear
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
+from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.test_integer_linear import fake_quantized, float64_noise
 
@@ -34,7 +35,9 @@ def _run(args: dict[str, Any], **more: Any) -> torch.Tensor:
     """On the GPU; what the kernel does not write is NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        return gemm_8bit.run(**args, **more)
+        config, gated = more.pop("config", None), more.pop("gated", False)
+        inputs = Linear8BitInputs(**args, **more)
+        return gemm_8bit.run(inputs, gated=gated, config=config)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -84,9 +87,8 @@ def test_fp8(config: gemm_8bit.Gemm8BitKernelConfig, rows: int) -> None:
     _need()
     for k, n in ((592, 72), (4096, 1032)):
         args = fp8_linear.random_inputs(rows, k, n, device="cuda")
-        expected = fp8_linear.fp8_linear(
-            **{a: t.double() for a, t in args.items()}, dtype=torch.float64
-        )
+        wide = {a: t.double() for a, t in args.items()}
+        expected = fp8_linear.fp8_linear(Linear8BitInputs(**wide, dtype=torch.float64))
         actual = _run(args, dtype=torch.float32, config=config).double()
         assert float((actual - expected).norm() / expected.norm()) < 2e-3
 
@@ -127,28 +129,30 @@ def test_long_sums_do_not_overflow() -> None:
     assert bool((actual == -127 * 127 * 40_000).all())
 
 
-def test_what_the_copy_engine_cannot_read_is_left_to_others() -> None:
+def test_what_tma_cannot_read_is_left_to_others() -> None:
     x, weight = torch.zeros(80, 48, dtype=torch.int8), torch.zeros(16, 48, dtype=torch.int8)
     scale, bias = torch.ones(16), torch.zeros(16, dtype=torch.bfloat16)
 
-    def served(
+    def is_supported(
         x: Any, weight: torch.Tensor = weight, bias: Any = bias, dtype: torch.dtype = torch.bfloat16
     ) -> bool:
-        return gemm_8bit.supports(x, weight, scale, scale[:1], dtype, bias)
+        inputs = Linear8BitInputs(x, weight, scale, scale[:1], dtype, bias)
+        sizes = gemm_8bit.kernel_range((1, 80))
+        return sizes.covers(linear_8bit_problem(*inputs)) and gemm_8bit.supports(inputs)
 
     def quantized(x: torch.Tensor, **more: Any) -> Any:
         """A tensor that says it were on a GPU."""
-        names = ("dim", "numel", "dtype", "shape", "is_contiguous", "data_ptr")
+        names = ("dim", "numel", "dtype", "shape", "is_contiguous", "data_ptr", "get_device")
         return SimpleNamespace(**{n: getattr(x, n) for n in names}, is_cuda=True, **more)
 
-    assert served(quantized(x))
-    assert not served(x)
-    assert not served(quantized(x[:, :40].contiguous()), weight[:, :40].contiguous())
-    assert not served(quantized(x[:, :32]), weight[:, :32])
-    assert not served(quantized(x), weight[:9])
-    assert not served(quantized(x), dtype=torch.float16)
-    assert not served(quantized(x.float()), weight.float())
-    assert served(quantized(x), bias=None, dtype=torch.float16)
+    assert is_supported(quantized(x))
+    assert not is_supported(x)
+    assert not is_supported(quantized(x[:, :40].contiguous()), weight[:, :40].contiguous())
+    assert not is_supported(quantized(x[:, :32]), weight[:, :32])
+    assert not is_supported(quantized(x), weight[:9])
+    assert not is_supported(quantized(x), dtype=torch.float16)
+    assert not is_supported(quantized(x.float()), weight.float())
+    assert is_supported(quantized(x), bias=None, dtype=torch.float16)
 
 
 def test_every_size_has_a_form_and_few_tiles_are_small() -> None:

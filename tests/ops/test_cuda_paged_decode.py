@@ -28,15 +28,15 @@ def test_splits_are_powers_of_two_with_keys_for_all_warps(
 def test_forms_are_all_that_a_step_can_meet(
     heads: int, most: int, longest: int, data: st.DataObject
 ) -> None:
-    def met(batch: int, keys: int) -> int:
+    def splits_for(batch: int, keys: int) -> int:
         return paged_decode.num_splits(batch * heads, keys, 396, 64)
 
-    listed = paged_decode.specializations(met, most, longest)
+    listed = paged_decode.specializations(splits_for, most, longest)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
-    known = {met(batch, keys) for batch, keys in listed}
+    known = {splits_for(batch, keys) for batch, keys in listed}
     assert len(known) == len(listed)
     batch, keys = data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))
-    assert met(batch, keys) in known
+    assert splits_for(batch, keys) in known
 
 
 def test_what_cannot_be_read_is_refused() -> None:

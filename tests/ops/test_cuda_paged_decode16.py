@@ -70,7 +70,7 @@ def _arguments(
         drawn[:, context:] = float("nan")
         drawn[:, :first_key] = float("nan")
         caches[:, order[b].long()] = drawn.view(2, counts[b], page, heads[1], dim).transpose(2, 3)
-        # a page in front of the window is somebody else's
+        # a page in front of the window belongs to another sequence
         tables[b, first_key // page : counts[b]] = order[b][first_key // page :]
     tokens = sum(n for n, _ in lengths)
     q = torch.randn(tokens, heads[0] + 1, dim, generator=generator)[:, : heads[0]]
@@ -135,13 +135,13 @@ def test_a_step_has_room_where_its_contexts_are_split(
 def test_forms_are_all_that_a_step_can_meet(
     heads: tuple[int, int], most: int, longest: int, data: st.DataObject
 ) -> None:
-    def met(batch: int, keys: int) -> object:
+    def plan_for(batch: int, keys: int) -> object:
         return paged_decode16.plan_launch(batch * heads[1], heads[0] // heads[1], 128, keys, 132)
 
     listed = paged_decode16.specializations(heads, 128, most, longest, 132)
     assert all(1 <= batch <= most and 1 <= keys <= longest for batch, keys in listed)
-    assert met(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {
-        met(*each) for each in listed
+    assert plan_for(data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))) in {
+        plan_for(*each) for each in listed
     }
 
 

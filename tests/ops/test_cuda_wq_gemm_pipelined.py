@@ -19,8 +19,8 @@ from modelmill.ops.cuda.weight_only_gemm import (
     int8_gemm_small_m,
     wq_gemm_pipelined,
 )
-from modelmill.ops.cuda.weight_only_gemm.int8_group_linear import supports
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqSpec
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, pack_codes
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 
@@ -105,7 +105,7 @@ def test_compiles_without_spills(
         compiles_without_spills("wq_gemm_pipelined.cu", macros, tmp_path / "out")
 
 
-def _drawn(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
+def _random_args(spec: WqSpec, rows: int, seed: int) -> dict[str, torch.Tensor | int | None]:
     generator = torch.Generator().manual_seed(seed)
     size = (rows, -(-spec.columns // spec.group))
     low, most = (0, 15) if spec.bits == 4 else (-128, 127)
@@ -131,9 +131,10 @@ def _check(
     *,
     gated: bool,
 ) -> None:
+    inputs = GroupwiseLinearInputs(x, *args.values(), bias)
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:
-        actual = wq_gemm_pipelined.wq_gemm(x, *args.values(), bias, config, gated=gated)
+        actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     finally:
         torch.use_deterministic_algorithms(False)
     wide = {
@@ -141,13 +142,14 @@ def _check(
         for k, v in args.items()
     }
     op = int4_linear if args["weight"].dtype is torch.uint8 else int8_group_linear.int8_group_linear
-    truth = op(x.double(), **wide, bias=None if bias is None else bias.double())
+    wide_bias = None if bias is None else bias.double()
+    truth = op(GroupwiseLinearInputs(x.double(), **wide, bias=wide_bias))
     if gated:
         gate, up = truth.to(x.dtype).double().chunk(2, 1)
         truth = gate / (1 + torch.exp(-gate)) * up
     assert not actual.isnan().any()
     assert float((actual.double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
-    again = wq_gemm_pipelined.wq_gemm(x, *args.values(), bias, config, gated=gated)
+    again = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     assert torch.equal(again, actual), "the bits change from call to call"
 
 
@@ -177,7 +179,7 @@ def test_every_form(
             config, spec, int4_gemm_small_m.padded_rows(tokens)
         ):
             continue
-        args = _drawn(spec, rows, seed=tokens)
+        args = _random_args(spec, rows, seed=tokens)
         bias = torch.randn(rows, device="cuda", dtype=dtype) if tokens == 33 else None
         x = torch.randn(tokens, columns + 64, device="cuda", dtype=dtype)[:, :columns]
         _check(x, args, config, bias, gated=gated)
@@ -191,18 +193,24 @@ def test_wide_rows_of_many_groups_are_served() -> None:
     """64 rows of x leave the kernel of a few no room for 344 groups of 64 rows of the weight: this
     one serves them.
     """
-    args = _drawn(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
+    args = _random_args(WqSpec(8, 11008, 32, offset=False), 256, seed=1)
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
-        assert supports(x, **args)
-        ring = int8_gemm_small_m._pipelined_config(x, args["weight"], (args["scale"], None, 32))
-        assert (ring is not None) == (tokens == 64), "a small matrix of few rows is not worth it"
-        if ring is not None:
+        assert registry.serves("int8_group_linear", "cuda", x=x, **args)
+        problem = groupwise_problem(x, **args)
+        pipelined = [
+            each.range.covers(problem)
+            for each in int8_gemm_small_m.kernels(gated=False)
+            if getattr(each.run, "func", None) is wq_gemm_pipelined.groupwise_gemm
+        ]
+        assert any(pipelined) == (tokens == 64), "a small matrix of few rows is not worth it"
+        ring = wq_gemm_pipelined.problem_config(problem, gated=False)
+        if any(pipelined) and ring is not None:
             _check(x, args, ring, None, gated=False)
 
 
 @pytest.mark.gpu
-def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
+def test_the_backend_leaves_small_groups_and_odd_rows_to_others() -> None:
     run = registry.select_backends("cuda").int4_linear
     for rows, columns, group in (
         (100, 2048, 128),
@@ -210,11 +218,12 @@ def test_the_shelf_leaves_small_groups_and_odd_rows_to_others() -> None:
         (4096, 1024, 32),
         (4096, 4096, 128),
     ):
-        args = _drawn(WqSpec(4, columns, group, offset=True), rows, seed=rows)
+        args = _random_args(WqSpec(4, columns, group, offset=True), rows, seed=rows)
         x = torch.randn(40, columns, device="cuda", dtype=torch.bfloat16)
         wide = {
             k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
             for k, v in args.items()
         }
-        truth = int4_linear(x.double(), **wide)
-        assert float((run(x, **args).double() - truth).norm() / truth.norm()) < LIMIT[x.dtype]
+        truth = int4_linear(GroupwiseLinearInputs(x.double(), **wide))
+        result = run(GroupwiseLinearInputs(x, **args)).double()
+        assert float((result - truth).norm() / truth.norm()) < LIMIT[x.dtype]

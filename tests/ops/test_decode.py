@@ -50,7 +50,7 @@ def _cases() -> list[Any]:
     return [pytest.param(c, d, id=f"{c.name}-{d}") for d in DTYPES for c in op.cases("cpu", d)]
 
 
-def _near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     error = (actual.double() - expected.double()).abs() / expected.double().abs().clamp(min=1.0)
     assert actual.shape == expected.shape
     assert float(error.max()) <= op.TOLERANCE[dtype]
@@ -72,11 +72,11 @@ def test_cpu_variant_computes_the_reference_and_writes_the_pages(
     assert actual.dtype is torch.float32
     assert torch.equal(args["x"], x_before)
     assert args["stack"].packed["cpu"].supported
-    _near(actual, expected, dtype)
+    _assert_close(actual, expected, dtype)
     for page, expected_page in zip(
         args["tokens"].k + args["tokens"].v, args64["tokens"].k + args64["tokens"].v, strict=True
     ):
-        _near(page, expected_page, dtype)
+        _assert_close(page, expected_page, dtype)
 
 
 @KERNELS
@@ -125,14 +125,14 @@ def test_more_tokens_go_in_parts(
         case_args = op._case(lengths, 4, 2, weight_format, extras, dtype, 7)
         args64, args = _as_float64(case_args), _fresh(case_args)
         expected = op.decode(**args64)
-        _near(registry.implementations("decode")["cpu"].run(**args), expected, dtype)
+        _assert_close(registry.implementations("decode")["cpu"].run(**args), expected, dtype)
         assert args["stack"].packed["cpu"].supported
         for page, expected_page in zip(
             args["tokens"].k + args["tokens"].v,
             args64["tokens"].k + args64["tokens"].v,
             strict=True,
         ):
-            _near(page, expected_page, dtype)
+            _assert_close(page, expected_page, dtype)
 
 
 @KERNELS
@@ -159,7 +159,7 @@ def test_what_the_kernel_cannot_read_goes_to_the_reference() -> None:
     args = _fresh(case.args)
     strided_head = DecodeLinearWeights(torch.stack((args["stack"].lm_head.weight,) * 2, -1)[..., 0])
     strided_stack = replace(args["stack"], lm_head=strided_head, packed={})
-    _near(run(args["x"], strided_stack, args["tokens"]), expected, torch.float32)
+    _assert_close(run(args["x"], strided_stack, args["tokens"]), expected, torch.float32)
     args = _fresh(case.args)
     tokens: DecodeInputs = replace(args["tokens"], context_lens=args["tokens"].context_lens.long())
     assert torch.equal(run(args["x"], args["stack"], tokens), expected)

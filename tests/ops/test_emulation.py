@@ -16,7 +16,7 @@ from tests.ops.emulation.translate import cluster_sizes, translate
 KNOWN = {"ex2", "setp", "mbarrier", "mma", "mov", "cp"}
 
 
-def _words(text: str) -> str:
+def _normalize_spaces(text: str) -> str:
     return " ".join(text.split())
 
 
@@ -59,7 +59,7 @@ def _words(text: str) -> str:
     ids=lambda text: re.split(r"[.;]", text.split('"')[1])[0] if text.startswith("asm") else "",
 )
 def test_ptx_becomes_calls(asm: str, calls: str) -> None:
-    assert _words(translate(asm, KNOWN)) == _words(f"{{ {calls} }}")
+    assert _normalize_spaces(translate(asm, KNOWN)) == _normalize_spaces(f"{{ {calls} }}")
 
 
 def test_variables_in_shared_memory() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import int4_linear, int8_group_linear, registry
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 
 OPS = {"int4_linear": int4_linear, "int8_group_linear": int8_group_linear}
 
@@ -57,7 +58,8 @@ def test_the_reference_multiplies_with_the_weights_of_its_layout(
         [[value_of(op, tensors, group, i, j) for j in range(k)] for i in range(n)],
         dtype=torch.float64,
     )
-    actual = getattr(op, op.__name__.split(".")[-1])(x, **tensors, group=group, bias=bias)
+    product = getattr(op, op.__name__.split(".")[-1])
+    actual = product(GroupwiseLinearInputs(x, **tensors, group=group, bias=bias))
     assert actual.dtype is torch.float64
     assert torch.allclose(actual, x @ weight64.T + bias, rtol=1e-12, atol=1e-12)
 
@@ -72,6 +74,6 @@ def test_float64_is_left_to_the_reference(op: str) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         cases = import_module(f"modelmill.ops.{op}").cases("cpu", dtype)
         served[dtype] = any(
-            module.supports(**case.args) for case in cases if "8x8" not in case.name
+            registry.serves(op, "triton", **case.args) for case in cases if "8x8" not in case.name
         )
     assert served == {torch.bfloat16: True, torch.float32: True, torch.float64: False}

@@ -75,13 +75,12 @@ def test_implementation_matches_the_reference(
             and in_full_only(op, case)
         ):
             continue
-        supports = getattr(module, "supports", None)
-        if supports is not None and not registry.by_name(op, supports)(**case.args):
+        if not registry.serves(op, backend, **case.args):
             continue
         for seed in SEEDS[:1] if interpreted(backend, device) else SEEDS:
             args = _fresh(case, seed)
             expected = _oracle(op, args)
-            actual = _poisoned(run, args)
+            actual = _run_with_poisoned_memory(run, args)
             _compare(f"{case.name} seed {seed}", actual, expected, tolerance, case)
         if device == "cuda":
             actual, args = _replayed(run, case)
@@ -174,7 +173,7 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
     ) else []
 
 
-def _poisoned(run: Any, args: dict[str, Any]) -> Any:
+def _run_with_poisoned_memory(run: Any, args: dict[str, Any]) -> Any:
     """The result and the caches written, with newly allocated tensors full of NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill with NaN
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int8_group_linear import dequantize_weight, random_weight
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 from tests.ops.matmul_error import matmul_error
@@ -17,10 +18,10 @@ LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own roun
 ALL = 1 << 20  # one group
 
 
-@pytest.fixture(autouse=True)
-def no_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this kernel would not be asked for, it computes all the same."""
-    monkeypatch.setattr(int8_gemm_small_m, "_pipelined_config", lambda *_, **__: None)
+def _serves_gemv(inputs: GroupwiseLinearInputs) -> bool:
+    kernel = wq_gemv.gemv_kernel(gated=False)
+    assert kernel.supports is not None
+    return kernel.range.covers(groupwise_problem(*inputs)) and kernel.supports(inputs)
 
 
 def error(
@@ -48,8 +49,10 @@ def error(
     emulator.preceding_writes = lambda name, arguments: [
         (x.data_ptr(), tokens * x.stride(0) * x.element_size())
     ]
-    grids_and_group = (scale.to(grids), None if offset is None else offset.to(grids), group)
-    actual = int8_gemm_small_m.int8_gemm(x, weight, grids_and_group, bias, gated=gated)
+    stored = (weight, scale.to(grids), None if offset is None else offset.to(grids), group)
+    inputs = GroupwiseLinearInputs(x, *stored, bias)
+    kernel = wq_gemv.groupwise_gemv if _serves_gemv(inputs) else int8_gemm_small_m.int8_mma
+    actual = kernel(inputs, gated=gated)
     dense = dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
     return matmul_error(actual, x, dense, bias, gated=gated)
 

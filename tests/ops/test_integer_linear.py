@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.int8_linear import quantize
-from modelmill.ops.quant_types import quantize_per_row
+from modelmill.ops.quant_types import ActQuantSpec, quantize_per_row
 from modelmill.ops.w8a8_linear import random_inputs, w8a8_linear
 
 ROUNDING = 2.0**-24
@@ -27,24 +27,24 @@ MOST_INTERPRETED = 8_000  # sums: the interpreter runs one program after another
 
 def kernel(variant: str) -> Callable[..., torch.Tensor]:
     if variant == "torch":
-        return w8a8_linear
+        return registry.by_name("w8a8_linear", w8a8_linear)
     if variant.endswith("GPU"):
         ops = registry.select_backends(
             "cuda", {"w8a8_linear": "triton"} if variant.startswith("triton") else None
         )
         assert ops.backends["w8a8_linear"] != "torch"
-        return on_gpu(ops.w8a8_linear)
+        return on_gpu(registry.by_name("w8a8_linear", ops.w8a8_linear))
     module = registry.implementations("w8a8_linear")[variant]
     reason = module.available("cpu")
     if reason is not None:
         pytest.skip(reason)
-    return module.run
+    return registry.by_name("w8a8_linear", module.run)
 
 
 def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """With tensors of the CPU; what the kernel does not write is NaN."""
 
-    def moved(**args: Any) -> torch.Tensor:
+    def run_on_gpu(**args: Any) -> torch.Tensor:
         args = {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in args.items()}
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -52,7 +52,7 @@ def on_gpu(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    return moved
+    return run_on_gpu
 
 
 def fake_quantized(
@@ -144,8 +144,9 @@ def test_products_of_any_size(rows: int, k: int, n: int, seed: int) -> None:
     values, x_scale = quantize_per_row(x, torch.int8)
     weight, scale = quantize(torch.randn(n, k, generator=generator))
     args = {"x": values, "weight": weight, "scale": scale, "x_scale": x_scale}
-    exact = w8a8_linear(**args, dtype=torch.float32)
-    check(w8a8_linear, args)
+    reference = registry.by_name("w8a8_linear", w8a8_linear)
+    exact = reference(**args, dtype=torch.float32)
+    check(reference, args)
     if "cpu" in VARIANTS and kernel("cpu") is not None:
         assert torch.equal(kernel("cpu")(**args, dtype=torch.float32), exact), (
             "whole numbers: the same bits"
@@ -161,12 +162,12 @@ def test_rows_are_rounded_alike_everywhere(dtype: torch.dtype, static: bool) -> 
     x = (torch.randn(9, 101, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     x[3], x[:, 7] = 0.0, x[:, 7] * 30
     factor = torch.tensor([3.7]) if static else None
-    args: dict[str, Any] = {"x": x, "dtype": torch.int8, "inv_scale": factor}
-    values, scale = registry.reference("quantize")(**args)
+    args = (x, ActQuantSpec(torch.int8, factor))
+    values, scale = registry.reference("quantize")(*args)
     for name in ("cpu",):
         module = registry.implementations("quantize")[name]
         if module.available("cpu") is None:
-            actual = module.run(**args)
+            actual = module.run(*args)
             assert torch.equal(actual[0], values)
             assert (actual[1] is None and scale is None) or torch.equal(actual[1], scale)
 
@@ -175,6 +176,6 @@ def test_what_is_no_number_stays_none() -> None:
     x = torch.ones(3, 40)
     x[1, 5] = float("nan")
     for op in (registry.reference("quantize"), registry.select_backends("cpu").quantize):
-        values, scale = op(x, torch.int8)
+        values, scale = op(x, ActQuantSpec(torch.int8))
         assert torch.equal(scale.isnan(), torch.tensor([False, True, False]))
         assert values[0].tolist() == [127] * 40

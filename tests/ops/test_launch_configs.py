@@ -17,6 +17,7 @@ from modelmill.ops.launch_configs import DTYPES, Tuning, filter_supported, forma
 
 pytest.importorskip("triton")
 from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 TUNABLE = ("linear", "int8_linear", "linear_swiglu")
 KEYS = st.tuples(
@@ -75,11 +76,12 @@ def test_every_choice_computes_the_same_in_8_bits(op: str, rows: int) -> None:
         import_module(f"modelmill.ops.{op}"),
     )
     args = reference.random_inputs(rows, 96, 70, device=device) | {"dtype": torch.float32}
-    expected = registry.reference(op)(**args)
+    inputs = Linear8BitInputs(**args)
+    expected = registry.reference(op)(inputs)
     key = module.gemm_key(args["x"], args["weight"])
     assert len(module.candidates(key)) > 1
     for choice in module.candidates(key):
-        actual = module.run(**args, configs={key: choice})
+        actual = module.run(inputs, configs={key: choice})
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
     assert module.candidates((256, 70, 96, args["x"].dtype)) == ()
     assert module.candidates((1, 70, 96, torch.bfloat16)) == ()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_modes, quant_range, rms_norm_quant
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -77,14 +78,15 @@ def test_every_form_agrees_with_the_reference(
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for name, mode in quant_modes(width, device, seed):
-            expected = rms_norm_quant(x, weight, 1e-5, **mode)
+            spec = ActQuantSpec(**mode)
+            expected = rms_norm_quant(x, weight, 1e-5, spec)
             for run in runs:
-                _agree(name, run(x, weight, 1e-5, **mode), expected, dtype, mode["dtype"])
-            expected = add_rms_norm_quant(x, residual, weight, 1e-5, **mode)
+                _agree(name, run(x, weight, 1e-5, spec), expected, dtype, mode["dtype"])
+            expected = add_rms_norm_quant(x, residual, weight, 1e-5, spec)
             for run in adds:
                 _agree(
                     name,
-                    run(x, residual.clone(), weight, 1e-5, **mode),
+                    run(x, residual.clone(), weight, 1e-5, spec),
                     expected,
                     dtype,
                     mode["dtype"],
@@ -103,10 +105,11 @@ def test_halves_go_to_the_even_number_everywhere(device: str) -> None:
     weight, one = halves.to(device), torch.ones(1, device=device)
     expected = (halves * x[0].cpu()).round().clamp(-127, 127)
     for run in [rms_norm_quant, *_variants("rms_norm_quant", device)]:
-        values, _ = run(x, weight, 0.0, torch.int8, one)
+        values, _ = run(x, weight, 0.0, ActQuantSpec(torch.int8, one))
         assert torch.equal(values[0].cpu().float(), expected)
         zero = torch.full((len(halves),), 3, dtype=torch.int32, device=device)
-        values, _ = run(x, weight, 0.0, torch.int8, one.expand(len(halves)).contiguous(), zero)
+        factors = one.expand(len(halves)).contiguous()
+        values, _ = run(x, weight, 0.0, ActQuantSpec(torch.int8, factors, zero))
         assert torch.equal(
             values[0].cpu().float(), ((halves * x[0].cpu()).round() + 3).clamp(-128, 127)
         )
@@ -119,15 +122,16 @@ def test_order_moves_columns_with_their_own_factors(device: str) -> None:
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).int().to(device)
     factor = torch.linspace(1, 40, 50, device=device)
     for run in [rms_norm_quant, *_variants("rms_norm_quant", device)]:
-        plain, _ = run(x, weight, 1e-5, torch.int8, factor[order.argsort()].contiguous())
-        moved, _ = run(x, weight, 1e-5, torch.int8, factor, None, order)
+        unmoved = factor[order.argsort()].contiguous()
+        plain, _ = run(x, weight, 1e-5, ActQuantSpec(torch.int8, unmoved))
+        moved, _ = run(x, weight, 1e-5, ActQuantSpec(torch.int8, factor, None, order))
         assert torch.equal(moved, plain[:, order.long()])
 
 
 @pytest.mark.parametrize("quant_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_the_scale_undoes_the_factor(quant_dtype: torch.dtype) -> None:
     x = _rows(5, 64, torch.float32, "cpu", 0)
-    values, scale = rms_norm_quant(x, torch.ones(64), 1e-5, quant_dtype)
+    values, scale = rms_norm_quant(x, torch.ones(64), 1e-5, ActQuantSpec(quant_dtype))
     assert scale is not None
     back, y = (
         values.float() * scale[:, None],
@@ -176,10 +180,10 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
                 None if residual_or_none is None else residual_or_none.clone() for _ in range(2)
             ]
             few = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[0], weight, 1e-5, quant_dtype, per_column, 8
+                x, sums[0], weight, 1e-5, ActQuantSpec(quant_dtype, *per_column)
             )
             many = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[1], weight, 1e-5, quant_dtype, per_column, 8, config
+                x, sums[1], weight, 1e-5, ActQuantSpec(quant_dtype, *per_column), config
             )
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1

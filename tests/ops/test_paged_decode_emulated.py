@@ -66,7 +66,7 @@ class Case(NamedTuple):
     splits: int
 
 
-def off(emulator: Emulator, of: Any, case: Case) -> float:
+def case_error(emulator: Emulator, of: Any, case: Case) -> float:
     """``error`` of a case. of: the kernel's own tests, whose arguments it is made of."""
     emulator.num_sms = case.multiprocessors
     lengths = [(1, length) for length in case.lengths]
@@ -92,7 +92,7 @@ def off(emulator: Emulator, of: Any, case: Case) -> float:
     ],
 )
 def test_16_bits(emulator: Emulator, case: Case) -> None:
-    assert off(emulator, of_16, case) < of_16.LIMIT[case.dtype]
+    assert case_error(emulator, of_16, case) < of_16.LIMIT[case.dtype]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_16_bits(emulator: Emulator, case: Case) -> None:
     ],
 )
 def test_8_bits(emulator: Emulator, case: Case) -> None:
-    assert off(emulator, of_8, case) < of_8.LIMIT[case.dtype]
+    assert case_error(emulator, of_8, case) < of_8.LIMIT[case.dtype]
 
 
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=slow), 16])

@@ -10,6 +10,7 @@ import torch
 
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rms_norm_quant import TOLERANCE, rms_norm_quant
 from tests.ops.emulation.emulator import Emulator, memory_ranges, mistakes, requires_emulation
 
@@ -60,7 +61,7 @@ class Case(NamedTuple):
     bits: int
 
 
-def off(emulator: Emulator, case: Case) -> float:
+def case_error(emulator: Emulator, case: Case) -> float:
     """The most steps that a value is off, all if something else is wrong."""
     (rows, width, columns), way, quant_dtype, dtype, add, bits = case
     generator = torch.Generator().manual_seed(rows)
@@ -69,16 +70,13 @@ def off(emulator: Emulator, case: Case) -> float:
     factor, zero, order = per_column(width, columns, way)
     updated_residual = residual.clone() if add else None
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x, updated_residual)
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(
-        x, updated_residual, weight, EPS, quant_dtype, (factor, zero, order), bits
-    )
+    spec = ActQuantSpec(quant_dtype, factor, zero, order, bits)
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, updated_residual, weight, EPS, spec)
     if updated_residual is not None:
-        expected, of_rows, total = add_rms_norm_quant(
-            x, residual, weight, EPS, quant_dtype, factor, zero, order, bits
-        )
+        expected, of_rows, total = add_rms_norm_quant(x, residual, weight, EPS, spec)
         alike = torch.equal(updated_residual, total)
     else:
-        expected, of_rows = rms_norm_quant(x, weight, EPS, quant_dtype, factor, zero, order, bits)
+        expected, of_rows = rms_norm_quant(x, weight, EPS, spec)
         alike = True
     if of_rows is not None:
         assert scale is not None
@@ -103,7 +101,7 @@ def off(emulator: Emulator, case: Case) -> float:
     ],
 )
 def test_values_and_scales(emulator: Emulator, case: Case) -> None:
-    assert off(emulator, case) <= TOLERANCE[case.dtype]
+    assert case_error(emulator, case) <= TOLERANCE[case.dtype]
     assert emulator.launched == [("rmsnorm_quant_permute_small_m", case.size[0])]
 
 
@@ -121,4 +119,4 @@ MISTAKES = {
 @pytest.mark.parametrize("change", mistakes(MISTAKES))
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
     case = Case((4, 320, 336), "token", INT8, BF, True, 8)
-    assert emulator.detects(change, lambda: off(emulator, case) <= TOLERANCE[BF])
+    assert emulator.detects(change, lambda: case_error(emulator, case) <= TOLERANCE[BF])

@@ -20,7 +20,7 @@ SCALE_RTOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def _poisoned(case: Case, cache_dtype: torch.dtype, seed: int) -> dict[str, Any]:
+def _poison_cache(case: Case, cache_dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """The case with an 8-bit cache filled with bytes and scales that no token would write."""
     args = dict(case.args)
     generator = torch.Generator().manual_seed(seed)
@@ -56,8 +56,8 @@ def test_the_cache_write_rounds_as_the_reference(
             if not quick(case, name, device):
                 continue
             actual, reference = (
-                _poisoned(case, cache_dtype, number),
-                _poisoned(case, cache_dtype, number),
+                _poison_cache(case, cache_dtype, number),
+                _poison_cache(case, cache_dtype, number),
             )
             registry.by_name("rope_cache", module.run)(**actual)
             # on the CPU: on a GPU the reference writes padding to the last page

@@ -85,12 +85,14 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     columns, n = weight.shape[1], weight.shape[0]
     x = _inputs(rows, columns, rows + 2)
     q, step = rptq_quant.rptq_quant(
-        x,
-        weight.perm,
-        weight.inv_input_scales,
-        weight.input_zero_points,
-        weight.bits,
-        weight.group_size,
+        rptq_quant.RptqQuantInputs(
+            x,
+            weight.perm,
+            weight.inv_input_scales,
+            weight.input_zero_points,
+            weight.bits,
+            weight.group_size,
+        )
     )
     expected, size = _plain(weight, q, step)
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3))
@@ -99,7 +101,7 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     grids = (on_device.weight, on_device.scale, on_device.offset, on_device.group_size)
     addends = (on_device.zero_point_bias, bias.to(device))
     inputs = rptq_linear.RptqLinearInputs(q.to(device), *grids, used, *addends, torch.float32)
-    if name != "torch" and not getattr(module, "supports", lambda _: True)(inputs):
+    if name != "torch" and not registry.serves("rptq_linear", name, inputs):
         return False
     actual = (module.run if name != "torch" else module.rptq_linear)(inputs).cpu().double()
     error = (actual - bias.double() - expected).abs()
@@ -163,9 +165,8 @@ def test_the_formula_with_zero_points_on_both_sides() -> None:
     zero = groups[:, :1].expand_as(groups).reshape(-1)
     factor = (1.0 / weight.input_scales).repeat_interleave(weight.group_size)
     weight = weight.with_static_scales(factor, zero, weight.input_scales)
-    q, _ = rptq_quant.rptq_quant(
-        x, weight.perm, weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size
-    )
+    steps = (weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size)
+    q, _ = rptq_quant.rptq_quant(rptq_quant.RptqQuantInputs(x, weight.perm, *steps))
     out = torch.zeros(5, 24, dtype=torch.float64)
     for g in range(len(weight.input_scales)):
         part = slice(g * weight.group_size, (g + 1) * weight.group_size)
@@ -209,7 +210,6 @@ def test_columns_without_a_channel_stay_zero() -> None:
     sizes = (weight.perm.view(-1, weight.group_size) >= 0).sum(1)
     assert 1 in sizes.tolist()
     x = _inputs(7, 100, 4)
-    q, _ = rptq_quant.rptq_quant(
-        x, weight.perm, weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size
-    )
+    steps = (weight.inv_input_scales, weight.input_zero_points, 8, weight.group_size)
+    q, _ = rptq_quant.rptq_quant(rptq_quant.RptqQuantInputs(x, weight.perm, *steps))
     assert not bool(q[:, weight.perm < 0].any())

@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.cuda.norm_quantize import rptq_quant
-from modelmill.ops.rptq_quant import cases_for_shapes
+from modelmill.ops.rptq_quant import RptqQuantInputs, cases_for_shapes
 from modelmill.ops.rptq_quant import rptq_quant as reference
 from tests.ops.emulation.emulator import Emulator, requires_emulation
 from tests.ops.nvcc import compiles_without_spills
@@ -20,14 +20,14 @@ slow = pytest.mark.slow
 BF, HF = torch.bfloat16, torch.float16
 
 
-def made(size: tuple[int, int, int], dtype: torch.dtype) -> list[Case]:
+def make_cases(size: tuple[int, int, int], dtype: torch.dtype) -> list[Case]:
     """Gated and not, static and dynamic, 8 bits and 4."""
     # whose gate differs
     behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 4, None)
     return [*behind, *cases_for_shapes([size], "cpu", dtype, full=True)]
 
 
-def off(emulator: Emulator, case: Case) -> int:
+def case_error(emulator: Emulator, case: Case) -> int:
     """By how many steps the worst value is beside the reference.
 
     Fails where a step is off by a hundredth.
@@ -35,9 +35,9 @@ def off(emulator: Emulator, case: Case) -> int:
     args = dict(case.args)
     x = args["x"]
     emulator.preceding_writes = lambda name, arguments: [(x.data_ptr(), x.nbytes)]
-    q, step = rptq_quant.run(**args)
+    q, step = rptq_quant.run(RptqQuantInputs(**args))
     # the gate is rounded where the reference rounds, in x's dtype
-    expected, steps = reference(**args)
+    expected, steps = reference(RptqQuantInputs(**args))
     if steps is not None:
         assert step is not None
         torch.testing.assert_close(step, steps, rtol=0.01, atol=0)
@@ -57,8 +57,8 @@ def off(emulator: Emulator, case: Case) -> int:
 def test_clustered_integers(
     emulator: Emulator, size: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    for case in made(size, dtype):
-        assert off(emulator, case) <= 1, case.name
+    for case in make_cases(size, dtype):
+        assert case_error(emulator, case) <= 1, case.name
 
 
 MET = ("    __syncthreads();\n    if (!DYNAMIC)", "    if (!DYNAMIC)")
@@ -71,13 +71,13 @@ LARGEST = ("most = fmaxf(most, __shfl_xor_sync(~0u, most, by));", "most = most;"
     "change", [MET, LARGEST], ids=["columns not waited for", "each thread by itself"]
 )
 def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]) -> None:
-    def right() -> bool:
+    def is_exact() -> bool:
         try:
-            return off(emulator, made((6, 612, 128), BF)[1]) <= 1
+            return case_error(emulator, make_cases((6, 612, 128), BF)[1]) <= 1
         except AssertionError:
             return False
 
-    assert emulator.detects(change, right)
+    assert emulator.detects(change, is_exact)
 
 
 @nvcc_needed

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.sample import FIXED_POINT_BITS, sample, token_weights
+from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, sample, token_weights
 
 VARIANTS = sorted(
     n for n, m in registry.implementations("sample").items() if m.available("cpu") is None
@@ -33,6 +33,15 @@ def noise(count: int) -> torch.Tensor:
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
+def _by_name(run: Any) -> Any:
+    """The op with each input by its own name."""
+    return lambda logits, **args: run(SampleInputs(logits, **args))
+
+
+def _variant(name: str) -> Any:
+    return _by_name(sample if name == "torch" else registry.implementations("sample")[name].run)
+
+
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
     actual = token_weights(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
@@ -47,7 +56,7 @@ def test_a_weight_is_the_exponential() -> None:
 
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
 def test_draws_follow_the_distribution(variant: str) -> None:
-    run = sample if variant == "torch" else registry.implementations("sample")[variant].run
+    run = _variant(variant)
     count = 60 if variant == "triton" else 20_000
     shares = torch.tensor([0.5, 0.0, 0.3, 0.2, 0.0])
     drawn = run(
@@ -105,7 +114,7 @@ def test_each_filter_keeps_what_it_says() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
 def test_values_that_are_no_numbers(variant: str) -> None:
-    run = sample if variant == "torch" else registry.implementations("sample")[variant].run
+    run = _variant(variant)
     inf, nan = math.inf, math.nan
     rows = [
         [nan, 1.0, nan, -inf],
@@ -146,12 +155,13 @@ def test_values_that_are_no_numbers(variant: str) -> None:
 @given(data=st.data())
 def test_ids_from_cpp_are_the_references(data: st.DataObject) -> None:
     """Any mix of parameters, ties and scales."""
-    args = _drawn(
+    args = _draw_inputs(
         data,
         data.draw(st.integers(1, 4)),
         data.draw(st.one_of(st.integers(1, 40), st.integers(41, 9000))),
     )
-    assert torch.equal(registry.implementations("sample")["cpu"].run(**args), sample(**args))
+    inputs = SampleInputs(**args)
+    assert torch.equal(registry.implementations("sample")["cpu"].run(inputs), sample(inputs))
 
 
 # inf − inf, which is not used
@@ -163,15 +173,16 @@ def test_ids_from_triton_are_the_references(data: st.DataObject) -> None:
     """The same through Triton's interpreter: fewer and shorter rows, the tail of a chunk among
     them.
     """
-    args = _drawn(
+    args = _draw_inputs(
         data,
         data.draw(st.integers(1, 2)),
         data.draw(st.sampled_from([1, 7, 64, 1023, 1024, 1025, 1500])),
     )
-    assert torch.equal(registry.implementations("sample")["triton"].run(**args), sample(**args))
+    inputs = SampleInputs(**args)
+    assert torch.equal(registry.implementations("sample")["triton"].run(inputs), sample(inputs))
 
 
-def _drawn(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
+def _draw_inputs(data: st.DataObject, rows: int, vocab: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 20), "seed"))
     logits = torch.randn(rows, vocab, generator=generator) * data.draw(
         st.sampled_from([1e-6, 0.1, 1.0, 4.0, 40.0])
@@ -213,7 +224,7 @@ HARD: dict[str, Any] = {
 @pytest.mark.parametrize("shape", list(HARD))
 def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
     """The vocabulary of a large model, against the reference on the CPU."""
-    run = registry.implementations("sample")["triton"].run
+    run = _by_name(registry.implementations("sample")["triton"].run)
     mixes = [
         (0, 1.0),
         (50, 1.0),
@@ -236,7 +247,7 @@ def test_on_a_gpu_the_ids_are_the_references(shape: str) -> None:
             args["top_k"] = torch.tensor([k for k, _ in chosen], dtype=torch.int32)
             args["top_p"] = torch.tensor([p for _, p in chosen])
             args["min_p"] = torch.tensor([0.0, 0.0, 0.02] * (rows // 3))
-            expected = sample(logits, **args, noise=noise(rows))
+            expected = sample(SampleInputs(logits, **args, noise=noise(rows)))
             there = {n: v.cuda() for n, v in args.items()}
             actual = run(logits.cuda(), **there, noise=noise(rows).cuda())
             assert torch.equal(actual.cpu(), expected), chosen

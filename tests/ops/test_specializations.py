@@ -77,7 +77,7 @@ def test_forms_are_all_that_a_step_can_meet(
     )
     scale = q if dtypes[0] == dtypes[1] else torch.empty(1)
 
-    def launched(batch: int, context: int) -> set[Any]:
+    def variants_for(batch: int, context: int) -> set[Any]:
         launched_variants.clear()
         tables, starts = (
             torch.zeros((batch, 4), dtype=torch.int32),
@@ -94,9 +94,9 @@ def test_forms_are_all_that_a_step_can_meet(
     with launch_recorder() as launched_variants:
         listed = paged_attention.specializations(q, k, most, longest, window)
         assert all(1 <= batch <= most and 1 <= context <= longest for batch, context in listed)
-        known = set().union(*(launched(*sizes) for sizes in listed))
+        known = set().union(*(variants_for(*sizes) for sizes in listed))
         for a, b in steps:
-            assert launched(1 + int(a * (most - 1)), 1 + int(b * (longest - 1))) <= known
+            assert variants_for(1 + int(a * (most - 1)), 1 + int(b * (longest - 1))) <= known
 
 
 class Eager:

@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops.cpu.vision import upsample_masks as fast
-from modelmill.ops.upsample_masks import masks_to_boxes, upsample_logits, upsample_masks
+from modelmill.ops.upsample_masks import (
+    UpsampleMasksInputs,
+    masks_to_boxes,
+    upsample_logits,
+    upsample_masks,
+)
 
 SIDES = st.integers(1, 12)
 GRIDS = st.tuples(SIDES, SIDES).flatmap(
@@ -37,7 +42,9 @@ def test_enlarging_crops_before_the_second_step() -> None:
 
 def test_stability_is_the_overlap_of_a_higher_and_a_lower_cut() -> None:
     logits = torch.tensor([[[-2.0, -0.5, 0.5, 2.0]] * 4])
-    masks, boxes, areas, steady = upsample_masks(logits, 4, (4, 4), (4, 4), 1.0)
+    masks, boxes, areas, steady = upsample_masks(
+        UpsampleMasksInputs(logits, 4, (4, 4), (4, 4), 1.0)
+    )
     assert masks is not None
     assert steady is not None
     assert (boxes.tolist(), areas.tolist(), steady.tolist()) == (
@@ -71,8 +78,8 @@ def test_compiled_masks_are_torchs(
         torch.randn(count, side, side, generator=torch.Generator().manual_seed(seed)) * 4 + shift
     )
     args = 64, (wide, tall), (width, height), offset
-    expected = [upsample_masks(each[None], *args) for each in logits]
-    actual = fast.run(logits, *args)
+    expected = [upsample_masks(UpsampleMasksInputs(each[None], *args)) for each in logits]
+    actual = fast.run(UpsampleMasksInputs(logits, *args))
     big = upsample_logits(logits[:, None], 64, (wide, tall), (width, height))[:, 0]
     clear = big.abs() > 1e-5  # machines without a fused multiply-add round otherwise
     for i, (masks, boxes, areas, steady) in enumerate(expected):
@@ -83,13 +90,13 @@ def test_compiled_masks_are_torchs(
             assert torch.equal(actual[1][i], boxes[0])
             assert int(actual[2][i]) == int(areas)
             assert offset is None or float(actual[3][i]) == pytest.approx(float(steady), abs=0.02)  # type: ignore[index, arg-type]
-    nothing = fast.run(logits, *args, pixels=False)
+    nothing = fast.run(UpsampleMasksInputs(logits, *args, pixels=False))
     assert nothing[0] is None
     assert torch.equal(nothing[1], actual[1])
 
 
 def test_no_masks_and_no_numbers() -> None:
-    empty = fast.run(torch.zeros(0, 4, 4), 16, (16, 9), (30, 20), 1.0)
+    empty = fast.run(UpsampleMasksInputs(torch.zeros(0, 4, 4), 16, (16, 9), (30, 20), 1.0))
     assert [x.shape for x in empty if x is not None] == [(0, 20, 30), (0, 4), (0,), (0,)]
     broken = torch.full((1, 4, 4), float("nan"))
-    assert int(fast.run(broken, 16, (16, 16), (8, 8))[2]) == 0
+    assert int(fast.run(UpsampleMasksInputs(broken, 16, (16, 16), (8, 8)))[2]) == 0

@@ -13,6 +13,7 @@ import torch
 from modelmill.ops import int4_linear, int8_group_linear
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined
 from modelmill.ops.cuda.weight_only_gemm.wq_gemm_pipelined import WqGemmKernelConfig
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from tests.ops.emulation.emulator import Emulator, mistakes, requires_emulation, slow_cases
 from tests.ops.matmul_error import matmul_error
 
@@ -54,15 +55,16 @@ def error(
     )
     weight, scale, offset = tensors["weight"], tensors["scale"].to(grids), tensors["offset"]
     offset = None if offset is None else offset.to(grids)
-    spec = wq_gemm_pipelined.weight_spec(weight, scale, offset, group, columns)
-    assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
-    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.padded_rows(tokens))
     x = torch.full((tokens, columns + 24), float("nan")).to(dtype)[:, :columns]
     x[:] = torch.randn(tokens, columns, generator=generator)
     x[:, ::37] *= 30
     bias = torch.randn(rows, generator=generator).to(dtype) if biased else None
     emulator.preceding_writes = in_front
-    actual = wq_gemm_pipelined.wq_gemm(x, weight, scale, offset, group, bias, config, gated=gated)
+    inputs = GroupwiseLinearInputs(x, weight, scale, offset, group, bias)
+    spec = wq_gemm_pipelined.problem_spec(groupwise_problem(*inputs))
+    assert wq_gemm_pipelined.supports_weight(rows, spec, gated=gated)
+    assert wq_gemm_pipelined.fits_shared_memory(config, spec, wq_gemm_pipelined.padded_rows(tokens))
+    actual = wq_gemm_pipelined.wq_gemm(inputs, config, gated=gated)
     dense = of.dequantize_weight(weight, scale, offset, min(group, columns), columns, torch.float64)
     return matmul_error(actual, x, dense, bias, gated=gated)
 

@@ -140,7 +140,7 @@ def test_gathers_put_columns_side_by_side(ranks, dtype: torch.dtype) -> None:  #
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_nobody_waits_once_stopped(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_no_request_waits_once_stopped(ranks) -> None:  # type: ignore[no-untyped-def]
     """A rank whose neighbour never comes ends all the same."""
     from modelmill.ops.triton.communication import custom_all_reduce
 

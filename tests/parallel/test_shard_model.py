@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
+def make_shard(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
     """A rank's part of a family's model, its weights the same at every call."""
     model_type, config = FAMILIES[name]
     full_model = build_model(model_type, config)
@@ -97,9 +97,9 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_split_equals_whole(name: str, size: int) -> None:
     weight_format = "int8" if size == 2 else "dense"
-    expected = logits(made(name, weight_format, SINGLE_RANK), SINGLE_RANK)
+    expected = logits(make_shard(name, weight_format, SINGLE_RANK), SINGLE_RANK)
     outputs = run_on_ranks(
-        size, lambda tp_group: logits(made(name, weight_format, tp_group), tp_group)
+        size, lambda tp_group: logits(make_shard(name, weight_format, tp_group), tp_group)
     )
     for output in outputs:
         torch.testing.assert_close(output, expected, rtol=2e-5, atol=2e-5)
@@ -108,8 +108,8 @@ def test_split_equals_whole(name: str, size: int) -> None:
 
 def test_each_rank_holds_its_share() -> None:
     """What is not split (embedding, norms) is small beside what is."""
-    full_bytes = weight_bytes(made("llama", "dense", SINGLE_RANK))
-    shares = run_on_ranks(3, lambda tp_group: weight_bytes(made("llama", "dense", tp_group)))
+    full_bytes = weight_bytes(make_shard("llama", "dense", SINGLE_RANK))
+    shares = run_on_ranks(3, lambda tp_group: weight_bytes(make_shard("llama", "dense", tp_group)))
     embedding = 61 * 32 * 4
     assert sum(shares) < full_bytes + 2 * embedding + 2 * 4096
     assert max(shares) - embedding < 0.4 * full_bytes

@@ -25,7 +25,7 @@ from modelmill.quant.recipe import make_recipe
 from modelmill.quant.smoothquant import search_static_scale
 from modelmill.weights import fp8, w8a8
 from modelmill.weights.dense import DenseWeight
-from tests.quant.test_calibrate import flow_of, opened, streams
+from tests.quant.test_calibrate import flow_of, open_model, streams
 
 FAMILIES = ("llama", "llama-bias", "llama-mqa", "gpt2", "qwen2", "qwen3", "qwen")
 
@@ -36,7 +36,7 @@ def recipe_of(**options: Any) -> Any:
     return made
 
 
-def surveyed(model: Any) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
+def collect_layer(model: Any) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
     block, flow = QuantizableLayer(model.layers[0]), flow_of(model, 60, 40)
     probe, statistics = flow.fork(), {}
     for site in block.sites:
@@ -47,8 +47,8 @@ def surveyed(model: Any) -> tuple[QuantizableLayer, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_smoothed_layer_computes_what_it_did(family: str, tmp_path: Path) -> None:
-    model = opened(family, tmp_path)
-    block, flow, statistics = surveyed(model)
+    model = open_model(family, tmp_path)
+    block, flow, statistics = collect_layer(model)
     before = flow.fork()
     before.forward_layer(block)
     for alphas in (
@@ -108,8 +108,8 @@ def test_maxima_are_taken_over_the_heads_of_a_group() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_path: Path) -> None:
-    model = opened(family, tmp_path)
-    block, _, _ = surveyed(model)
+    model = open_model(family, tmp_path)
+    block, _, _ = collect_layer(model)
     norm = block.norm("qkv")
     assert norm is not None
     scales = torch.ones(norm.weight.shape)
@@ -117,7 +117,7 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
     from modelmill.quant.awq import fold_scales
 
     fold_scales(block, "qkv", 1 / scales, torch.float32)
-    block, flow, statistics = surveyed(model)
+    block, flow, statistics = collect_layer(model)
     weights = {path: linear.weight for path, linear in block.all_linears().items()}
     trial = activation_smoothing.SmoothingTrial(
         block, statistics, flow, torch.float32, recipe_of()._quantize_layer
@@ -131,10 +131,10 @@ def test_the_search_errs_less_and_leaves_the_layer_as_it_was(family: str, tmp_pa
 
 
 def test_a_layer_beyond_the_limit_keeps_some_activations(tmp_path: Path) -> None:
-    model = opened("llama", tmp_path)
+    model = open_model("llama", tmp_path)
     errors = {}
     for limit in (None, 1e-9):
-        block, flow, _ = surveyed(model)
+        block, flow, _ = collect_layer(model)
         with activation_smoothing.restore_layer_on_exit(block):
             recipe = recipe_of(max_layer_error=limit)
             facts, _ = quantize_layer(

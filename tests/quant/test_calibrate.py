@@ -1,4 +1,4 @@
-"""Calibration tokens on their way: what a layer sees, what folding keeps, what bad data is told."""
+"""Calibration: a layer's inputs, what folding keeps, errors for bad data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.accept.build_and_accept import save_tiny
 FAMILIES = ("llama", "llama-bias", "gpt2", "qwen3", "qwen")
 
 
-def opened(family: str, folder: Path) -> Any:
+def open_model(family: str, folder: Path) -> Any:
     """The model of a tiny engine in float32."""
     plan = make_plan(open_checkpoint(save_tiny(family, folder / "hf")), BuildConfig(target="cpu"))
     build(plan, folder / "engine", None)
@@ -78,7 +78,7 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
     """AWQ has scaled the weights when they are rounded: plain rounding of those is not what is
     compared with.
     """
-    model = opened("llama", tmp_path)
+    model = open_model("llama", tmp_path)
     errors_before = []
     for method in ("gptq", "awq", "awq+gptq"):
         weights = {
@@ -104,7 +104,7 @@ def test_what_rounding_costs_before_does_not_hang_on_the_method(tmp_path: Path) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None:
-    model = opened(family, tmp_path)
+    model = open_model(family, tmp_path)
     flow = flow_of(model, 7, 40, 1, 33)
     step = flow.batches[0].step
     expected: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ def test_tokens_arrive_as_in_a_forward_pass(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> None:
-    model = opened(family, tmp_path)
+    model = open_model(family, tmp_path)
     block, flow = QuantizableLayer(model.layers[1]), flow_of(model, 30, 20)
     flow.forward_layer(QuantizableLayer(model.layers[0]))
     before, at_sites, factors = flow.fork(), {}, {}
@@ -154,7 +154,7 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
 
 
 def test_what_rounds_a_norm_is_given_to_the_columns(tmp_path: Path) -> None:
-    model = opened("llama", tmp_path)
+    model = open_model("llama", tmp_path)
     block = QuantizableLayer(model.layers[0])
     before = block.site_weight("qkv") * model.layers[0].attn_norm.weight
     fold_scales(block, "qkv", torch.linspace(0.7, 1.9, 48), torch.bfloat16)
@@ -185,11 +185,11 @@ def test_awq_scales_the_channel_that_matters() -> None:
     x[:, 3] *= 60
     weight[:, 3] *= 0.2
 
-    def rounded(wide: torch.Tensor, _: Any) -> torch.Tensor:
+    def round_to_step(wide: torch.Tensor, _: Any) -> torch.Tensor:
         step = wide.abs().amax(1, keepdim=True) / 7
         return (wide / step).round() * step
 
-    scales, alpha, share = search_scales(weight, collect_statistics([x], "here"), rounded)
+    scales, alpha, share = search_scales(weight, collect_statistics([x], "here"), round_to_step)
     assert alpha > 0
     assert share < 0.5
     assert int(scales.argmax()) == 3
@@ -209,7 +209,7 @@ def test_statistics_are_the_same_however_the_tokens_are_batched() -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq"])
 def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
-    model = opened("llama", tmp_path)
+    model = open_model("llama", tmp_path)
     recipe = make_recipe(BuildConfig(quantization="int4", method=method, group_size=32))
     assert recipe is not None
     facts, scales = quantize_layer(
@@ -231,7 +231,7 @@ def test_a_method_errs_less_than_nearest(method: str, tmp_path: Path) -> None:
 
 
 def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) -> None:
-    model = opened("llama", tmp_path)
+    model = open_model("llama", tmp_path)
     exact, flow = flow_of(model, 100, 90), flow_of(model, 100, 90)
     exact.forward_layer(QuantizableLayer(model.layers[0]))
     recipe = make_recipe(BuildConfig(quantization="int4", method="gptq", group_size=32))

@@ -77,7 +77,7 @@ def serve(scheduler: Scheduler, works: list[tuple[int, int]], **params: Any) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nobody_is_thrown_out_where_it_is_known_when_answers_end(seed: int) -> None:
+def test_no_sequence_is_preempted_where_it_is_known_when_answers_end(seed: int) -> None:
     draw = random.Random(seed)
     works = [(draw.randrange(1, 300), draw.randrange(20, 200)) for _ in range(60)]
     limits, pages = SchedulerLimits(1024, 64, 16, prefix_caching=False, max_mixed_tokens=256), 160
@@ -92,7 +92,7 @@ def test_nobody_is_thrown_out_where_it_is_known_when_answers_end(seed: int) -> N
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["offline", "served"])
-def test_whoever_asks_a_server_does_not_wait_for_the_long_answers_of_others(reads: bool) -> None:
+def test_a_request_does_not_wait_for_the_long_answers_of_others(reads: bool) -> None:
     """Pages are there now; that they will run out one day is no reason to wait until an answer of
     400 tokens ends.
     """

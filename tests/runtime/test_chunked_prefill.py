@@ -84,7 +84,7 @@ def test_a_piece_is_never_less_than_the_least_nor_more_than_the_most() -> None:
     assert set(burst(fast, machine(0, 0.0, 0.0, 0.0), 4, 300)[2][-50:]) == {100}
 
 
-def test_the_first_piece_is_as_many_tokens_as_answers_run_or_what_is_told() -> None:
+def test_the_first_piece_is_as_many_tokens_as_answers_run_or_what_is_set() -> None:
     assert AdaptiveChunk(8, 8192).size_for(3) == 8
     pace = AdaptiveChunk(8, 8192)
     pace.observe(20, 0, 0.01)

@@ -120,8 +120,8 @@ def test_whatever_comes_the_tokens_are_the_same(
 ) -> None:
     model = tiny.decoder("prompt")
     todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
-    fields = tiny.run if together else tiny.run_one_by_one
-    assert fields(filling(FakeCapturer(), model, **options), todo) == fields(
+    run = tiny.run if together else tiny.run_one_by_one
+    assert run(filling(FakeCapturer(), model, **options), todo) == run(
         tiny.make_engine(model, **options), todo
     )
 
@@ -216,7 +216,7 @@ def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: 
     assert len(brought) <= MAX_PREFILL_GRAPHS
 
 
-def test_somebody_who_watches_modules_sees_the_prompt_as_it_is() -> None:
+def test_forward_hooks_get_the_prompt_as_it_is() -> None:
     engine = filling(FakeCapturer())
     lengths: list[int] = []
     with engine.model_runner.forward_hooks(

@@ -177,8 +177,8 @@ def test_unseeded_requests_differ_and_follow_the_run_seed() -> None:
 
 def test_n_forks_share_the_prompt_and_more_than_the_rows_wait() -> None:
     prompt = tiny.prompts(1, 30, 30)[0]
-    fields = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
-    request = tiny.requests([prompt], fields)
+    params = tiny.params(temperature=1.0, seed=3, n=7, max_tokens=20, ignore_eos=True)
+    request = tiny.requests([prompt], params)
     expected = tiny.run(tiny.make_engine(), request)
     assert len(expected) == 7
     for options in (

@@ -142,7 +142,7 @@ def test_memory_is_what_is_held_at_once_and_what_is_kept(max_cached: int | None,
     assert None not in newest, "the latest is found in any case"
 
 
-def test_a_page_that_nobody_holds_cannot_be_dropped() -> None:
+def test_a_page_without_references_cannot_be_dropped() -> None:
     pool = PagePool(1)
     with pytest.raises(AssertionError):
         pool.decref(0)

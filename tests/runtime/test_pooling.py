@@ -100,17 +100,17 @@ def test_equal_however_it_is_cut(rope_rule: str) -> None:
             f"{POOL_LAST}{i}": states[-1].numpy(),
         }
 
-    def same(actual: dict[str, np.ndarray], label: str) -> None:
+    def assert_equal(actual: dict[str, np.ndarray], label: str) -> None:
         assert actual.keys() == expected.keys(), label
         for name, value in expected.items():
             np.testing.assert_allclose(actual[name], value, **CLOSE, err_msg=f"{label}: {name}")
 
     together = tiny.make_engine(model)
-    same(run(together, todo), "together")
-    same(run(together, todo), "prefix cache warm")
+    assert_equal(run(together, todo), "together")
+    assert_equal(run(together, todo), "prefix cache warm")
     assert together.stats().cached_tokens > 0, "the last state may come from cached pages"
-    same(run(tiny.make_engine(model, max_num_batched_tokens=7), todo), "chunked")
-    same(
+    assert_equal(run(tiny.make_engine(model, max_num_batched_tokens=7), todo), "chunked")
+    assert_equal(
         run(tiny.make_engine(model, max_num_batched_tokens=7, overlap=True), todo),
         "chunked, launched ahead",
     )
@@ -121,7 +121,7 @@ def test_equal_however_it_is_cut(rope_rule: str) -> None:
         small.add(replace(request, id="small " + request.id))
     actual = vectors(tiny.drain(small))
     assert small.stats().preemptions > 0
-    same(
+    assert_equal(
         {name.removeprefix("small "): value for name, value in actual.items()},
         "preempted, beside answers",
     )

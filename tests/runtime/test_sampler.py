@@ -47,30 +47,30 @@ def sequence(
 def processed(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
     """What transformers makes of one row."""
     hf = pytest.importorskip("transformers").generation.logits_process
-    options = seq.request.params
+    params = seq.request.params
     ids = torch.tensor([seq.tokens])
     steps = (
-        [hf.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)]
-        if options.repetition_penalty != 1
+        [hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)]
+        if params.repetition_penalty != 1
         else []
     )
-    if options.min_tokens:
+    if params.min_tokens:
         steps.append(
             hf.MinNewTokensLengthLogitsProcessor(
-                seq.prompt_len, options.min_tokens, list(seq.request.eos_ids), device="cpu"
+                seq.prompt_len, params.min_tokens, list(seq.request.eos_ids), device="cpu"
             )
         )
-    if not options.greedy:
-        steps.append(hf.TemperatureLogitsWarper(float(options.temperature)))
-        steps += [hf.TopKLogitsWarper(options.top_k)] if options.top_k else []
-        steps += [hf.TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []
-        steps += [hf.MinPLogitsWarper(options.min_p)] if options.min_p else []
+    if not params.greedy:
+        steps.append(hf.TemperatureLogitsWarper(float(params.temperature)))
+        steps += [hf.TopKLogitsWarper(params.top_k)] if params.top_k else []
+        steps += [hf.TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []
+        steps += [hf.MinPLogitsWarper(params.min_p)] if params.min_p else []
     for step in steps:
         logits = step(ids, logits)
     return logits
 
 
-hows = st.builds(
+params_strategy = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
     top_k=st.sampled_from([None, 0, 1, 5, 50, 200, 1000]),
@@ -83,23 +83,23 @@ hows = st.builds(
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(hows, min_size=1, max_size=5), st.integers(0, 10_000))
+@given(st.lists(params_strategy, min_size=1, max_size=5), st.integers(0, 10_000))
 def test_against_transformers(params_list: list[SamplingParams], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(params_list), VOCAB, generator=generator) * 3
     ids = torch.randint(0, VOCAB, (len(params_list), 12), generator=generator).tolist()
     seqs = [
-        sequence(row[:7], row[7 : 7 + i % 5], options, (3, 9))
-        for i, (row, options) in enumerate(zip(ids, params_list))
+        sequence(row[:7], row[7 : 7 + i % 5], sampling_inputs, (3, 9))
+        for i, (row, sampling_inputs) in enumerate(zip(ids, params_list))
     ]
     sampler = Sampler(VOCAB, "cpu", OPS)
     plan = sampler.prepare(seqs)
     before = logits.clone()
     changed = sampler._process_logits(logits, plan)
-    options = brought(plan)
+    sampling_inputs = brought(plan)
     left = (
-        op.token_weights(changed, **{k: v for k, v in options.items() if k != "noise"})
-        if options
+        op.token_weights(changed, **{k: v for k, v in sampling_inputs.items() if k != "noise"})
+        if sampling_inputs
         else None
     )
     for i, seq in enumerate(seqs):
@@ -116,7 +116,7 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
             (left[i] > 0) & (above.abs() > 1e-3), (reference > 0) & (above.abs() > 1e-3)
         )
         assert torch.allclose(left[i].double() / left[i].sum(), reference, rtol=2e-5, atol=1e-11)
-    first = sampler.sample(logits, plan, options)
+    first = sampler.sample(logits, plan, sampling_inputs)
     assert torch.equal(logits, before)
     for i, seq in enumerate(seqs):
         single = Sampler(VOCAB, "cpu", OPS)

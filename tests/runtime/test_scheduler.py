@@ -19,11 +19,11 @@ def plans(engine: EngineCore) -> list[list[int]]:
     counts: list[list[int]] = []
     run = engine.model_runner.run
 
-    def noted(plan: Schedule):
+    def run_and_record(plan: Schedule):
         counts.append([count for _, count in plan.work])
         return run(plan)
 
-    engine.model_runner.run = noted  # type: ignore[method-assign]
+    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
     return counts
 
 
@@ -31,11 +31,11 @@ def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
     """Record (decodes, tokens, prefill_unlimited) of each step; chunks do not adapt to its time."""
     observed: list[tuple[int, int, bool]] = []
 
-    def noted(plan: Schedule, seconds: float) -> None:
+    def record(plan: Schedule, seconds: float) -> None:
         assert seconds > 0
         observed.append((plan.num_decodes, plan.num_tokens, plan.prefill_unlimited))
 
-    engine.scheduler.observe_step = noted  # type: ignore[method-assign]
+    engine.scheduler.observe_step = record  # type: ignore[method-assign]
     return observed
 
 
@@ -120,7 +120,7 @@ def step_beside_the_first(engine: EngineCore, count: int, repeats: int = 1) -> N
         engine.step()
 
 
-def test_a_step_lasts_no_longer_than_whoever_has_just_begun_can_wait() -> None:
+def test_a_step_lasts_no_longer_than_a_new_request_can_wait() -> None:
     """Once it is known how fast prompts go, here 200 tokens a second; who runs gets a token in each
     step.
     """
@@ -267,11 +267,11 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
     start_times: list[list[float | None]] = []
     run = engine.model_runner.run
 
-    def noted(plan: Schedule):
+    def run_and_record(plan: Schedule):
         start_times.append([seq.started_at for seq in leaders])
         return run(plan)
 
-    engine.model_runner.run = noted  # type: ignore[method-assign]
+    engine.model_runner.run = run_and_record  # type: ignore[method-assign]
     engine.clock = lambda: 0.0
     tiny.drain(engine)
     assert start_times[0] == [0, 1, None]

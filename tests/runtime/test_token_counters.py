@@ -19,7 +19,7 @@ from tests.runtime import tiny
 GIB = 1 << 30
 
 
-def written(events: Sequence[TokenOutput]) -> int:
+def count_tokens(events: Sequence[TokenOutput]) -> int:
     """Tokens of all answers, with those that ended them."""
     return sum(
         (t.token_id is not None) + (t.stop_token_id is not None) + len(t.replayed_ids or ())
@@ -27,7 +27,7 @@ def written(events: Sequence[TokenOutput]) -> int:
     )
 
 
-def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput]:
+def run_and_check_counters(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput]:
     """Runs them; the loop's counters are those of the answers."""
     before = engine.stats()
     for request in requests:
@@ -38,7 +38,7 @@ def counted(engine: EngineCore, requests: Sequence[Request]) -> list[TokenOutput
     assert all(cached[event.request_id] == event.cached_tokens for event in events), (
         "one number for a request"
     )
-    assert after.output_tokens - before.output_tokens == written(events)
+    assert after.output_tokens - before.output_tokens == count_tokens(events)
     assert after.prompt_tokens - before.prompt_tokens == sum(
         len(request.prompt) for request in requests
     )
@@ -69,8 +69,8 @@ def test_a_prompt_counts_once_and_tokens_as_answers_tell_them(
     """Also with n larger than the number of rows, so that some sequences recompute the prompt."""
     engine = tiny.make_engine(max_num_seqs=8, overlap=overlap and "num_beams" not in options)
     prompts = tiny.prompts(6, 20, 40)
-    counted(engine, tiny.requests(prompts, tiny.params(**options)))
-    counted(engine, tiny.requests(prompts, tiny.params(**options)))
+    run_and_check_counters(engine, tiny.requests(prompts, tiny.params(**options)))
+    run_and_check_counters(engine, tiny.requests(prompts, tiny.params(**options)))
 
 
 def test_thrown_out_and_computed_again_counts_once() -> None:
@@ -79,7 +79,7 @@ def test_thrown_out_and_computed_again_counts_once() -> None:
     options = tiny.params(
         max_tokens=30, ignore_eos=True, stop_token_ids=(96,), logit_bias={96: -100.0}
     )
-    events = counted(engine, tiny.requests(tiny.prompts(4, 8, 20), options))
+    events = run_and_check_counters(engine, tiny.requests(tiny.prompts(4, 8, 20), options))
     assert engine.stats().preemptions > 0
     assert {event.cached_tokens for event in events} == {0}
 
@@ -88,7 +88,7 @@ def test_embedded_prompts_count_once() -> None:
     engine = tiny.make_engine()
     prompts = tiny.prompts(3, 20, 40)
     options = tiny.params(max_tokens=0)
-    counted(
+    run_and_check_counters(
         engine,
         [
             Request(id=str(i), prompt=p, params=options, pooling=POOL_MEAN)
@@ -107,7 +107,7 @@ def talks(engine: EngineCore, users: int = 4, turns: int = 5) -> int:
         for user, history in enumerate(histories):
             prompt = (*history, *range(50 + turn, 58 + turn))
             outputs = tiny.output_ids(
-                counted(
+                run_and_check_counters(
                     engine, [Request(id="talk", prompt=prompt, params=tiny.params(max_tokens=6))]
                 )
             )
@@ -126,7 +126,9 @@ def test_conversations_find_as_much_as_without_a_bound() -> None:
     )
     assert talks(free) == talks(bound) > 1000
     for engine in (free, bound):
-        counted(engine, tiny.requests(tiny.prompts(300, 30, 40, seed=3), tiny.params(max_tokens=2)))
+        run_and_check_counters(
+            engine, tiny.requests(tiny.prompts(300, 30, 40, seed=3), tiny.params(max_tokens=2))
+        )
     assert free.stats().touched_pages == 256
     stats = bound.stats()
     most_at_once = 16 * 6  # sequences of a step, pages of each

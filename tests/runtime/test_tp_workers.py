@@ -85,7 +85,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return engine
 
 
-def opened(engine: Path, tp: int, **more: Any) -> EngineCore:
+def open_engine(engine: Path, tp: int, **more: Any) -> EngineCore:
     options = {
         "threads": 1,
         "kv_cache_bytes": 1 << 21,
@@ -112,7 +112,7 @@ def work(vocab: int) -> list[Request]:
     ]
 
 
-def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
+def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
     """Everything at once, then the first request again, from cached pages."""
     outputs = tiny.run(engine_core, work(engine_core.vocab))
     again = tiny.run(engine_core, [replace(work(engine_core.vocab)[-1], id="again")])
@@ -122,14 +122,17 @@ def answered(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ...]]:
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
-    alone = opened(engines(name), 1)
-    expected, logits = answered(alone), TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0]
-    engine_core = opened(engines(name), tp)
+    alone = open_engine(engines(name), 1)
+    expected, logits = (
+        run_requests(alone),
+        TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0],
+    )
+    engine_core = open_engine(engines(name), tp)
     try:
         # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched
         # before they are read
         engine_core._overlap = engine_core.model_runner.keep_last_ids = True
-        assert answered(engine_core) == expected
+        assert run_requests(engine_core) == expected
         torch.testing.assert_close(
             TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
             logits,
@@ -147,7 +150,7 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
     """Other ranks read the head for the same rows as rank 0, or not at all."""
     embeddings: list[dict[str, np.ndarray]] = []
     for ranks in (1, tp):
-        engine_core = opened(engines(name), ranks)
+        engine_core = open_engine(engines(name), ranks)
         try:
             todo = [
                 Request(
@@ -180,17 +183,17 @@ def test_embeddings_beside_answers(engines: Callable[[str], Path], name: str, tp
 def test_few_pages_are_copied_on_every_rank(engines: Callable[[str], Path]) -> None:
     """Preemption, and forks that write into shared pages."""
     few = {"max_model_len": 96, "kv_cache_bytes": 1 << 17}
-    expected = answered(opened(engines("llama"), 1, **few))
-    engine_core = opened(engines("llama"), 2, **{**few, "kv_cache_bytes": 1 << 16})
+    expected = run_requests(open_engine(engines("llama"), 1, **few))
+    engine_core = open_engine(engines("llama"), 2, **{**few, "kv_cache_bytes": 1 << 16})
     commands = []
     workers: Any = engine_core.model_runner.tp_workers
 
-    def noted(command: StepCommand, payload: bytes) -> None:
+    def record_and_send(command: StepCommand, payload: bytes) -> None:
         commands.append(command.command)
         send(command, payload)
 
-    send, workers.broadcast = workers.broadcast, noted
-    assert answered(engine_core) == expected
+    send, workers.broadcast = workers.broadcast, record_and_send
+    assert run_requests(engine_core) == expected
     assert COPY in commands
     engine_core.close()
 
@@ -209,7 +212,7 @@ def test_a_trained_model_on_many_ranks(shared: Path, tmp_path: Path, tp: int) ->
     greedy = [tiny.params(max_tokens=24)] * 3
     outputs = []
     for ranks in (1, tp):
-        engine_core = opened(tmp_path / "e", ranks)
+        engine_core = open_engine(tmp_path / "e", ranks)
         prompts = tiny.prompts(3, 4, 20, vocab=engine_core.vocab)
         todo = [
             Request(id=str(i), prompt=p, params=h) for i, (p, h) in enumerate(zip(prompts, greedy))
@@ -227,7 +230,7 @@ def endless(engine_core: EngineCore) -> None:
 
 @pytest.mark.parametrize("name", ["llama"])
 def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: str) -> None:
-    engine_core = opened(engines(name), 3)
+    engine_core = open_engine(engines(name), 3)
     endless(engine_core)
     for _ in range(4):
         engine_core.step()
@@ -248,9 +251,9 @@ def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: 
     assert all(process.poll() is not None for process in workers._processes)
 
 
-def test_what_a_rank_says_last_is_told(engines: Callable[[str], Path]) -> None:
+def test_the_last_output_of_a_rank_is_reported(engines: Callable[[str], Path]) -> None:
     """An order that no rank can carry out: the error comes back as one line."""
-    engine_core = opened(engines("llama"), 2)
+    engine_core = open_engine(engines("llama"), 2)
     workers: Any = engine_core.model_runner.tp_workers
     workers.broadcast(StepCommand(COPY, 2), torch.tensor([0, 1 << 40]).numpy().data.cast("B"))
     with pytest.raises(RankError, match=r"^rank 1 of 2 ended: [^\n]+; open the engine again$"):
@@ -264,8 +267,8 @@ def test_rank_0_may_be_killed(engines: Callable[[str], Path], tmp_path: Path) ->
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.runtime.test_tp_workers import endless, opened
-engine_core = opened(Path({str(engines("llama"))!r}), 3)
+from tests.runtime.test_tp_workers import endless, open_engine
+engine_core = open_engine(Path({str(engines("llama"))!r}), 3)
 print(*[p.pid for p in engine_core.model_runner.tp_workers._processes], flush=True)
 while True:
     endless(engine_core)
@@ -292,7 +295,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_forgotten_loops_leave_no_processes(engines: Callable[[str], Path]) -> None:
-    engine_core = opened(engines("llama"), 2)
+    engine_core = open_engine(engines("llama"), 2)
     workers: Any = engine_core.model_runner.tp_workers
     del engine_core
     assert all(process.poll() is not None for process in workers._processes)
@@ -306,7 +309,7 @@ def test_what_cannot_be_split_is_one_line(engines: Callable[[str], Path]) -> Non
     with pytest.raises(
         UsageError, match=r"^--tp 5: the model has 4 attention heads; use --tp 4 or less$"
     ):
-        opened(engines("llama"), 5)
+        open_engine(engines("llama"), 5)
     with pytest.raises(UsageError, match="--tp must be at least 1"):
         RunConfig(tp=0)
     with pytest.raises(MissingDependency, match=r"^--tp 2 needs 2 GPUs from cuda:98 on"):
@@ -331,7 +334,7 @@ def test_a_killed_rank_while_loading(
     monkeypatch.setattr(module, "TPWorkers", note)
     monkeypatch.setattr(module, "verify", die)
     with pytest.raises(RankError, match="rank 1 of 2 was killed by signal 9"):
-        opened(engines("llama"), 2)
+        open_engine(engines("llama"), 2)
 
 
 def on_gpus(engine: Path, tp: int, **more: Any) -> EngineCore:
@@ -352,11 +355,11 @@ def test_the_same_answers_on_gpus(engines: Callable[[str], Path], name: str, tp:
     """In float32, with graphs: the same ids as on one GPU."""
     if torch.cuda.device_count() < tp:
         pytest.skip(f"needs {tp} GPUs")
-    expected = answered(on_gpus(engines(name), 1))
+    expected = run_requests(on_gpus(engines(name), 1))
     engine_core = on_gpus(engines(name), tp)
     tp_group: Any = engine_core.model_runner.tp_group
     assert tp_group.peer_buffers is not None, "sums go through NCCL"
-    assert answered(engine_core) == expected
+    assert run_requests(engine_core) == expected
     assert engine_core.model_runner.decode_graphs is not None
     assert engine_core.model_runner.decode_graphs._graphs
     engine_core.close()

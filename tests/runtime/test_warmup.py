@@ -11,6 +11,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.ops import registry
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.runtime import warmup
 from tests.runtime import tiny
 
@@ -86,11 +87,11 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of zeros, with as many scales as rows where each row has its own."""
-    called: list[tuple[Any, ...]] = []
+    called: list[Linear8BitInputs] = []
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        called.append((x.shape, x.dtype, weight.shape, *rest))
-        return x.new_zeros(len(x), len(weight))
+    def multiply(inputs: Linear8BitInputs) -> torch.Tensor:
+        called.append(inputs)
+        return inputs.x.new_zeros(len(inputs.x), len(inputs.weight))
 
     def specialize(x: torch.Tensor, weight: torch.Tensor, most: int) -> list[int]:
         assert most == 300
@@ -111,16 +112,18 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
     assert set(recorders) == {"w8a8_linear", "fp8_linear"}
     x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
     for x_scale in (torch.ones(7), torch.ones(7)):
-        watched.w8a8_linear(x, torch.ones(5, 4), scale, x_scale, torch.float32, None)
-    watched.w8a8_linear(x, torch.ones(6, 4), scale, one, torch.float32, scale)
+        watched.w8a8_linear(Linear8BitInputs(x, torch.ones(5, 4), scale, x_scale, torch.float32))
+    watched.w8a8_linear(Linear8BitInputs(x, torch.ones(6, 4), scale, one, torch.float32, scale))
     assert len(called) == 3
     called.clear()
     assert warmup.warm_up_gemms(plain, recorders, 300) == 4
     shapes = {
-        (tuple(shape), weight[0], len(x_scale)) for shape, _, weight, _, x_scale, *_ in called
+        (tuple(each.x.shape), len(each.weight), len(each.x_scale))
+        for each in called
+        if each.x_scale is not None
     }
     assert shapes == {((5, 4), 5, 5), ((300, 4), 5, 300), ((6, 4), 6, 1), ((300, 4), 6, 1)}
-    assert all(dtype is torch.int8 for _, dtype, *_ in called)
+    assert all(each.x.dtype is torch.int8 for each in called)
 
 
 def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +147,20 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(page, was) for page, was in zip(pages, stored, strict=True))
 
 
-def test_a_product_that_cannot_be_compiled_is_told(
+def test_a_product_that_cannot_be_compiled_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if len(x) > 9:
+    def fails(inputs: Linear8BitInputs) -> torch.Tensor:
+        if len(inputs.x) > 9:
             raise MissingDependency("the CUDA kernel cannot be compiled:\nwhy")
-        return x
+        return inputs.x
 
     monkeypatch.setattr(
         registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
     )
     plain = tiny.make_engine().model_runner.ops.replace({"fp8_linear": fails})
     watched, recorders = warmup.record_gemms(plain)
-    watched.fp8_linear(torch.ones(2, 4), torch.ones(3, 4))
+    x, weight, scale = torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)
+    watched.fp8_linear(Linear8BitInputs(x, weight, scale, None, torch.float32))
     assert warmup.warm_up_gemms(plain, {"fp8_linear": recorders["fp8_linear"]}, 64) == 1
     assert "a GEMM kernel failed in warm-up: the CUDA kernel cannot be compiled" in caplog.text

@@ -310,15 +310,15 @@ def test_models_tokenize_version_health(running: ServiceThread, llm: LLM) -> Non
         ]
         == ids[1:]
     )
-    messages = running.post("/tokenize", {"messages": TALK}).json
-    assert messages["count"] == chat(running)["usage"]["prompt_tokens"]
+    tokenized = running.post("/tokenize", {"messages": TALK}).json
+    assert tokenized["count"] == chat(running)["usage"]["prompt_tokens"]
     assert running.get("/version").json.keys() == {"version"}
     health = running.get("/health")
     assert (health.status, health.json["status"]) == (200, "ok")
 
 
 def test_metrics_count_what_was_done(running: ServiceThread) -> None:
-    def read() -> dict[str, float]:
+    def read_metrics() -> dict[str, float]:
         page = running.get("/metrics").body.decode()
         lines = [
             line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")
@@ -326,9 +326,9 @@ def test_metrics_count_what_was_done(running: ServiceThread) -> None:
         return {name: float(value) for name, value in lines}
 
     complete(running, prompt=PROMPTS[0])
-    before = read()
+    before = read_metrics()
     complete(running, prompt=PROMPTS[:2], n=2)
-    after = read()
+    after = read_metrics()
     label = '{model_name="stories"}'
 
     def grown(name: str) -> float:

@@ -32,7 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(engine: Path) -> Iterator[ServiceThread]:
+def image_service(engine: Path) -> Iterator[ServiceThread]:
     service = ServiceThread(engine, template=None)
     yield service
     service.close()
@@ -43,7 +43,7 @@ def local(engine: Path) -> LLM:
     return LLM(engine, device="cpu", threads=1, kv_cache_bytes=8 << 20)
 
 
-def talk(*parts: Any) -> list[dict[str, Any]]:
+def image_messages(*parts: Any) -> list[dict[str, Any]]:
     content = [
         {"type": "image_url", "image_url": {"url": part}}
         if part.startswith("data:")
@@ -53,13 +53,14 @@ def talk(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
+def test_the_same_text_as_the_class(image_service: ServiceThread, local: LLM) -> None:
     pictures = [random_photo(seed) for seed in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for count in (0, 1, 2, 3):
         data = [encode_image(picture) for picture in pictures[:count]]
-        answer = served.post(
-            "/v1/chat/completions", {**ASK, "messages": talk(*map(data_url, data), "What?")}
+        answer = image_service.post(
+            "/v1/chat/completions",
+            {**ASK, "messages": image_messages(*map(data_url, data), "What?")},
         )
         assert answer.status == 200, answer.json
         here = [{"type": "image", "image": each} for each in data]
@@ -70,23 +71,25 @@ def test_the_same_text_as_the_class(served: ServiceThread, local: LLM) -> None:
         assert answer.json["usage"]["prompt_tokens"] == len(own.prompt_token_ids)
 
 
-def test_pictures_are_told_apart(served: ServiceThread) -> None:
+def test_pictures_are_distinguished(image_service: ServiceThread) -> None:
     texts = set()
     for seed in range(4):
         body = {
             **ASK,
-            "messages": talk(data_url(encode_image(random_photo(seed))), "What?"),
+            "messages": image_messages(data_url(encode_image(random_photo(seed))), "What?"),
             "logprobs": True,
         }
-        answer = served.post("/v1/chat/completions", body)
+        answer = image_service.post("/v1/chat/completions", body)
         texts.add(str(answer.json["choices"][0]["logprobs"]))
     assert len(texts) == 4
 
 
-def test_streamed(served: ServiceThread) -> None:
-    body = {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")}
-    content = served.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
-    events = served.post("/v1/chat/completions", {**body, "stream": True}).events
+def test_streamed(image_service: ServiceThread) -> None:
+    body = {**ASK, "messages": image_messages(data_url(encode_image(random_photo())), "What?")}
+    content = image_service.post("/v1/chat/completions", body).json["choices"][0]["message"][
+        "content"
+    ]
+    events = image_service.post("/v1/chat/completions", {**body, "stream": True}).events
     assert (
         "".join(
             e["choices"][0]["delta"].get("content") or "" for e in events if isinstance(e, dict)
@@ -95,8 +98,8 @@ def test_streamed(served: ServiceThread) -> None:
     )
 
 
-def test_the_card_tells(served: ServiceThread) -> None:
-    card = served.get("/v1/models/stories").json
+def test_the_card_tells(image_service: ServiceThread) -> None:
+    card = image_service.get("/v1/models/stories").json
     assert card["engine_type"] == "language"
     assert card["input_modalities"] == ["text", "image"]
 
@@ -118,14 +121,14 @@ def picture_file(
      ("P", "GIF", (20, 30))],
 )  # fmt: skip
 def test_odd_pictures_are_answered(
-    served: ServiceThread, mode: str, file_format: str, size: tuple[int, int]
+    image_service: ServiceThread, mode: str, file_format: str, size: tuple[int, int]
 ) -> None:
     body = {
         **ASK,
         "max_tokens": 2,
-        "messages": talk(picture_file(mode, file_format, size), "What?"),
+        "messages": image_messages(picture_file(mode, file_format, size), "What?"),
     }
-    assert served.post("/v1/chat/completions", body).status == 200
+    assert image_service.post("/v1/chat/completions", body).status == 200
 
 
 def bomb() -> str:
@@ -151,9 +154,9 @@ def bomb() -> str:
         ("", "not fetched"),
     ],
 )
-def test_bad_pictures_are_refused(served: ServiceThread, source: str, says: str) -> None:
+def test_bad_pictures_are_refused(image_service: ServiceThread, source: str, says: str) -> None:
     part = {"type": "image_url", "image_url": {"url": source}}
-    answer = served.post(
+    answer = image_service.post(
         "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]}
     )
     assert answer.status == 400
@@ -161,10 +164,12 @@ def test_bad_pictures_are_refused(served: ServiceThread, source: str, says: str)
     assert "passwd" not in answer.json["error"]["message"]
 
 
-def test_the_servers_own_limit_of_pixels(served: ServiceThread) -> None:
+def test_the_servers_own_limit_of_pixels(image_service: ServiceThread) -> None:
     """--max-image-pixels is 50 million; the file is one that may be read elsewhere."""
     large = data_url(encode_image(PIL.Image.new("1", (10001, 5000))))
-    answer = served.post("/v1/chat/completions", {**ASK, "messages": talk(large, "What?")})
+    answer = image_service.post(
+        "/v1/chat/completions", {**ASK, "messages": image_messages(large, "What?")}
+    )
     assert answer.status == 400
     assert "10001 × 5000 pixels are more than 50000000" in answer.json["error"]["message"]
 
@@ -172,35 +177,45 @@ def test_the_servers_own_limit_of_pixels(served: ServiceThread) -> None:
 @pytest.mark.parametrize(
     "part", [{"type": "image", "image": "/etc/passwd"}, {"type": "image", "image": "a.png"}]
 )
-def test_files_of_the_server_are_not_read(served: ServiceThread, part: dict[str, Any]) -> None:
-    answer = served.post(
+def test_files_of_the_server_are_not_read(
+    image_service: ServiceThread, part: dict[str, Any]
+) -> None:
+    answer = image_service.post(
         "/v1/chat/completions", {**ASK, "messages": [{"role": "user", "content": [part]}]}
     )
     assert answer.status == 400
     assert "data URL" in answer.json["error"]["message"]
 
 
-def test_too_many_pictures(served: ServiceThread) -> None:
-    answer = served.post(
+def test_too_many_pictures(image_service: ServiceThread) -> None:
+    answer = image_service.post(
         "/v1/chat/completions",
-        {**ASK, "messages": talk(*[data_url(encode_image(random_photo()))] * 33, "What?")},
+        {
+            **ASK,
+            "messages": image_messages(*[data_url(encode_image(random_photo()))] * 33, "What?"),
+        },
     )
     assert answer.status == 400
     assert "33 pictures" in answer.json["error"]["message"]
 
 
-def test_an_engine_without_eyes_refuses_pictures(running: ServiceThread) -> None:
+def test_an_engine_without_a_vision_encoder_refuses_pictures(running: ServiceThread) -> None:
     answer = running.post(
         "/v1/chat/completions",
-        {**ASK, "messages": talk(data_url(encode_image(random_photo())), "What?")},
+        {**ASK, "messages": image_messages(data_url(encode_image(random_photo())), "What?")},
     )
     assert answer.status == 400
 
 
-def test_tokenize_counts_the_places(served: ServiceThread) -> None:
-    with_one = served.post(
+def test_tokenize_counts_the_places(image_service: ServiceThread) -> None:
+    with_one = image_service.post(
         "/tokenize",
-        {"model": "stories", "messages": talk(data_url(encode_image(random_photo())), "What?")},
+        {
+            "model": "stories",
+            "messages": image_messages(data_url(encode_image(random_photo())), "What?"),
+        },
     ).json
-    without = served.post("/tokenize", {"model": "stories", "messages": talk("What?")}).json
+    without = image_service.post(
+        "/tokenize", {"model": "stories", "messages": image_messages("What?")}
+    ).json
     assert with_one["count"] > without["count"] + 8

@@ -42,7 +42,7 @@ from tests.text.conftest import gguf_spm
 from tests.wait import TIMEOUT_SECONDS
 
 
-async def answered(
+async def run_request(
     engine: EngineClient, prompts: list[tuple[int, ...]], **params: Any
 ) -> list[tuple[int, ...]]:
     ticket = engine.submit([make_request(engine, prompt, **params) for prompt in prompts])
@@ -70,8 +70,8 @@ def test_tokens_are_those_of_the_loop_alone() -> None:
 
     async def main() -> None:
         async with served_engine() as (engine, _):
-            assert await answered(engine, prompts) == expected
-            apart = await asyncio.gather(*(answered(engine, [prompt]) for prompt in prompts))
+            assert await run_request(engine, prompts) == expected
+            apart = await asyncio.gather(*(run_request(engine, [prompt]) for prompt in prompts))
             assert [one for (one,) in apart] == expected
             await idle(engine)
 
@@ -107,7 +107,7 @@ def test_too_many_wait() -> None:
                 engine.submit([make_request(engine, (5,), n=room + 1)])
             ticket.close()
             launcher.children[0].allow_steps.set()
-            assert await answered(engine, [(5,)])
+            assert await run_request(engine, [(5,)])
             await idle(engine)
 
     asyncio.run(main())
@@ -139,7 +139,9 @@ def test_a_reader_that_never_reads_is_given_up_and_no_other(
                     )
                 ]
             )
-            assert len((await answered(engine, [(7, 8)], max_tokens=60, ignore_eos=True))[0]) == 60
+            assert (
+                len((await run_request(engine, [(7, 8)], max_tokens=60, ignore_eos=True))[0]) == 60
+            )
             await idle(engine)
             assert len(await slow.fetch()) == 201
             with pytest.raises(ClientTooSlow):
@@ -148,10 +150,10 @@ def test_a_reader_that_never_reads_is_given_up_and_no_other(
     asyncio.run(main())
 
 
-def test_a_worker_that_dies_is_told_and_replaced() -> None:
+def test_a_worker_that_dies_is_reported_and_replaced() -> None:
     async def main() -> None:
         async with served_engine() as (engine, launcher):
-            await answered(engine, [(5, 6)])
+            await run_request(engine, [(5, 6)])
             before = await engine.stats()
             launcher.children[0].allow_steps.clear()
             ticket = engine.submit([make_request(engine, (5, 6))])
@@ -164,7 +166,7 @@ def test_a_worker_that_dies_is_told_and_replaced() -> None:
             while engine.state is not EngineState.READY:
                 await asyncio.sleep(0.001)
             assert engine.restarts == 1
-            assert await answered(engine, [(5, 6)])
+            assert await run_request(engine, [(5, 6)])
             after = await engine.stats()
             assert before is not None
             assert after is not None
@@ -327,7 +329,7 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
                     await asyncio.sleep(0.001)
             assert launcher.tries == 5
             assert engine.error is None
-            assert await answered(engine, [(5, 6)])
+            assert await run_request(engine, [(5, 6)])
 
     with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
@@ -356,7 +358,7 @@ def test_a_worker_that_can_never_be_started_is_an_end_with_an_error(fail: range)
     asyncio.run(main())
 
 
-def test_a_message_that_nobody_can_read_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_message_costs_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with served_engine() as (engine, launcher):
             launcher.children[0].allow_steps.clear()
@@ -371,7 +373,7 @@ def test_a_message_that_nobody_can_read_costs_a_worker(monkeypatch: pytest.Monke
                     await asyncio.sleep(0.001)
             assert engine.restarts == 1
             assert not launcher.children[0]._thread.is_alive()
-            assert await answered(engine, [(5, 6)])
+            assert await run_request(engine, [(5, 6)])
 
     asyncio.run(main())
 

@@ -23,12 +23,12 @@ KEYS = ["a", "b", "", "kk" * 20, 'é"', "\ud800"]
 MARKS = b'{}[],:"\\ 1e'
 
 
-def made(rng: random.Random, depth: int = 0) -> Any:
+def random_json(rng: random.Random, depth: int = 0) -> Any:
     if depth > 4 or rng.random() < 0.5:
         return rng.choice(PLAIN)
     if rng.random() < 0.5:
-        return [made(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 9)))]
-    return {rng.choice(KEYS): made(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 7)))}
+        return [random_json(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 9)))]
+    return {rng.choice(KEYS): random_json(rng, depth + 1) for _ in range(rng.choice((0, 1, 2, 7)))}
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
@@ -45,7 +45,7 @@ def loaded(data: bytes) -> str:
         return "refused"
 
 
-def read(data: bytes) -> str:
+def parse_to_repr(data: bytes) -> str:
     try:
         return repr(parse(data, FREE))
     except BodyError:
@@ -63,15 +63,15 @@ def test_pieces_make_the_same_values(monkeypatch: pytest.MonkeyPatch, seed: int)
     rng, refused = random.Random(seed), 0
     for _ in range(120):
         style = {"ensure_ascii": rng.random() < 0.5, "indent": rng.choice((None, 1))}
-        data = json.dumps(made(rng), **style).encode("utf-8", "surrogatepass")
+        data = json.dumps(random_json(rng), **style).encode("utf-8", "surrogatepass")
         if rng.random() < 0.5:
             data = damaged(rng, data)
         if any(
             len(run) > 20 for run in "".join(chr(b) if 45 <= b <= 57 else " " for b in data).split()
         ):
             continue  # a number that is longer than a piece is refused
-        assert read(data) == loaded(data), data
-        refused += read(data) == "refused"
+        assert parse_to_repr(data) == loaded(data), data
+        refused += parse_to_repr(data) == "refused"
     assert 12 < refused < 100
 
 
@@ -124,7 +124,7 @@ ENTRY = '{"token":"a","logprob":-0.5,"bytes":[97]}'
 
 @pytest.mark.parametrize("between", [",", " ,\n "])
 @pytest.mark.parametrize("count", [3, 20_000])
-def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) -> None:
+def test_long_unused_lists_are_left_empty(count: int, between: str) -> None:
     part = PART % (" [" + between.join([ENTRY] * count) + "] ")
     text = (
         '{"input":[{"role":"user","content":"logprobs"},{"content":['
@@ -140,7 +140,7 @@ def test_long_lists_that_nobody_uses_are_left_empty(count: int, between: str) ->
 
 
 @pytest.mark.parametrize("wrong", ["[1 2]", "[1]]", "[{]}", "{", "tru", '"', "1,"])
-def test_what_nobody_uses_has_to_be_json(wrong: str) -> None:
+def test_unused_parts_have_to_be_json(wrong: str) -> None:
     text = (
         '{"input":[{"content":['
         + PART % ("[" + ",".join([*[ENTRY] * 20_000, wrong, ENTRY]) + "]")

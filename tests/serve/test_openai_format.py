@@ -75,7 +75,7 @@ def test_no_piece_is_large() -> None:
     sizes: list[int] = []
 
     def write(part: Any) -> bytes:
-        sizes.append(counted(part))
+        sizes.append(count_values(part))
         return at_once(part)
 
     at_once = json_text.dump_small_json
@@ -86,6 +86,6 @@ def test_no_piece_is_large() -> None:
     assert len(sizes) < 60
 
 
-def counted(value: Any) -> int:
+def count_values(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(map(counted, inner))
+    return 1 + sum(map(count_values, inner))

@@ -29,7 +29,7 @@ Found = list[tuple[str, list[int], str]]
 RENAMED = {"include_stop_str_in_output": "include_stop"}
 
 
-def drawn(seed: int) -> dict[str, Any]:
+def random_settings(seed: int) -> dict[str, Any]:
     """A request's settings. The first few are greedy; every other has a seed of its own."""
     pick = random.Random(seed)
     options: dict[str, Any] = {"max_tokens": pick.choice([3, 17, 30, 48])}
@@ -58,7 +58,7 @@ def drawn(seed: int) -> dict[str, Any]:
     return options
 
 
-SETTINGS = [(PROMPTS[seed % len(PROMPTS)], drawn(seed)) for seed in range(MANY)]
+SETTINGS = [(PROMPTS[seed % len(PROMPTS)], random_settings(seed)) for seed in range(MANY)]
 
 
 def params(options: dict[str, Any]) -> SamplingParams:
@@ -71,7 +71,7 @@ def params(options: dict[str, Any]) -> SamplingParams:
     )
 
 
-def of(answer: Any) -> Found:
+def found_in(answer: Any) -> Found:
     return [(output.text, output.token_ids, output.finish_reason) for output in answer.outputs]
 
 
@@ -79,7 +79,8 @@ def of(answer: Any) -> Found:
 def alone(llm: LLM) -> list[Found]:
     """The class, one prompt after another."""
     return [
-        of(llm.generate(prompt, params(options), progress=False)[0]) for prompt, options in SETTINGS
+        found_in(llm.generate(prompt, params(options), progress=False)[0])
+        for prompt, options in SETTINGS
     ]
 
 
@@ -128,7 +129,7 @@ def test_the_settings_are_many() -> None:
 def test_in_a_batch(llm: LLM, alone: list[Found]) -> None:
     prompts, options = zip(*SETTINGS, strict=True)
     answers = llm.generate(list(prompts), [params(each) for each in options], progress=False)
-    assert [of(answer) for answer in answers] == alone
+    assert [found_in(answer) for answer in answers] == alone
 
 
 def test_seeds_matter(alone: list[Found]) -> None:
@@ -243,7 +244,7 @@ LEFT = ("ignore_eos", "stop_token_ids")
 
 def structured_body(place: int) -> dict[str, Any]:
     """A conversation's request: sampling settings of all kinds with each kind of structure."""
-    options = {name: value for name, value in drawn(place).items() if name not in LEFT}
+    options = {name: value for name, value in random_settings(place).items() if name not in LEFT}
     logprobs = (
         {"logprobs": True, "top_logprobs": options["logprobs"]} if "logprobs" in options else {}
     )
@@ -267,7 +268,7 @@ def comparable(choice: dict[str, Any], message: dict[str, Any]) -> tuple[Any, ..
     return message.get("content") or "", calls, choice["token_ids"], choice["finish_reason"]
 
 
-async def talked(running: ServiceThread, body: dict[str, Any], stream: bool) -> list[Any]:
+async def run_chat(running: ServiceThread, body: dict[str, Any], stream: bool) -> list[Any]:
     response = await running.client.post(
         "/v1/chat/completions", {**body, "stream": stream, "return_token_ids": True}
     )
@@ -304,11 +305,11 @@ def test_answers_that_are_held_to_something(
     # the engine reads 512 tokens, a letter each
     monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
     bodies = [structured_body(place) for place in range(27)]
-    alone = [running.run(talked(running, body, False)) for body in bodies]
+    alone = [running.run(run_chat(running, body, False)) for body in bodies]
 
     async def together() -> list[Any]:
         return await asyncio.gather(
-            *(talked(running, body, stream) for stream in (True, False) for body in bodies)
+            *(run_chat(running, body, stream) for stream in (True, False) for body in bodies)
         )
 
     assert running.run(together()) == alone * 2

@@ -47,7 +47,7 @@ class Cluster(ServerProcess):
             else []
         )
         super().__exit__(*parts)
-        gone(children)
+        assert_gone(children)
 
     def wait_for_replicas(self, seconds: float = 240) -> None:
         """Wait until both replicas run and Ray Serve has nothing left to do."""
@@ -88,7 +88,7 @@ class Cluster(ServerProcess):
         raise AssertionError(counters)
 
 
-def gone(processes: list[psutil.Process], seconds: float = TIMEOUT_SECONDS) -> None:
+def assert_gone(processes: list[psutil.Process], seconds: float = TIMEOUT_SECONDS) -> None:
     _, left = psutil.wait_procs(processes, timeout=seconds)
     assert not left, left
 
@@ -278,7 +278,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster, expected: dict[str, st
             assert done + lost == 1, counters[-300:]
             assert lost or counters.count(b'"finish_reason":"length"') == 4
             broken.append(lost)
-        gone([victim, *others])
+        assert_gone([victim, *others])
         wait_until(
             lambda: (
                 victim.pid not in [each.pid for each in cluster.replicas]
@@ -311,7 +311,7 @@ def test_an_engine_s_process_is_killed(cluster: Cluster, expected: dict[str, str
                    each.cmdline()]  # fmt: skip
         assert len(workers) == 2
         workers[0].kill()
-        gone([workers[0]])
+        assert_gone([workers[0]])
         done = load.complete
         wait_until(lambda: load.complete >= done + 36, 240)
 
@@ -353,7 +353,7 @@ def test_sigterm_lets_answers_finish_and_leaves_nothing(stories: Path) -> None:
         sock.close()
         assert received.count(b"data: [DONE]") == 1
         assert cluster.finish()[0] == 0
-        gone(children)
+        assert_gone(children)
 
 
 def test_a_front_that_is_killed_leaves_nothing(stories: Path) -> None:
@@ -366,6 +366,6 @@ def test_a_front_that_is_killed_leaves_nothing(stories: Path) -> None:
         ]
         assert len(processes) >= 2
         cluster.process.kill()
-        gone(processes, 60)
+        assert_gone(processes, 60)
         # Ray looks only now and then whether its own are still wanted
-        gone(children, 180)
+        assert_gone(children, 180)

@@ -154,7 +154,7 @@ def test_plans() -> None:
 
 
 class FakeReplicas:
-    """Replicas that do as they are told: a list of parts, an Exception among them is raised."""
+    """Fake replicas with scripted answers: lists of parts; an Exception among them is raised."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
         self.answers, self.calls, self.closed = list(answers), list[Any](), 0
@@ -218,7 +218,7 @@ def test_a_replica_that_is_lost_before_it_answers_is_followed_by_another() -> No
     assert fake.closed == 3
 
 
-def test_when_none_is_left_the_client_is_told() -> None:
+def test_when_none_is_left_the_client_gets_an_error() -> None:
     lost = ask(FakeReplicas(*[[RuntimeError("actor died at 10.0.0.1")]] * 3))
     assert (lost.status, lost.json["error"]["code"]) == (503, "replica_lost")
     assert "10.0.0.1" not in lost.body.decode()

@@ -310,7 +310,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>
     [("Hi ", " bye"), ("Hi", "bye"), ("", ""), ("Hi <b ", ""), ("", "\n< So < \n")],
     ids=str,
 )
-def test_each_token_is_told_beside_the_text_that_it_is_in(
+def test_each_token_is_reported_beside_the_text_that_it_is_in(
     running: ServiceThread, around: tuple[str, str]
 ) -> None:
     """Those of a call belong to no message; whole or streamed it is the same."""
@@ -572,7 +572,7 @@ def test_a_call_without_a_turn_before_it_gets_one() -> None:
     assert (second["role"], second["content"], len(second["tool_calls"])) == ("assistant", None, 1)
 
 
-def test_a_worker_that_dies_is_told_in_the_stream(running: ServiceThread) -> None:
+def test_a_worker_that_dies_is_reported_in_the_stream(running: ServiceThread) -> None:
     from modelmill.serve.request_handle import RequestHandle
     from modelmill.serve.responses_schema import ResponsesRequest
     from modelmill.serve.routes.responses import ResponsesBuilder, _make_chat_request

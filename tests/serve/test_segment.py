@@ -136,7 +136,7 @@ def test_a_second_click_finds_the_embedding(seeing: SegmentService) -> None:
 def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> None:
     """Else one key could learn whether another has looked at a picture."""
 
-    def cached(client: Client, key: str, **body: Any) -> tuple[int, Any]:
+    def post_segment(client: Client, key: str, **body: Any) -> tuple[int, Any]:
         headers = {"authorization": f"Bearer {key}"}
         reply = seeing.run(client.post("/v1/segment", {"model": "sam", **body}, headers=headers))
         return reply.status, reply.json.get("image")
@@ -151,15 +151,17 @@ def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> Non
     apart, shared = door(), door(share_cache=True)
     for salt in ({}, {"cache_salt": "mine"}):
         replies = [
-            cached(apart, key, image=data_url(encode_image(random_photo(21))), **salt)[1]
+            post_segment(apart, key, image=data_url(encode_image(random_photo(21))), **salt)[1]
             for key in ("one", "two", "one", "two")
         ]
         assert [each["cached"] for each in replies] == [False, False, True, True]
         assert replies[0]["id"] != replies[1]["id"]
-        assert cached(apart, "one", image_id=replies[0]["id"], **salt)[0] == 200
-        assert cached(apart, "two", image_id=replies[0]["id"], **salt)[0] == 404
-    assert not cached(shared, "one", image=data_url(encode_image(random_photo(22))))[1]["cached"]
-    assert cached(shared, "two", image=data_url(encode_image(random_photo(22))))[1]["cached"]
+        assert post_segment(apart, "one", image_id=replies[0]["id"], **salt)[0] == 200
+        assert post_segment(apart, "two", image_id=replies[0]["id"], **salt)[0] == 404
+    assert not post_segment(shared, "one", image=data_url(encode_image(random_photo(22))))[1][
+        "cached"
+    ]
+    assert post_segment(shared, "two", image=data_url(encode_image(random_photo(22))))[1]["cached"]
 
 
 def test_what_is_clear_in_a_drawn_mask_is_no_object(seeing: SegmentService) -> None:
@@ -296,9 +298,9 @@ def test_a_queue_that_is_full(seeing: SegmentService) -> None:
 
 
 def test_verbs_of_the_other_kind(seeing: SegmentService) -> None:
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    chat_body = {"messages": [{"role": "user", "content": "hi"}]}
     for path, body in (
-        ("/v1/chat/completions", messages),
+        ("/v1/chat/completions", chat_body),
         ("/v1/completions", {"prompt": "hi"}),
         ("/tokenize", {"prompt": "hi"}),
         ("/detokenize", {"tokens": [3]}),

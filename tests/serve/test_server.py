@@ -104,7 +104,7 @@ def test_the_openai_client_for_asyncio(server: ServerProcess) -> None:
     asyncio.run(main())
 
 
-def test_loading_is_told_and_requests_are_refused_meanwhile(stories: Path) -> None:
+def test_loading_is_reported_and_requests_are_refused_meanwhile(stories: Path) -> None:
     with ServerProcess(stories, ready=False) as serving:
         status, body, _ = serving.request("/health")
         refused = serving.request("/v1/completions", {**LONG, "max_tokens": 1})

@@ -60,7 +60,7 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
         options: dict[str, Any] = {**plain, "max_tokens": tokens}
         if stream:
             options |= {"stream": True, "stream_options": {"include_usage": True}}
-        text, messages = {**options, "prompt": prompt}, {**options, "messages": TALK}
+        text, chat_body = {**options, "prompt": prompt}, {**options, "messages": TALK}
         warm = {"temperature": 1.0, "seed": draw.randrange(99), "n": draw.randrange(2, 6)}
         stops = {
             "stop": draw.choice([[" the"], [".", "!"], ["e"], [" and", "she"]]),
@@ -82,12 +82,12 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                 "n": 2}),
                 ("/v1/completions", {**text, "echo": True, "logprobs": 2,
                 "max_tokens": draw.choice([0, 3])}),
-                ("/v1/chat/completions", messages),
-                ("/v1/chat/completions", {**messages, **stops, **warm}),
-                ("/v1/chat/completions", {**messages, "response_format": {"type": "json_object"},
+                ("/v1/chat/completions", chat_body),
+                ("/v1/chat/completions", {**chat_body, **stops, **warm}),
+                ("/v1/chat/completions", {**chat_body, "response_format": {"type": "json_object"},
                 "max_tokens": 9}),
                 ("/v1/chat/completions", {
-                    **messages, "tools": [{"type": "function", "function": TOOL}],
+                    **chat_body, "tools": [{"type": "function", "function": TOOL}],
                     "tool_choice": "required", "max_tokens": 60}),
                 ("/v1/responses", {**plain, "input": prompt, "max_output_tokens": tokens,
                 "stream": stream}),
@@ -98,12 +98,12 @@ def random_requests(count: int) -> Iterator[tuple[str, Any]]:
                                      "cache_salt": LEAVES, "n": draw.randrange(1, 3)}),
                 ("/v1/completions", {**text, "n": 0}),
                 ("/v1/completions", {**text, "prompt": "a " * 2000}),
-                ("/v1/chat/completions", {**messages, "model": "none"}),
+                ("/v1/chat/completions", {**chat_body, "model": "none"}),
             ]
         )  # fmt: skip
 
 
-class Told:
+class TokenCounts:
     """Usage that clients received, in total and by request id."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Told:
 
 
 async def send(
-    running: ServiceThread, usage_counts: Told, id: str, path: str, body: dict[str, Any]
+    running: ServiceThread, usage_counts: TokenCounts, id: str, path: str, body: dict[str, Any]
 ) -> None:
     headers = {"x-request-id": id}
     if body.get("cache_salt") != LEAVES:
@@ -176,7 +176,7 @@ def test_all_counts_agree(
     running: ServiceThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "modelmill.serve.access")
-    engine, usage_counts, requests = running.engine, Told(), list(random_requests(200))
+    engine, usage_counts, requests = running.engine, TokenCounts(), list(random_requests(200))
     push = engine._on_token
 
     def unended(token: TokenOutput) -> None:
@@ -222,7 +222,7 @@ def test_what_broke_off_with_its_worker_is_an_error(
     engine = running.engine
     monkeypatch.setattr(engine, "_send", lambda _: None)
 
-    async def lost() -> int:
+    async def lost_status() -> int:
         body = {"model": "stories", "prompt": "Once", "n": 3, "max_tokens": 5}
         random_requests = asyncio.create_task(running.client.post("/v1/completions", body))
         while not engine._active_requests:
@@ -232,7 +232,7 @@ def test_what_broke_off_with_its_worker_is_an_error(
         )
         return (await random_requests).status
 
-    assert running.run(lost()) == 503
+    assert running.run(lost_status()) == 503
     monkeypatch.undo()
     after = numbers(running)
     after.subtract(before)

@@ -248,7 +248,7 @@ UNSAYABLE += [
 
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_parameters_that_cannot_be_told_again_are_refused(
+def test_parameters_that_cannot_be_serialized_again_are_refused(
     running: ServiceThread, schema: str, choice: str
 ) -> None:
     """By their numbers and their depth, before anything else looks at them."""
@@ -283,7 +283,9 @@ def test_parameters_that_cannot_be_told_again_are_refused(
 
 
 @pytest.mark.parametrize("schema", UNSAYABLE, ids=lambda text: f"{text[:12]}{len(text)}")
-def test_schemas_that_cannot_be_told_again_are_refused(running: ServiceThread, schema: str) -> None:
+def test_schemas_that_cannot_be_serialized_again_are_refused(
+    running: ServiceThread, schema: str
+) -> None:
     format = {"type": "json_schema", "name": "a", "schema": "@"}
     named = {"type": "json_schema", "json_schema": {"name": "a", "schema": "@"}}
     for path, body in (
@@ -416,7 +418,7 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_forced_answer_that_is_no_call_is_told_unless_it_was_cut(cut: bool) -> None:
+def test_a_forced_answer_that_is_no_call_is_reported_unless_it_was_cut(cut: bool) -> None:
     """The grammar allows none; what the model wrote is not lost in silence where one came all the
     same.
     """

@@ -90,7 +90,7 @@ def test_a_span_counts_as_usage_does(
     assert attributes["modelmill.cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_an_embedding_s_span_tells_of_no_answer(running: ServiceThread, spans: Any) -> None:
+def test_an_embedding_s_span_has_no_answer(running: ServiceThread, spans: Any) -> None:
     usage = running.post("/v1/embeddings", {"model": "stories", "input": [SECRET, "b"]}).json[
         "usage"
     ]

@@ -17,7 +17,7 @@ from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
 
 
-def test_every_path_is_tried_and_nothing_is_told(
+def test_every_path_is_tried_and_nothing_is_logged(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
@@ -54,11 +54,11 @@ def test_the_openapi_document_is_made_on_a_thread(
     threads: list[int] = []
     make = app.get_openapi
 
-    def made(**options: Any) -> Any:
+    def make_document(**options: Any) -> Any:
         threads.append(threading.get_ident())
         return make(**options)
 
-    monkeypatch.setattr(app, "get_openapi", made)
+    monkeypatch.setattr(app, "get_openapi", make_document)
     client = Client(make_app(running.service))
 
     async def request_counts() -> tuple[int, int]:
@@ -73,7 +73,7 @@ def test_the_openapi_document_is_made_on_a_thread(
 def test_a_server_is_warm_before_its_port_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     for name in ("warm_up_routes", "warm_up_openapi"):
-        monkeypatch.setattr(warmup, name, _noted(name, done, getattr(warmup, name)))
+        monkeypatch.setattr(warmup, name, _record_name(name, done, getattr(warmup, name)))
     monkeypatch.setattr(warmup, "freeze_gc", lambda: done.append("freeze_gc"))
 
     async def run() -> None:
@@ -85,9 +85,9 @@ def test_a_server_is_warm_before_its_port_is_open(monkeypatch: pytest.MonkeyPatc
     assert set(done) <= {"warm_up_routes", "open", "warm_up_openapi", "freeze_gc"}
 
 
-def _noted(name: str, done: list[str], work: Any) -> Any:
-    async def noted(*args: Any) -> None:
+def _record_name(name: str, done: list[str], work: Any) -> Any:
+    async def run(*args: Any) -> None:
         await work(*args)
         done.append(name)
 
-    return noted
+    return run

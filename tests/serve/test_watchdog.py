@@ -202,7 +202,7 @@ class Watched:
         return value
 
 
-def test_a_step_that_does_not_end_is_told_and_the_worker_replaced(
+def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log_stream = io.StringIO()
@@ -283,12 +283,12 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
             received: list[None] = []
             hear = watched.engine._handle
 
-            def noted(message: Message) -> None:
+            def record_message(message: Message) -> None:
                 if isinstance(message, Heartbeat):
                     received.append(None)
                 hear(message)
 
-            watched.engine._handle = noted  # type: ignore[method-assign]
+            watched.engine._handle = record_message  # type: ignore[method-assign]
             for _ in range(3 * WITHIN):
                 before = len(received)
                 await watched.turns.spend(1)
@@ -304,7 +304,7 @@ async def bounded(work: Awaitable[None]) -> None:
         await work
 
 
-async def gone(pids: list[int]) -> None:
+async def wait_until_gone(pids: list[int]) -> None:
     """Until none of these processes is there."""
     await wait_until(lambda: not any(alive(pid) for pid in pids))
 
@@ -380,7 +380,7 @@ def test_a_rank_that_is_stopped_while_nothing_runs(stories: Path) -> None:
             stop(rank.pid)
             watched.turns.grant(WITHIN + 2)
             await wait_until(lambda: watched.engine.restarts == 1)
-            await gone([worker, rank.pid])
+            await wait_until_gone([worker, rank.pid])
             assert watched.counted("hung") == 1
 
     asyncio.run(bounded(main()))
@@ -399,7 +399,7 @@ def test_a_rank_that_is_stopped_ends_with_a_worker_that_dies_by_itself(stories: 
             (rank,) = psutil.Process(worker).children()
             stop(rank.pid)
             os.kill(worker, signal.SIGKILL)
-            await gone([worker, rank.pid])
+            await wait_until_gone([worker, rank.pid])
             await wait_until(
                 lambda: watched.engine.state is EngineState.READY and watched.engine.restarts == 1
             )

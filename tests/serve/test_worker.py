@@ -52,7 +52,7 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 class Clock:
-    """time.perf_counter that goes on when it is told to."""
+    """time.perf_counter that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -232,7 +232,7 @@ def test_memory_that_runs_out_before_a_step_ends_one_request(error: Exception) -
     asyncio.run(main())
 
 
-async def opened(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Task[None]]:
+async def open_client(path: Path, **run: Any) -> tuple[EngineClient, asyncio.Task[None]]:
     engine = EngineClient("stories", OpenEngine(str(path), {}, {**RUN, **run}), max_waiting=8)
     task = asyncio.create_task(engine.run())
     await engine.load_finished.wait()
@@ -251,7 +251,7 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
     )
 
     async def main() -> None:
-        engine, task = await opened(stories)
+        engine, task = await open_client(stories)
         assert engine.state is EngineState.READY, engine.error
         first, pages = engine.pid, engine.engine_info.num_pages  # type: ignore[union-attr]
         # however far the worker comes before it is killed, its answer is not heard to the end
@@ -280,9 +280,9 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
     asyncio.run(main())
 
 
-def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_reported_in_one_line(tmp_path: Path) -> None:
     async def main() -> None:
-        engine, task = await opened(tmp_path / "none.engine")
+        engine, task = await open_client(tmp_path / "none.engine")
         await task
         assert engine.state is EngineState.FAILED
         assert engine.is_usage_error
@@ -291,7 +291,7 @@ def test_what_cannot_be_opened_is_told_in_one_line(tmp_path: Path) -> None:
             == f"{tmp_path / 'none.engine'} does not exist; give an engine folder or a checkpoint"
         )
         (tmp_path / "empty.engine").mkdir()
-        engine, task = await opened(tmp_path / "empty.engine")
+        engine, task = await open_client(tmp_path / "empty.engine")
         await task
         assert engine.error is not None
         assert (

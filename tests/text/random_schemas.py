@@ -184,9 +184,10 @@ def is_valid(value: Any, schema: Any, root: dict[str, Any]) -> bool:
         return schema
     checks = [
         "$ref" not in schema or is_valid(value, _pointed(schema["$ref"], root), root),
-        "type" not in schema or any(_is(value, type_name) for type_name in _listed(schema["type"])),
-        "const" not in schema or _same(value, schema["const"]),
-        "enum" not in schema or any(_same(value, each) for each in schema["enum"]),
+        "type" not in schema
+        or any(_is(value, type_name) for type_name in _as_list(schema["type"])),
+        "const" not in schema or _is_same_value(value, schema["const"]),
+        "enum" not in schema or any(_is_same_value(value, each) for each in schema["enum"]),
         "anyOf" not in schema or any(is_valid(value, each, root) for each in schema["anyOf"]),
         "oneOf" not in schema or sum(is_valid(value, each, root) for each in schema["oneOf"]) == 1,
     ]
@@ -218,11 +219,11 @@ def _is(value: Any, type_name: str) -> bool:
     return isinstance(value, PYTHON_TYPES[type_name])  # type: ignore[arg-type]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 

@@ -80,7 +80,7 @@ def test_an_empty_text_is_one(guides: grammars.GuideFactory, tokenizer: Tokenize
 def test_a_grammar_that_takes_too_much_work_is_lost_and_not_ended(
     guides: grammars.GuideFactory, tokenizer: Tokenizer
 ) -> None:
-    """What has been written by then is no text of it, whoever reads the answer has to know."""
+    """The text up to then does not match the grammar, so the answer must end with an error."""
     pattern = {"type": "string", "pattern": "^(.{1,80} ){1,50}$"}
     schema = {
         "type": "object",

@@ -152,7 +152,9 @@ def test_a_file_that_says_something_else(tokenizer: Tokenizer, file: bytes) -> N
         load_image_chat({"image_chat.json": file}, tokenizer)
 
 
-def answered(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> tuple[str, list[int], bool]:
+def run_answer(
+    tokenizer: Tokenizer, chat: ImageChat, ids: list[int]
+) -> tuple[str, list[int], bool]:
     """(text, ids that were taken, whether a stop ended it) of an answer that would be ``ids``."""
     params = SamplingParams(stop=chat.stop_strings).with_defaults({})
     dialogue = RequestState(Request(id="a", prompt=(1,), params=params), None, tokenizer)
@@ -179,7 +181,7 @@ def test_ended_by_either_tokenization(
     tokenizer: Tokenizer, chat: ImageChat, mark: list[int]
 ) -> None:
     words = tokenizer.encode("It is a dog.", bos=False)
-    text, ids, stopped = answered(tokenizer, chat, [*words, *mark, *words])
+    text, ids, stopped = run_answer(tokenizer, chat, [*words, *mark, *words])
     assert stopped
     assert text.strip() == "It is a dog."
     assert ids == [*words, *mark]
@@ -188,7 +190,7 @@ def test_ended_by_either_tokenization(
 def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) -> None:
     words = tokenizer.encode("Use ## and # here", bos=False)
     assert DOUBLE in words or 444 in words
-    text, ids, stopped = answered(
+    text, ids, stopped = run_answer(
         tokenizer, chat, [*words, DOUBLE, *tokenizer.encode("end", bos=False)]
     )
     assert not stopped
@@ -200,7 +202,7 @@ def test_a_lone_double_mark_ends_nothing(tokenizer: Tokenizer, chat: ImageChat) 
 @given(st.lists(st.sampled_from([HASH, DOUBLE, TRIPLE, 263, 11203, 29889, 13]), max_size=12))
 def test_the_text_decides(tokenizer: Tokenizer, chat: ImageChat, ids: list[int]) -> None:
     """Whatever the tokens are, the answer ends where its text first holds ###."""
-    text, consumed_ids, stopped = answered(tokenizer, chat, ids)
+    text, consumed_ids, stopped = run_answer(tokenizer, chat, ids)
     full_text = tokenizer.decode(ids)
     assert stopped == ("###" in full_text)
     if stopped:

@@ -36,7 +36,7 @@ def test_any_cut_gives_the_plain_answer(text, stops, draw):
         if not stopped:
             pending = text[len(out) : at]
             assert text[:at] == out + pending
-            # never part of a stop string given out, never more held than needed
+            # no part of a stop string is returned, no more is held back than needed
             longest = max(
                 (n for s in stops for n in range(len(s)) if text[:at].endswith(s[:n])), default=0
             )

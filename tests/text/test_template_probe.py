@@ -70,7 +70,7 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> str:
         chat.close()
 
 
-def talk(content: Any, arguments: Any) -> list[dict[str, Any]]:
+def call_messages(content: Any, arguments: Any) -> list[dict[str, Any]]:
     call = {
         "id": "a1b2c3d4e",
         "type": "function",
@@ -87,7 +87,7 @@ def talk(content: Any, arguments: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("arguments", [TEXT, {"city": "Köln"}], ids=["text", "object"])
 def test_no_template_loses_a_call(content: Any, arguments: Any) -> None:
     as_text = TEXT if isinstance(arguments, str) else '{"city": "Köln"}'
-    messages = talk(content, arguments)
+    messages = call_messages(content, arguments)
     assert rendered(NULL_AND_TEXT, messages) == f"[U]hi[C]function|weather|{as_text}[R]5"
     call_text = '{"name": "weather", "arguments": {"city": "Köln"}}'
     assert rendered(OBJECTS, messages) == f"[user]hi[assistant]{call_text}[tool]5"
@@ -96,14 +96,17 @@ def test_no_template_loses_a_call(content: Any, arguments: Any) -> None:
 
 
 def test_arguments_that_are_no_object_stay_the_text_that_the_model_wrote() -> None:
-    assert rendered(NULL_AND_TEXT, talk(None, "{oops")) == "[U]hi[C]function|weather|{oops[R]5"
-    assert '"arguments": "{oops"' in rendered(OBJECTS, talk(None, "{oops"))
+    assert (
+        rendered(NULL_AND_TEXT, call_messages(None, "{oops"))
+        == "[U]hi[C]function|weather|{oops[R]5"
+    )
+    assert '"arguments": "{oops"' in rendered(OBJECTS, call_messages(None, "{oops"))
 
 
 def test_a_template_without_calls_and_one_that_always_fails_say_what_they_did_before() -> None:
-    assert rendered(PRINTS, talk("x", TEXT)) == "[user]hi[assistant]x[tool]5"
+    assert rendered(PRINTS, call_messages("x", TEXT)) == "[user]hi[assistant]x[tool]5"
     with pytest.raises(Exception, match="the chat template refused these messages: never"):
-        rendered("{{ raise_exception('never') }}", talk(None, TEXT))
+        rendered("{{ raise_exception('never') }}", call_messages(None, TEXT))
 
 
 def parts(*texts: str) -> list[dict[str, Any]]:
@@ -159,10 +162,10 @@ def test_published_templates_write_what_transformers_writes(
         json.loads(TEXT) if name == "qwen2.5" or not isinstance(arguments, str) else arguments
     )
     want = load_hf_tokenizer(name).apply_chat_template(
-        talk("", parsed_arguments), tokenize=False, add_generation_prompt=True
+        call_messages("", parsed_arguments), tokenize=False, add_generation_prompt=True
     )
     for content in (None, ""):
-        assert chat.render(talk(content, arguments)) == want
+        assert chat.render(call_messages(content, arguments)) == want
     chat.close()
 
 
@@ -170,11 +173,11 @@ def test_calls_of_a_template_that_knows_no_tools_are_its_own_where_none_are_offe
     chat = TemplateChat({"default": NULL_AND_TEXT}, load_tokenizer(hf_files()))
     assert (chat.tool_style, chat.writes_calls) == (DESCRIBED_STYLE, True)
     messages, variables = prepare_tools(
-        chat.tool_style, talk(None, TEXT), [], writes_calls=chat.writes_calls
+        chat.tool_style, call_messages(None, TEXT), [], writes_calls=chat.writes_calls
     )
     assert variables == {}
     assert chat.render(messages) == f"[U]hi[C]function|weather|{TEXT}[R]5"
-    prepared, _ = prepare_tools(chat.tool_style, talk(None, TEXT), [], writes_calls=False)
+    prepared, _ = prepare_tools(chat.tool_style, call_messages(None, TEXT), [], writes_calls=False)
     assert "tool_calls" not in prepared[1]
     chat.close()
 

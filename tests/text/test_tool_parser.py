@@ -1,4 +1,4 @@
-"""Calls are told from content however the text is cut, and nothing that was told is taken back."""
+"""Calls are separated from content however the text is cut; no delta is ever revoked."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-def read(
+def parse_pieces(
     style: str, text: str, sizes: list[int], **options: object
 ) -> tuple[str, list[tuple[str, str]], list[str | ToolCallDelta]]:
     """(content, calls, pieces) of a text that comes in pieces of these sizes, over and over."""
@@ -136,7 +136,7 @@ def read(
 @pytest.mark.parametrize("sizes", [[1], [10**6], [3, 1, 7]], ids=str)
 def test_each_form(place: int, sizes: list[int]) -> None:
     style, text, content, calls = CASES[place]
-    result = read(style, text, sizes)
+    result = parse_pieces(style, text, sizes)
     assert result[1] == calls
     assert result[0] == content
 
@@ -172,9 +172,9 @@ STYLES = [
 def test_streamed_or_whole_it_is_the_same(
     style: str, text: str, sizes: list[int], thinking: bool
 ) -> None:
-    """For any text and any cut; and a client may put together what it is told, piece by piece."""
-    content, calls, pieces = read(style, text, sizes, thinking=thinking)
-    assert (content, calls) == read(style, text, [10**6], thinking=thinking)[:2]
+    """For any text and any cut; a client may concatenate the deltas."""
+    content, calls, pieces = parse_pieces(style, text, sizes, thinking=thinking)
+    assert (content, calls) == parse_pieces(style, text, [10**6], thinking=thinking)[:2]
     if not calls and style != REACT_STYLE:
         assert content == text
     num_calls = 0
@@ -225,7 +225,7 @@ def test_every_object_arrives(
         json.dumps({"name": name, "arguments": value}, ensure_ascii=ascii)
         for name, value in expected
     ]
-    content, calls, _ = read(style, WRITE[style](written), [size])
+    content, calls, _ = parse_pieces(style, WRITE[style](written), [size])
     assert content == ""
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
 
@@ -256,8 +256,10 @@ def test_content_is_not_held_longer_than_needed() -> None:
 
 def test_after_a_result_the_thought_goes_on() -> None:
     text = " I now know the final answer.\nFinal Answer: Sun"
-    assert read(REACT_STYLE, text, [4], thinking=True)[0] == "Sun"
-    assert read(REACT_STYLE, f" More.\nAction: f\nAction Input: {X1}", [4], thinking=True)[:2] == (
+    assert parse_pieces(REACT_STYLE, text, [4], thinking=True)[0] == "Sun"
+    assert parse_pieces(REACT_STYLE, f" More.\nAction: f\nAction Input: {X1}", [4], thinking=True)[
+        :2
+    ] == (
         "More.",
         [F],
     )
@@ -265,7 +267,7 @@ def test_after_a_result_the_thought_goes_on() -> None:
 
 @pytest.mark.parametrize("sizes", [[1], [10**6]], ids=str)
 def test_one_call_at_most_where_that_is_asked(sizes: list[int]) -> None:
-    assert read(MARKED_STYLE, f"{TWO}{ONE}", sizes, max_calls=1)[:2] == ("", [("g", "{}")])
+    assert parse_pieces(MARKED_STYLE, f"{TWO}{ONE}", sizes, max_calls=1)[:2] == ("", [("g", "{}")])
 
 
 def test_ids() -> None:
@@ -278,7 +280,7 @@ def test_ids() -> None:
 
 def test_a_lone_surrogate_becomes_text_that_can_be_sent() -> None:
     text = '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>'
-    assert read(MARKED_STYLE, text, [5])[1] == [("f", "�")]
+    assert parse_pieces(MARKED_STYLE, text, [5])[1] == [("f", "�")]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -289,5 +291,5 @@ def test_time_is_linear_in_the_answer(style: str, piece: str) -> None:
     """60 thousand characters, a few at a time."""
     text = piece * (60_000 // len(piece))
     began = time.process_time()
-    read(style, text, [40])
+    parse_pieces(style, text, [40])
     assert time.process_time() - began < 4

@@ -14,7 +14,7 @@ TOOL: dict[str, Any] = {
 }
 
 
-def test_a_format_without_tools_is_told_of_them_in_words() -> None:
+def test_a_format_without_tools_describes_them_in_words() -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Go"},
@@ -66,7 +66,7 @@ PARALLEL: list[dict[str, Any]] = [
 ]
 
 
-def test_calls_made_at_once_are_told_one_by_one() -> None:
+def test_calls_made_at_once_are_written_one_by_one() -> None:
     conversation, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
     actual = [
         (m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in conversation

@@ -158,7 +158,7 @@ def test_cases_of_a_schemathesis_report() -> None:
         event([good, bad], 500),
         event([good], None),
     ]
-    result = openapi_schema.read(lines)
+    result = openapi_schema.read_report(lines)
     assert result.passed == 1
     assert [case.name for case in result.failed] == [
         "GET /x: fits",
@@ -173,7 +173,7 @@ def test_cases_of_a_schemathesis_report() -> None:
     ("response", "num_notes"),
     [({"error": {"code": "not_found"}}, 1), ({"error": None}, 0), ("", 0)],
 )
-def test_a_pass_on_a_path_that_is_not_served_is_told(response: Any, num_notes: int) -> None:
+def test_a_pass_on_a_path_that_is_not_served_is_noted(response: Any, num_notes: int) -> None:
     result = SuiteResult(0)
     each = SimpleNamespace(
         status=SimpleNamespace(value="passed"), response=response, warnings=[], errors=[]
@@ -215,7 +215,7 @@ def test_a_canary_that_warns_has_not_passed() -> None:
     results = [
         {"id": str(i), "status": s, "summary": "x"} for i, s in enumerate(("pass", "warn", "fail"))
     ]
-    result = compat_canary.read({"results": results, "score": 50})
+    result = compat_canary.read_report({"results": results, "score": 50})
     assert (result.passed, [case.name for case in result.failed]) == (1, ["1", "2"])
 
 

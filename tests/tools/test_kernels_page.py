@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from modelmill.ops.cuda.common import launch
+from modelmill.ops.cuda.weight_only_gemm import int4_linear, int8_gemm_small_m
 from tools import kernels_page
-from tools.kernel_heads import KernelHead
-from tools.performance.rows import Row
+from tools.kernel_heads import KernelHead, read_heads
+from tools.performance.rows import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
+H200_ROWS = read_rows(ROOT / kernels_page.RESULTS / "h200.jsonl")
+HEADS = {head.path.name: head for head in read_heads(ROOT)}
 
 
 def test_the_page_of_the_repository_is_fresh() -> None:
@@ -72,18 +79,18 @@ def head(text: str, name: str = "x.cu") -> KernelHead:
 
 def test_the_newest_row_of_the_largest_case_in_range() -> None:
     rows = [
-        row("8x64->48", 0.1, gbps=400.0),
+        row("8x64->48", 0.1, gbps=40.0),
         row("8x4096->4096", 0.2),
         row("8x4096->4096", 0.3),
         row("512x4096->4096", 0.9, gbps=9000.0),
         row("8x9999->4096", 0.8, variant="triton", gbps=9000.0),
     ]
-    found = kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ())
-    assert found is not None
-    assert found["fraction"] == 0.3
+    largest = kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ())
+    assert largest is not None
+    assert largest["fraction"] == 0.3
     assert kernels_page.largest_row(rows, "linear", head("M ≤ 64"), ("M ≤ 8",)) is None
     assert kernels_page.largest_row(rows, "linear", head("M ≥ 1024"), ()) is None
-    assert kernels_page.share_cell(found) == "**0.30** (8x4096->4096; H200, 2026-11-23)"
+    assert kernels_page.share_cell(largest) == "**0.30** (8x4096->4096; H200, 2026-11-23)"
     assert kernels_page.share_cell(rows[0]).startswith("launch (8x64")
     assert kernels_page.share_cell(None) == "–"
 
@@ -126,3 +133,54 @@ def test_stale_after_another_head_or_row(
     assert "**0.30**" in (tmp_path / kernels_page.PAGE).read_text()
     source.write_text(source.read_text().replace("TMA", "wgmma"))
     assert kernels_page.main([*arguments, "--check"]) == 1
+
+
+def largest_cuda_row(op: str, shown: KernelHead) -> Row | None:
+    """The row on the page of an op and a kernel."""
+    before = [HEADS[name].range_of(op) for name in kernels_page.comes_after(shown)]
+    return kernels_page.largest_row(H200_ROWS, op, shown, before)
+
+
+SHOWN = [
+    (op, shown, found["case"])
+    for shown in HEADS.values()
+    if shown.backend == "cuda" and shown.path.suffix == ".cu"
+    for op in shown.ops
+    if op.startswith("int") and (found := largest_cuda_row(op, shown)) is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "shown", "case"), SHOWN, ids=lambda each: getattr(each, "title", each)
+)
+def test_the_case_shown_launches_the_kernel(
+    op: str, shown: KernelHead, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the weight-only GEMMs, where several kernels serve an op."""
+    launched: list[str] = []
+
+    class Kernel:
+        def launch(self, *arguments: object, pdl: bool) -> None: ...
+
+    def load_kernel(source: str, *arguments: object) -> Kernel:
+        launched.append(source)
+        return Kernel()
+
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "tensor_map", lambda *arguments: b"")
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    sizes = re.match(r"(\d+)x(\d+)->(2x)?(\d+)(?: g(\d+))?", case)
+    assert sizes is not None
+    m, k, n = int(sizes[1]), int(sizes[2]), int(sizes[4]) * (2 if sizes[3] else 1)
+    group = int(sizes[5] or k)
+    x = torch.empty(m, k, dtype=torch.bfloat16)
+    weight = torch.empty(n, k, dtype=torch.int8)
+    scale = torch.empty(n, k // group, dtype=torch.float16 if sizes[5] else torch.float32)
+    gated = op.endswith("_swiglu")
+    if op.startswith("int4"):
+        weight = torch.empty(n, k // 2, dtype=torch.uint8)
+        int4_linear.int4_gemm(x, weight, scale, scale, group, None, gated=gated)
+    else:
+        int8_gemm_small_m.int8_gemm(x, weight, (scale, None, group), None, gated=gated)
+    assert set(launched) == {shown.path.stem}

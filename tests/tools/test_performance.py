@@ -397,13 +397,13 @@ def test_a_page_is_written_once_and_stale_after_a_new_row(
 
 
 def test_the_spread_of_one_run_is_not_shown() -> None:
-    assert tables.spread(MeasuredFigure(3.7, 3.7, 3.7, 1, {})) == "3.70"
-    assert tables.spread(MeasuredFigure(3.7, 3.6, 3.9, 3, {})) == "3.70 (3.60 … 3.90)"
+    assert tables.format_spread(MeasuredFigure(3.7, 3.7, 3.7, 1, {})) == "3.70"
+    assert tables.format_spread(MeasuredFigure(3.7, 3.6, 3.9, 3, {})) == "3.70 (3.60 … 3.90)"
 
 
 @pytest.mark.parametrize("device", ["h200", "cpu"])
 def test_every_row_says_how_where_with_what_and_when_it_was_measured(device: str) -> None:
-    rows = page.read(ROOT)[device]
+    rows = page.read_device_rows(ROOT)[device]
     assert rows
     for number, row in enumerate(rows, 1):
         missing = {"command", "device", "date"} - set(row)

@@ -250,4 +250,4 @@ def test_a_machine_without_git_loses_no_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert matrix.dated(CellResult("passed", "abc")).commit == ""
+    assert matrix.with_date(CellResult("passed", "abc")).commit == ""

@@ -27,8 +27,8 @@ from tests.trust.error_lines import check_one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# For each number: a child that builds, counts every call that changes the disk, and dies at the one
-# it was told, as by a power cut. Children are forked from a process that has imported everything,
+# For each number: a child that builds, counts every call that changes the disk, and dies at the
+# chosen one, as by a power cut. Children are forked from a process that has imported everything,
 # so that each starts in no time.
 KILLED = """
 import os, signal, sys

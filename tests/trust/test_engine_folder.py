@@ -51,7 +51,7 @@ SMALL = RunConfig(device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engine")
     plan = make_plan(
         open_checkpoint(write_folder(folder / "hf", llama_state())), BuildConfig(target="cpu")
@@ -61,9 +61,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def engine(built_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
-    return Path(shutil.copytree(built, tmp_path / "x.engine"))
+    return Path(shutil.copytree(built_folder, tmp_path / "x.engine"))
 
 
 def forged(engine: Path, **changes: Any) -> None:
@@ -72,7 +72,7 @@ def forged(engine: Path, **changes: Any) -> None:
     (engine / MANIFEST_FILE).write_text(replace(good, **changes).to_json())
 
 
-def refused(engine: Path) -> str:
+def refusal(engine: Path) -> str:
     with pytest.raises(ModelmillError) as raised:
         EngineCore.open(engine, SMALL)
     return check_one_line(raised.value)
@@ -84,10 +84,10 @@ def test_the_good_one_opens(engine: Path) -> None:
 
 @pytest.mark.parametrize("field", list(Manifest.__dataclass_fields__))
 def test_any_value_in_any_field_with_a_digest_that_fits(
-    engine: Path, built: Path, field: str
+    engine: Path, built_folder: Path, field: str
 ) -> None:
     for value in HOSTILE:
-        shutil.copy(built / MANIFEST_FILE, engine / MANIFEST_FILE)
+        shutil.copy(built_folder / MANIFEST_FILE, engine / MANIFEST_FILE)
         try:
             forged(engine, **{field: value})
             EngineCore.open(engine, SMALL)
@@ -98,8 +98,8 @@ def test_any_value_in_any_field_with_a_digest_that_fits(
 @pytest.mark.parametrize(
     "key", ["hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps", "rope_theta"]
 )
-def test_any_value_in_the_config(engine: Path, built: Path, key: str) -> None:
-    good = Manifest.from_json((built / MANIFEST_FILE).read_text(), "e")
+def test_any_value_in_the_config(engine: Path, built_folder: Path, key: str) -> None:
+    good = Manifest.from_json((built_folder / MANIFEST_FILE).read_text(), "e")
     for value in HOSTILE:
         try:
             (engine / MANIFEST_FILE).write_text(
@@ -140,12 +140,12 @@ def test_missing_extra_and_empty_weight_files(engine: Path) -> None:
     assert EngineCore.open(engine, SMALL).vocab == 20
     name = next(n for n in good.files if n.endswith(".safetensors"))
     forged(engine, files={n: e for n, e in good.files.items() if n != name})
-    assert "lacks the tensor" in refused(engine)
+    assert "lacks the tensor" in refusal(engine)
     forged(engine, files=good.files)
     (engine / name).write_bytes(b"")
-    assert name in refused(engine)
+    assert name in refusal(engine)
     (engine / name).unlink()
-    assert f"{name} is missing" in refused(engine)
+    assert f"{name} is missing" in refusal(engine)
 
 
 def test_one_tensor_in_two_files(engine: Path) -> None:
@@ -154,10 +154,10 @@ def test_one_tensor_in_two_files(engine: Path) -> None:
     name = next(n for n in good.files if n.endswith(".safetensors"))
     shutil.copy(engine / name, engine / "weights" / "again.safetensors")
     forged(engine, files={**good.files, "weights/again.safetensors": good.files[name]})
-    assert "which another file holds too" in refused(engine)
+    assert "which another file holds too" in refusal(engine)
 
 
-def reheaded(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def replace_header(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """A weight file whose header was changed, with hashes and sizes that fit."""
     good = Manifest.from_json((engine / MANIFEST_FILE).read_text(), "e")
     name = next(n for n in good.files if n.endswith("embedding_and_head.safetensors"))
@@ -200,8 +200,8 @@ def reheaded(engine: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def test_a_weight_file_that_lies_about_itself(
     engine: Path, change: Callable[[dict[str, Any]], Any]
 ) -> None:
-    reheaded(engine, change)
-    refused(engine)
+    replace_header(engine, change)
+    refusal(engine)
 
 
 def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
@@ -213,7 +213,7 @@ def test_any_flipped_bit_anywhere_is_found(engine: Path) -> None:
             place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
             data[place] ^= bit
             (engine / name).write_bytes(data)
-            assert name in refused(engine)
+            assert name in refusal(engine)
             data[place] ^= bit
         (engine / name).write_bytes(data)
     assert EngineCore.open(engine, SMALL).vocab == 20

@@ -84,7 +84,7 @@ def forged(good: Path, out: Path, file: str, header: Header, **changes: Any) -> 
     return out
 
 
-def opened(engine: Path) -> str:
+def open_and_answer(engine: Path) -> str:
     """The error's line; empty where it opens and answers."""
     try:
         loop = EngineCore.open(engine, SMALL)
@@ -96,10 +96,10 @@ def opened(engine: Path) -> str:
 
 def test_the_good_ones_answer(engines: dict[str, Path]) -> None:
     for engine in engines.values():
-        assert opened(engine) == ""
+        assert open_and_answer(engine) == ""
 
 
-def reshaped(header: Header, name: str, shape: list[int], dtype: str | None = None) -> Header:
+def with_shape(header: Header, name: str, shape: list[int], dtype: str | None = None) -> Header:
     """A header in which one tensor has another shape and dtype."""
     entry = header[name] | {"shape": shape} | ({} if dtype is None else {"dtype": dtype})
     return {**header, name: entry}
@@ -108,19 +108,19 @@ def reshaped(header: Header, name: str, shape: list[int], dtype: str | None = No
 # what the issue's list of forged engines showed, each a traceback before
 NAMED: dict[str, Callable[[Header], tuple[Header, dict[str, Any]]]] = {
     "a matrix of one dimension": lambda h: (
-        reshaped(h, "layers.0.attn.o_proj.weight", [32 * 32]),
+        with_shape(h, "layers.0.attn.o_proj.weight", [32 * 32]),
         {},
     ),
     "a matrix of three dimensions": lambda h: (
-        reshaped(h, "layers.0.attn.o_proj.weight", [2, 16, 32]),
+        with_shape(h, "layers.0.attn.o_proj.weight", [2, 16, 32]),
         {},
     ),
     "a matrix of whole numbers": lambda h: (
-        reshaped(h, "layers.0.attn.o_proj.weight", [32, 32], "I32"),
+        with_shape(h, "layers.0.attn.o_proj.weight", [32, 32], "I32"),
         {},
     ),
     "a norm of whole numbers": lambda h: (
-        reshaped(h, "layers.0.attn_norm.weight", [32], "I32"),
+        with_shape(h, "layers.0.attn_norm.weight", [32], "I32"),
         {},
     ),
     "an alias to a norm": lambda h: (h, {"aliases": {"head.weight": "norm.weight"}}),
@@ -142,7 +142,7 @@ def test_what_was_found_once_is_one_line_that_says_rebuild(
     good = engines["none"]
     file = "layer-0000.safetensors"
     header, changes = NAMED[case](headers(good)[file])
-    assert "rebuild" in opened(forged(good, tmp_path / "e", file, header, **changes))
+    assert "rebuild" in open_and_answer(forged(good, tmp_path / "e", file, header, **changes))
 
 
 @st.composite
@@ -200,7 +200,7 @@ def test_any_header_is_an_engine_or_one_line(
     @given(forgeries(headers(good)))
     def tried(forgery: tuple[str, Header]) -> None:
         file, header = forgery
-        opened(forged(good, tmp_path / "e", file, header))
+        open_and_answer(forged(good, tmp_path / "e", file, header))
 
     tried()
 

@@ -16,7 +16,7 @@ from modelmill.text.grammar import check_grammar
 from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.service_thread import ServiceThread
 from tests.trust.error_lines import check_one_line
-from tests.trust.test_serving import CHAT, idle, refused
+from tests.trust.test_serving import CHAT, idle, refusal
 from tests.wait import time_limit
 
 MB = 1 << 20
@@ -113,7 +113,7 @@ def test_a_schema_that_is_too_deep_for_its_body(running: ServiceThread) -> None:
             "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": 0}},
         }
     )
-    refused(
+    refusal(
         running,
         "/v1/chat/completions",
         body.replace('"schema": 0', '"schema": ' + nested(10**4)).encode(),

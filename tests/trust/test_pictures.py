@@ -58,7 +58,7 @@ def segment(seeing: SegmentService, **body: Any) -> dict[str, Any]:
     return response.json
 
 
-def refused(seeing: SegmentService, body: Any, status: int = 400) -> dict[str, Any]:
+def refusal(seeing: SegmentService, body: Any, status: int = 400) -> dict[str, Any]:
     response = seeing.post("/v1/segment", body)
     assert response.status == status, response.body[:500]
     error: dict[str, Any] = response.json["error"]
@@ -87,13 +87,13 @@ def claiming(width: int, height: int) -> bytes:
     )
 
 
-def rotated() -> bytes:
+def rotated_jpeg() -> bytes:
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     return encode_image(random_photo(), "JPEG", exif=exif)
 
 
-def animated(file_format: str) -> bytes:
+def animated_image(file_format: str) -> bytes:
     return encode_image(
         random_photo(),
         file_format,
@@ -119,10 +119,10 @@ RIGHT = {
     ),
     "transparent": (encode_image(random_photo().convert("RGBA")), SIZE),
     "grey with alpha": (encode_image(random_photo().convert("LA")), SIZE),
-    "animated GIF": (animated("GIF"), SIZE),
-    "animated PNG": (animated("PNG"), SIZE),
-    "animated WebP": (animated("WEBP"), SIZE),
-    "turned by EXIF": (rotated(), SIZE[::-1]),
+    "animated GIF": (animated_image("GIF"), SIZE),
+    "animated PNG": (animated_image("PNG"), SIZE),
+    "animated WebP": (animated_image("WEBP"), SIZE),
+    "turned by EXIF": (rotated_jpeg(), SIZE[::-1]),
     "BMP": (encode_image(random_photo(), "BMP"), SIZE),
 }
 WRONG = {
@@ -157,16 +157,16 @@ def test_odd_pictures_are_seen_as_they_are(seeing: SegmentService, name: str) ->
 
 
 def test_a_turned_picture_is_the_upright_one(seeing: SegmentService) -> None:
-    upright = PIL.Image.open(io.BytesIO(rotated())).transpose(PIL.Image.Transpose.ROTATE_270)
+    upright = PIL.Image.open(io.BytesIO(rotated_jpeg())).transpose(PIL.Image.Transpose.ROTATE_270)
     assert (
-        segment(seeing, image=data_url(rotated()))["image"]["id"]
+        segment(seeing, image=data_url(rotated_jpeg()))["image"]["id"]
         == segment(seeing, image=data_url(encode_image(upright)))["image"]["id"]
     )
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_picture_is_refused(seeing: SegmentService, name: str) -> None:
-    error = refused(seeing, {"image": data_url(WRONG[name])})
+    error = refusal(seeing, {"image": data_url(WRONG[name])})
     assert error["param"] == "image"
     assert error["message"].startswith("the image")
 
@@ -221,13 +221,13 @@ def test_hostile_fields(seeing: SegmentService, place: int) -> None:
         assert segment(seeing, image=GOOD, **field_values)["masks"] == []
         return
     body = field_values if "image_id" in field_values else {"image": GOOD, **field_values}
-    assert refused(seeing, body, status)["type"] == "invalid_request_error"
+    assert refusal(seeing, body, status)["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e400", "-Infinity", "9" * 5000, "null", "{}", '"1"'])
 def test_numbers_that_are_none(seeing: SegmentService, number: str) -> None:
     body = f'{{"image": "{GOOD}", "points": [[{number}, 1]]}}'.encode()
-    refused(seeing, body)
+    refusal(seeing, body)
 
 
 def test_minus_zero_is_zero(seeing: SegmentService) -> None:
@@ -240,11 +240,11 @@ def test_too_much(seeing: SegmentService) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1000, 1060, 3), dtype=np.uint8)
     big = base64.b64encode(encode_image(PIL.Image.fromarray(noise), "BMP")).decode()
     assert len(big) > 4 << 20
-    assert refused(seeing, {"image": big}, 413)["code"] == "request_too_large"
+    assert refusal(seeing, {"image": big}, 413)["code"] == "request_too_large"
     large = segment(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))[
         "image"
     ]["id"]
-    error = refused(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
+    error = refusal(seeing, {"image_id": large, "boxes": [[1, 1, 9, 9]] * 64})
     assert error["message"].startswith(
         "192 masks of 1024 × 2048 pixels are too many for one response"
     )
@@ -257,7 +257,7 @@ def test_the_cache_is_bounded_in_bytes(seeing: SegmentService) -> None:
     first = segment(seeing, image=data_url(encode_image(random_photo(1000))))["image"]["id"]
     for seed in range(1001, 1060):
         segment(seeing, image=data_url(encode_image(random_photo(seed, (16, 16)))))
-    refused(seeing, {"image_id": first, "points": [[1, 1]]}, 404)
+    refusal(seeing, {"image_id": first, "points": [[1, 1]]}, 404)
 
 
 def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:

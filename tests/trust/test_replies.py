@@ -67,7 +67,7 @@ def running(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize(("path", "body", "least"), REPLIES, ids=lambda value: str(value)[:20])
-def test_a_large_reply_holds_nobody_up(
+def test_a_large_reply_delays_no_other_request(
     running: ServiceThread, path: str, body: dict[str, Any], least: int
 ) -> None:
     cost = measure_request(

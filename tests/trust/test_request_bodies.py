@@ -77,7 +77,7 @@ def check(running: SegmentService, path: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("path", "field", "what", "size"), ISSUE, ids=lambda value: str(value))
-def test_a_large_body_holds_nobody_up(
+def test_a_large_body_delays_no_other_request(
     running: SegmentService, path: str, field: str, what: str, size: int
 ) -> None:
     model = "sam" if path == "/v1/segment" else "stories"
@@ -192,12 +192,12 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
     ],
 )
 def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> None:
-    messages = {"messages": [{"role": "user", "content": "x"}]}
+    chat_body = {"messages": [{"role": "user", "content": "x"}]}
     body = {
         **(
             {"prompt": "x"}
             if path == "/v1/completions"
-            else messages
+            else chat_body
             if "chat" in path
             else {"input": "x"}
         )
@@ -208,7 +208,7 @@ def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> 
     assert running.post(path, {"model": "stories", **body, "metadata": fine}).status == 200
 
 
-def test_what_is_told_of_tokens_is_bounded(running: SegmentService) -> None:
+def test_what_is_returned_about_tokens_is_bounded(running: SegmentService) -> None:
     def post(path: str, **body: Any) -> Any:
         return running.post(path, {"model": "stories", **body})
 
@@ -219,7 +219,7 @@ def test_what_is_told_of_tokens_is_bounded(running: SegmentService) -> None:
     assert running.post("/v1/completions", COMPLETION).status == 200
 
 
-def test_bodies_of_clients_that_leave_keep_nobody_waiting(running: SegmentService) -> None:
+def test_bodies_of_clients_that_leave_delay_no_other_client(running: SegmentService) -> None:
     """Those whose turn has not come are not read at all, and large ones never stand before smaller
     ones.
     """

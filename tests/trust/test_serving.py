@@ -62,7 +62,7 @@ def idle(running: ServiceThread) -> None:
     wait_until(empty, describe=lambda: running.run(running.engine.stats()))
 
 
-def refused(
+def refusal(
     running: ServiceThread, path: str, body: Any, status: int = 400, **options: Any
 ) -> dict[str, Any]:
     """The error of a request that must fail, after checking its form."""
@@ -114,7 +114,7 @@ HOSTILE: list[tuple[str, Any]] = [
 )
 def test_hostile_values(running: ServiceThread, place: int) -> None:
     name, value = HOSTILE[place]
-    error = refused(running, "/v1/completions", {**COMPLETION, name: value})
+    error = refusal(running, "/v1/completions", {**COMPLETION, name: value})
     assert error["type"] == "invalid_request_error"
 
 
@@ -132,7 +132,7 @@ START = b'{"model":"stories","prompt":"a","temperature":'
 )  # fmt: skip
 def test_bodies_that_are_no_requests(running: ServiceThread, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-        refused(running, path, body)
+        refusal(running, path, body)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_bodies_that_are_no_requests(running: ServiceThread, body: bytes) -> Non
 )
 def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
     """The vocabulary ends at 512."""
-    refused(running, "/detokenize", {"tokens": ids})
+    refusal(running, "/detokenize", {"tokens": ids})
     assert running.post("/detokenize", {"tokens": [511]}).status == 200
 
 
@@ -148,7 +148,7 @@ def test_ids_that_stand_for_no_text(running: ServiceThread, ids: Any) -> None:
     "content_type",
     ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x"],
 )
-def test_a_body_that_is_not_told_to_be_json(running: ServiceThread, content_type: str) -> None:
+def test_a_body_without_the_json_content_type(running: ServiceThread, content_type: str) -> None:
     """What a page of another origin can send without asking is refused, and the answer says what is
     missing.
     """
@@ -181,8 +181,8 @@ def test_halves_of_a_surrogate_pair_come_back_as_question_marks(running: Service
         {**COMPLETION, "suffix": half},
         {**CHAT, "messages": [{half: 1}]},
     ):
-        refused(running, "/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
-    refused(running, "/v1/completions", {**COMPLETION, "model": half})
+        refusal(running, "/v1/completions" if "prompt" in body else "/v1/chat/completions", body)
+    refusal(running, "/v1/completions", {**COMPLETION, "model": half})
 
 
 def test_minus_zero_is_greedy(running: ServiceThread) -> None:
@@ -211,7 +211,7 @@ def test_minus_zero_is_greedy(running: ServiceThread) -> None:
 )  # fmt: skip
 def test_hostile_messages(running: ServiceThread, messages: Any) -> None:
     """Nothing is ever fetched for an image's address: this engine takes text only."""
-    refused(running, "/v1/chat/completions", {**CHAT, "messages": messages})
+    refusal(running, "/v1/chat/completions", {**CHAT, "messages": messages})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_hostile_messages(running: ServiceThread, messages: Any) -> None:
 )  # fmt: skip
 def test_hostile_fields_of_a_conversation(running: ServiceThread, more: dict[str, Any]) -> None:
     """A chat template comes with the engine, never with a request."""
-    refused(running, "/v1/chat/completions", {**CHAT, **more})
+    refusal(running, "/v1/chat/completions", {**CHAT, **more})
 
 
 def test_control_tokens_that_a_user_types_are_text(running: ServiceThread) -> None:
@@ -269,13 +269,13 @@ def test_a_megabyte_of_one_character(running: ServiceThread, text: str) -> None:
         ("/v1/completions", {**COMPLETION, "prompt": text}),
         ("/tokenize", {"prompt": text}),
     ):
-        refused(running, path, body)
+        refusal(running, path, body)
     messages = [{"role": "user", "content": text}]
     for path, body in (
         ("/v1/chat/completions", {**CHAT, "messages": messages}),
         ("/tokenize", {"messages": messages}),
     ):
-        refused(running, path, body)
+        refusal(running, path, body)
 
 
 def test_many_messages_are_measured_together(running: ServiceThread) -> None:
@@ -287,7 +287,7 @@ def test_many_messages_are_measured_together(running: ServiceThread) -> None:
             ("/v1/chat/completions", {**CHAT, "messages": messages}),
             ("/tokenize", {"messages": messages}),
         ):
-            assert "characters" in refused(running, path, body)["message"]
+            assert "characters" in refusal(running, path, body)["message"]
 
 
 def function(**more: Any) -> list[dict[str, Any]]:
@@ -328,7 +328,7 @@ def test_whatever_a_template_may_write_is_measured(
         ("/v1/chat/completions", {**CHAT, "messages": messages}),
         ("/tokenize", {"messages": messages}),
     ):
-        error = refused(running, path, body)
+        error = refusal(running, path, body)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
@@ -344,17 +344,17 @@ def test_tools_are_measured_too(
     running: ServiceThread, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TemplateChat, "encode", None)
-    error = refused(running, "/v1/chat/completions", {**CHAT, "tools": function(**body)})
+    error = refusal(running, "/v1/chat/completions", {**CHAT, "tools": function(**body)})
     assert error["code"] == "context_length_exceeded"
     flat = {"type": "function", **function(**body)[0]["function"]}
-    refused(running, "/v1/responses", {"model": "stories", "input": "x", "tools": [flat]})
+    refusal(running, "/v1/responses", {"model": "stories", "input": "x", "tools": [flat]})
 
 
 def test_a_deep_message_is_refused_for_what_it_is(running: ServiceThread) -> None:
     messages = [{"role": "user", "content": "x", "name": nested(300)}]
     assert (
         "nested"
-        in refused(running, "/v1/chat/completions", {**CHAT, "messages": messages})["message"]
+        in refusal(running, "/v1/chat/completions", {**CHAT, "messages": messages})["message"]
     )
 
 
@@ -363,7 +363,7 @@ def test_texts_to_embed_are_counted_before_they_are_split(
 ) -> None:
     monkeypatch.setattr(running.engine.text_processor, "request", None)
     inputs = ["a"] * (running.engine.capacity + 1)
-    error = refused(running, "/v1/embeddings", {"model": "stories", "input": inputs})
+    error = refusal(running, "/v1/embeddings", {"model": "stories", "input": inputs})
     assert f"more than the {running.engine.capacity}" in error["message"]
 
 
@@ -380,21 +380,21 @@ def test_a_full_engine_makes_nothing_of_a_request(
         ("/v1/responses", {"model": "stories", "input": "x"}),
         ("/v1/embeddings", {"model": "stories", "input": ["x"]}),
     ):
-        assert refused(running, path, body, 429)["code"] == "rate_limit_exceeded"
+        assert refusal(running, path, body, 429)["code"] == "rate_limit_exceeded"
 
 
 def test_bodies_that_are_too_large(running: ServiceThread) -> None:
     most = running.service.limits.max_body_bytes
-    error = refused(
+    error = refusal(
         running, "/v1/completions", b" " * 10, 413, headers={"content-length": str(most + 1)}
     )
     assert error["code"] == "request_too_large"
     # a length that lies, or none at all: counted as it comes
-    refused(running, "/v1/completions", b" " * (most + 1), 413, headers={"content-length": "10"})
+    refusal(running, "/v1/completions", b" " * (most + 1), 413, headers={"content-length": "10"})
     for length in ("-5", "9" * 30, "9" * 5000, "0x10", "1_0", "+5", " 5", "\u00b2", ""):
-        refused(running, "/v1/completions", b"{}", 413, headers={"content-length": length})
+        refusal(running, "/v1/completions", b"{}", 413, headers={"content-length": length})
     for length in ("0" * 30 + "2", "0" * 5000 + "2"):
-        refused(running, "/v1/completions", b"{}", 400, headers={"content-length": length})
+        refusal(running, "/v1/completions", b"{}", 400, headers={"content-length": length})
 
 
 def guarded(running: ServiceThread, *keys: str, **limits: Any) -> Client:
@@ -535,7 +535,7 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
     def door(**limits: Any) -> Client:
         return guarded(running, "one", "two", **limits)
 
-    def cached(client: Client, key: str, path: str, body: dict[str, Any]) -> int:
+    def count_cached(client: Client, key: str, path: str, body: dict[str, Any]) -> int:
         headers = {"authorization": f"Bearer {key}"}
         usage = running.run(client.post(path, {"model": "stories", **body}, headers=headers)).json[
             "usage"
@@ -548,15 +548,16 @@ def test_keys_share_no_cache_unless_they_may(running: ServiceThread) -> None:
     for path, body in requests:
         for more in ({}, {"cache_salt": "mine"}):
             counts = [
-                cached(apart, key, path, {**body, **more}) for key in ("one", "two", "one", "two")
+                count_cached(apart, key, path, {**body, **more})
+                for key in ("one", "two", "one", "two")
             ]
             assert counts[:2] == [0, 0], (path, more, counts)
             assert min(counts[2:]) > 0, (path, more, counts)
     path, body = requests[0]
     body = {**body, "prompt": f"Then {text}"}
-    assert cached(shared, "one", path, body) == 0
-    assert cached(shared, "two", path, body) > 0
-    assert cached(shared, "two", path, {**body, "cache_salt": "mine"}) == 0
+    assert count_cached(shared, "one", path, body) == 0
+    assert count_cached(shared, "two", path, body) > 0
+    assert count_cached(shared, "two", path, {**body, "cache_salt": "mine"}) == 0
 
 
 def test_other_origins_get_no_permission_unless_named(running: ServiceThread) -> None:
@@ -585,13 +586,13 @@ def test_a_salt_keeps_tenants_apart(running: ServiceThread) -> None:
         "prompt": "Lily and Tom went to the park to play with the big red ball " * 3,
     }
 
-    def cached(salt: str) -> int:
+    def count_cached(salt: str) -> int:
         usage = running.post("/v1/completions", {**body, "cache_salt": salt}).json["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    assert cached("tenant a") == 0
-    assert cached("tenant a") > 0
-    assert cached("tenant b") == 0
+    assert count_cached("tenant a") == 0
+    assert count_cached("tenant a") > 0
+    assert count_cached("tenant b") == 0
 
 
 def test_a_bug_tells_nothing_of_itself(
@@ -601,7 +602,7 @@ def test_a_bug_tells_nothing_of_itself(
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
 
     monkeypatch.setattr(TemplateChat, "encode", broken)
-    error = refused(running, "/v1/chat/completions", CHAT, 500)
+    error = refusal(running, "/v1/chat/completions", CHAT, 500)
     assert "0x7f00" not in json.dumps(error)
     record = next(record for record in caplog.records if record.getMessage() == "bug")
     line = json_logs.JsonLogFormatter().format(record)
@@ -660,17 +661,17 @@ def test_a_bug_in_the_middle_of_a_stream_tells_nothing_of_itself(
     assert not any("0x7f00" in json_logs.JsonLogFormatter().format(record) for record in records)
 
 
-def test_a_task_that_nobody_waited_for_is_told_without_its_text(
+def test_an_unawaited_task_is_logged_without_its_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without a handler for asyncio's log, Python prints the exception with its text."""
 
-    async def lost() -> None:
+    async def failing_task() -> None:
         raise RuntimeError("the user's secret prompt")
 
     async def main() -> None:
         asyncio.get_running_loop().call_soon(str.encode, "the user's secret prompt", "no-such-code")
-        task = asyncio.create_task(lost())
+        task = asyncio.create_task(failing_task())
         while not task.done():
             await asyncio.sleep(0)
 
@@ -765,7 +766,7 @@ def test_more_answers_than_are_queued_cost_nothing(
         "modelmill.serve.routes.completions._make_request_states", lambda *parts: made.append(parts)
     )
     for prompts, n in ((1000, 128), (1024, 1), (running.engine.capacity + 1, 1), (5, 128)):
-        error = refused(
+        error = refusal(
             running, "/v1/completions", {**COMPLETION, "n": n, "prompt": ["a"] * prompts}
         )
         assert f"{prompts * n} sequences in one request" in error["message"]

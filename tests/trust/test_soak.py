@@ -52,12 +52,12 @@ def test_rough_treatment_leaves_the_server_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "options",
+    "check_shutdown",
     [shutdown.check_killed_while_loading, shutdown.check_server_killed],
-    ids=lambda how: how.__name__,
+    ids=lambda check: check.__name__,
 )
-def test_kills(stories: Path, options: object) -> None:  # noqa: F811
-    result = options(stories, QUIET)  # type: ignore[operator]
+def test_kills(stories: Path, check_shutdown: object) -> None:  # noqa: F811
+    result = check_shutdown(stories, QUIET)  # type: ignore[operator]
     assert result["ok"], result
 
 

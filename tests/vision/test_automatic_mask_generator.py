@@ -19,12 +19,12 @@ from modelmill.vision.automatic_mask_generator import AutomaticMaskOptions
 from modelmill.vision.masks import to_coco_rle
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state
-from tests.models.test_sam import made
+from tests.models.test_sam import make_model
 from tests.vision import plain_mask_generator as plain
 from tests.vision.coco_rle import from_coco_rle
 
 
-def same(
+def assert_equal_masks(
     model: SamModel, picture: PIL.Image.Image, names: dict[str, str], options: dict[str, Any]
 ) -> int:
     """Compare; returns how many masks there are. names: our option → the plain one's."""
@@ -89,13 +89,16 @@ def test_blots_are_kept_as_plain_loops_keep_them(
     options: dict[str, Any], least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sam_model = SamModel(
-        made(small_state(2)), VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD
+        make_model(small_state(2)),
+        VisionContext(select_backends("cpu")),
+        sam.IMAGE_MEAN,
+        sam.IMAGE_STD,
     )
     monkeypatch.setattr(sam_model.model, "decode_masks", blots(sam_model.image_size // 4))
     values = np.random.default_rng(3).integers(0, 255, (90, 140, 3), dtype=np.uint8)
     picture = PIL.Image.fromarray(values)
     settings = {"pred_iou_thresh": 0.6, "stability_score_thresh": 0.3} | options
-    assert same(sam_model, picture, NAMES, settings) >= least
+    assert assert_equal_masks(sam_model, picture, NAMES, settings) >= least
 
 
 @pytest.mark.slow
@@ -107,12 +110,12 @@ def test_blots_are_kept_as_plain_loops_keep_them(
 def test_mobilesam_finds_what_plain_loops_find(shared: Path, options: dict[str, Any]) -> None:
     from safetensors.torch import load_file
 
-    model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
+    model = make_model(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
     sam_model = SamModel(
         model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD
     )
     picture = PIL.Image.open(shared / "data/images/dog.jpg").convert("RGB")
     if "min_mask_region_area" in options:
         picture = picture.resize((300, 200))  # plain loops visit every pixel
-    count = same(sam_model, picture, NAMES, options)
+    count = assert_equal_masks(sam_model, picture, NAMES, options)
     assert count >= 8

@@ -13,7 +13,7 @@ from modelmill.vision.captured_calls import CapturedCalls
 from modelmill.vision.prompts import Prompt, make_prompt
 from modelmill.vision.sam_model import SamModel
 from tests.models.sam_seeded import small_state
-from tests.models.test_sam import made
+from tests.models.test_sam import make_model
 
 
 def test_off_it_calls() -> None:
@@ -71,8 +71,8 @@ def test_what_waits_for_the_host_is_called() -> None:
 
 
 @pytest.mark.gpu
-def test_an_eye_with_graphs_sees_what_one_without_sees() -> None:
-    model = made(small_state(), device="cuda")
+def test_a_model_with_graphs_computes_what_one_without_computes() -> None:
+    model = make_model(small_state(), device="cuda")
     models = [
         SamModel(model, VisionContext(select_backends("cuda")), sam.IMAGE_MEAN, sam.IMAGE_STD)
         for _ in range(2)

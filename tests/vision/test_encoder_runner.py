@@ -136,7 +136,7 @@ def config_of(sizes: dict[str, dict[str, int]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def drawn(config: dict[str, Any]) -> Any:
+def random_model(config: dict[str, Any]) -> Any:
     """A model in float32 on the CPU; its activations keep near 1."""
     model: Any = fill_random_weights(build_model("minigpt4", config), {}, torch.float32, "cpu")
     kernel = model.image_embedder.visual_encoder.patch_embed.proj.weight
@@ -144,7 +144,7 @@ def drawn(config: dict[str, Any]) -> Any:
     return model
 
 
-def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
+def to_gpu(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The same model on the GPU in another type."""
     model: Any = build_model("minigpt4", config)
     for name, module in model.named_modules():
@@ -159,7 +159,7 @@ def moved(plain: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def shown(count: int, side: int) -> list[torch.Tensor]:
+def random_pictures(count: int, side: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(count)
     return list(
         torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
@@ -172,8 +172,8 @@ def known(
 ) -> tuple[Any, dict[str, Any], list[torch.Tensor], torch.Tensor]:
     """(a model on the CPU, its config, pictures, their embeddings in float32)."""
     config = config_of(request.param)
-    plain = drawn(config)
-    pictures = shown(3, plain.image_size)
+    plain = random_model(config)
+    pictures = random_pictures(3, plain.image_size)
     with torch.inference_mode():
         expected = plain.encode_images(
             torch.stack(pictures).permute(0, 3, 1, 2), select_backends("cpu")
@@ -193,7 +193,7 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     plain, config, pictures, expected = known
-    model, ops = moved(plain, config, dtype), select_backends("cuda")
+    model, ops = to_gpu(plain, config, dtype), select_backends("cuda")
     for graphs in (True, False):
         embeddings = VisionEncoderRunner(model, ops, "cuda", graphs=graphs).encode_images(pictures)
         for actual, reference in zip(embeddings, expected, strict=True):
@@ -205,14 +205,14 @@ def test_on_a_gpu_as_in_float32_on_the_cpu(
 @pytest.mark.gpu
 def test_a_graph_serves_every_number_of_pictures() -> None:
     config = config_of(TINY)
-    model, ops = moved(drawn(config), config, torch.bfloat16), select_backends("cuda")
+    model, ops = to_gpu(random_model(config), config, torch.bfloat16), select_backends("cuda")
     runner, plain = (
         VisionEncoderRunner(model, ops, "cuda", graphs=True),
         VisionEncoderRunner(model, ops, "cuda"),
     )
     runner.warm_up(2)
     for count in (1, 2, 3, 7, 16, 5, 1):
-        pictures = shown(count, 56)
+        pictures = random_pictures(count, 56)
         alone = [plain.encode_images([each])[0] for each in pictures]
         for actual, reference in zip(runner.encode_images(pictures), alone, strict=True):
             assert (
@@ -225,8 +225,8 @@ def test_an_op_that_waits_for_the_host_is_launched_instead(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = config_of(TINY)
-    model, ops = moved(drawn(config), config, torch.float32), select_backends("cuda")
-    expected = VisionEncoderRunner(model, ops, "cuda").encode_images(shown(1, 56))
+    model, ops = to_gpu(random_model(config), config, torch.float32), select_backends("cuda")
+    expected = VisionEncoderRunner(model, ops, "cuda").encode_images(random_pictures(1, 56))
 
     def waiting(images: torch.Tensor, vision: VisionContext) -> torch.Tensor:
         assert torch.isfinite(images.sum()).item()
@@ -237,18 +237,22 @@ def test_an_op_that_waits_for_the_host_is_launched_instead(
 
     model.image_embedder.forward = waiting
     with caplog.at_level("WARNING"):
-        output = VisionEncoderRunner(model, ops, "cuda", graphs=True).encode_images(shown(1, 56))
+        output = VisionEncoderRunner(model, ops, "cuda", graphs=True).encode_images(
+            random_pictures(1, 56)
+        )
     assert torch.equal(output[0], expected[0])
     assert "without CUDA graphs" in caplog.text
 
 
-def answered(graphs: bool) -> list[int | None]:
+def run_requests(graphs: bool) -> list[int | None]:
     """Tokens of two requests with a picture each."""
     config = config_of(TINY)
     run = RunConfig(kv_cache_bytes=1 << 22, max_model_len=128, device="cuda", cuda_graphs=graphs)
-    engine_core = EngineCore(moved(drawn(config), config, torch.bfloat16), run, max_model_len=128)
+    engine_core = EngineCore(
+        to_gpu(random_model(config), config, torch.bfloat16), run, max_model_len=128
+    )
     tokens: list[int | None] = []
-    for number, each in enumerate(shown(2, 56)):
+    for number, each in enumerate(random_pictures(2, 56)):
         request = greedy_request(str(number), [*range(1, 20), *[0] * 8, *range(20, 40)], 12)
         engine_core.add(
             replace(request, embedding_spans=(EmbeddingSpan(19, 8, str(number), each.numpy()),))
@@ -263,7 +267,7 @@ def test_an_answer_after_a_picture_is_decoded_by_graphs() -> None:
     with mock.patch.object(
         DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay
     ) as replayed:
-        ids = answered(graphs=True)
+        ids = run_requests(graphs=True)
     assert replayed.call_count >= 2 * 11, "all tokens but the first of each answer"
-    assert ids == answered(graphs=False)
+    assert ids == run_requests(graphs=False)
     assert len(ids) == 24

@@ -23,7 +23,7 @@ from modelmill.vision.automatic_mask_generator import (
 from modelmill.vision.masks import encode_rle
 from modelmill.vision.prompts import Prompt, group_by_shape, make_prompt, prompt_tensors
 from modelmill.vision.sam_model import Mask, SamModel
-from tests.models.test_sam import made
+from tests.models.test_sam import make_model
 from tests.vision.coco_rle import from_coco_rle
 
 
@@ -31,7 +31,7 @@ from tests.vision.coco_rle import from_coco_rle
 def sam_model(shared: Path) -> SamModel:
     from safetensors.torch import load_file
 
-    model = made(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
+    model = make_model(load_file(shared / "data/models/mobile_sam/mobile_sam.safetensors"))
     return SamModel(model, VisionContext(select_backends("cpu")), sam.IMAGE_MEAN, sam.IMAGE_STD)
 
 

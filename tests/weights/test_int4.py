@@ -18,7 +18,7 @@ from modelmill.weights.int4 import Int4Weight
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 300))
 
 
-def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+def random_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -47,7 +47,7 @@ def test_the_layout_is_the_documented_one() -> None:
 def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
     size: tuple[int, int], group: int, symmetric: bool
 ) -> None:
-    weight = drawn(*size, seed=size[0])
+    weight = random_matrix(*size, seed=size[0])
     weight[0] = 0.0
     packed = Int4Weight.pack(weight, torch.float32, group_size=group, symmetric=symmetric)
     scale = packed.scale.float().abs().repeat_interleave(packed.group_size, 1)[:, : size[1]]
@@ -64,7 +64,7 @@ def test_nearest_errs_by_half_a_step_and_stores_what_it_says(
     assert list(stored) == list(info), "written in the order announced"
     again = base.from_tensors("int4", stored)
     assert torch.equal(again.dense(), packed.dense())
-    x = drawn(3, size[1], seed=1)
+    x = random_matrix(3, size[1], seed=1)
     torch.testing.assert_close(
         packed.matmul(x, None, registry.select_backends("cpu")),
         x @ packed.dense().T,
@@ -89,7 +89,9 @@ def test_16_levels_are_held_exactly() -> None:
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(
     columns: tuple[int, int], symmetric: bool
 ) -> None:
-    packed = Int4Weight.pack(drawn(20, 300), torch.float32, group_size=64, symmetric=symmetric)
+    packed = Int4Weight.pack(
+        random_matrix(20, 300), torch.float32, group_size=64, symmetric=symmetric
+    )
     rows = [(2, 5), (11, 20)]
     part = packed.slice(rows, columns)
     expected = torch.cat([packed.dense()[a:b, slice(*columns)] for a, b in rows])
@@ -100,11 +102,11 @@ def test_a_slice_is_the_slice_of_what_is_multiplied_with(
 
 def test_a_slice_inside_a_group_is_our_mistake() -> None:
     with pytest.raises(AssertionError, match="between groups"):
-        Int4Weight.pack(drawn(4, 256), torch.float32).slice([(0, 4)], (64, 256))
+        Int4Weight.pack(random_matrix(4, 256), torch.float32).slice([(0, 4)], (64, 256))
 
 
 @pytest.mark.parametrize("sizes", [[300, 48], [0, 64], [400, 64], [300, 32]], ids=str)
 def test_damaged_sizes_are_named(sizes: list[int]) -> None:
-    stored = Int4Weight.pack(drawn(4, 300), torch.float32, group_size=64).tensors()
+    stored = Int4Weight.pack(random_matrix(4, 300), torch.float32, group_size=64).tensors()
     with pytest.raises(CorruptArtifact, match="int4"):
         base.from_tensors("int4", stored | {"sizes": torch.tensor(sizes, dtype=torch.int32)})

@@ -1,5 +1,5 @@
-"""Rows of a product do not touch: what is no number in one of them, somebody else's overflow, stays
-there.
+"""Rows of a product are independent: NaN or infinity of one row (an overflow in another request)
+stays there.
 
 With AMX, oneDNN's products in 16 bits read beyond a row's end where it is no whole number of 32
 columns (seen with torch 2.13 on a Xeon); on processors without it these tests have never failed.

@@ -22,7 +22,7 @@ BITS_AND_MODES = [
 ]
 
 
-def _made(
+def _make_weight(
     bits: str, mode: str, columns: int = 100, rows: int = 24, splits: int = 1
 ) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:
     """(weight, its dense original, inputs)."""
@@ -47,7 +47,7 @@ def _made(
 
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None:
-    rptq_weight, _, x = _made(bits, mode)
+    rptq_weight, _, x = _make_weight(bits, mode)
     layout = RptqRecipe(BuildConfig(quantization="rptq", bits=bits, mode=mode)).pack_options
     announced = packed_info("rptq", rptq_weight.shape, torch.float32, **layout)
     stored = rptq_weight.tensors()
@@ -61,7 +61,7 @@ def test_what_is_announced_is_stored_and_read_back(bits: str, mode: str) -> None
 @pytest.mark.parametrize(("bits", "most"), [("w8a8", 0.02), ("w4a8", 0.12), ("w4a4", 0.25)])
 @pytest.mark.parametrize("mode", ["exact", "dynamic"])
 def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float) -> None:
-    rptq_weight, weight, x = _made(bits, mode)
+    rptq_weight, weight, x = _make_weight(bits, mode)
     expected = x @ weight.T
     off = rptq_weight.matmul(x, None, registry.select_backends("cpu")) - expected
     assert float(off.norm() / expected.norm()) < most
@@ -70,7 +70,7 @@ def test_outputs_are_near_those_of_the_weight(bits: str, mode: str, most: float)
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
     """Columns cut anywhere, rows in stretches: the parts' products sum up to the whole."""
-    rptq_weight, _, x = _made(bits, mode)
+    rptq_weight, _, x = _make_weight(bits, mode)
     ops = registry.select_backends("cpu")
     expected = rptq_weight.matmul(x, None, ops)
     parts = [rptq_weight.slice([(0, 24)], cut) for cut in ((0, 37), (37, 100))]
@@ -86,22 +86,22 @@ def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
 
 
 def test_a_norm_puts_out_what_the_product_wants() -> None:
-    rptq_weight, _, x = _made("w8a8", "exact")
+    rptq_weight, _, x = _make_weight("w8a8", "exact")
     assert rptq_weight.act_quant is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
-    values, scale = rms_norm_quant(x, norm, 1e-5, *rptq_weight.act_quant)
+    values, scale = rms_norm_quant(x, norm, 1e-5, rptq_weight.act_quant)
     fused = rptq_weight.matmul(QuantizedInput(values, scale, x.dtype), None, ops)
     assert torch.equal(
         fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops)
     ) or torch.allclose(
         fused, rptq_weight.matmul(ops.rms_norm(x, norm, 1e-5), None, ops), atol=0.05
     )
-    assert _made("w8a8", "dynamic")[0].act_quant is None
+    assert _make_weight("w8a8", "dynamic")[0].act_quant is None
 
 
 def test_a_gate_is_taken_in_the_same_pass() -> None:
-    rptq_weight, _, x = _made("w4a4", "exact")
+    rptq_weight, _, x = _make_weight("w4a4", "exact")
     ops = registry.select_backends("cpu")
     both = torch.cat([x, x.flip(0)], 1)
     apart = rptq_weight.matmul(ops.silu_mul(both), None, ops)
@@ -120,7 +120,7 @@ def test_groups_hold_every_channel(columns: int, mode: str) -> None:
 
 
 def test_damage_is_named() -> None:
-    stored = _made("w4a8", "exact")[0].tensors()
+    stored = _make_weight("w4a8", "exact")[0].tensors()
     for name, wrong in (
         ("sizes", torch.tensor([100, 31, 8], dtype=torch.int32)),
         ("weight", stored["weight"][:, :-1]),
@@ -138,7 +138,7 @@ def test_damage_is_named() -> None:
 def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     bits: str, splits: int
 ) -> None:
-    rptq_weight, _, x = _made(bits, "exact", columns=300, splits=splits)
+    rptq_weight, _, x = _make_weight(bits, "exact", columns=300, splits=splits)
     assert rptq_weight.tensors().keys() == packed_info(
         "rptq", rptq_weight.shape, torch.float32, mode="exact"
     ).keys() | ({"offset"} if bits != "w8a8" else set())
@@ -150,7 +150,7 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
     cut = rptq_weight.slice([(3, 9)], (120, 300))
     assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])
-    plain, _, _ = _made(bits, "exact", columns=300)
+    plain, _, _ = _make_weight(bits, "exact", columns=300)
     inside = x[:200]
     errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (rptq_weight, plain)]
     reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (rptq_weight, plain)]

@@ -1,5 +1,5 @@
-"""8-bit weights for 8-bit activations: what is stored, what is multiplied, what a damaged file is
-told.
+"""8-bit weights for 8-bit activations: storage, multiplication, errors for
+damaged files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMATS: dict[str, Any] = {"w8a8": w8a8.W8A8Weight, "fp8": fp8.Fp8Weight}
 EXACT = {"w8a8": 1e-5, "fp8": 1e-4}
 
 
-def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+def random_matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -35,7 +35,7 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def test_what_is_stored_is_what_is_multiplied(
     weight_format: str, size: tuple[int, int], per_channel: bool, input_scale: float
 ) -> None:
-    weight = drawn(*size, seed=size[1])
+    weight = random_matrix(*size, seed=size[1])
     weight[0] = 0.0
     packed = FORMATS[weight_format].pack(
         weight, torch.float32, per_channel=per_channel, input_scale=input_scale
@@ -52,7 +52,7 @@ def test_what_is_stored_is_what_is_multiplied(
     assert bool(((packed.dense() - weight).abs() <= step * 1.0001).all())
     assert per_channel or len(set(packed.scale.tolist())) == 1
     again = base.from_tensors(weight_format, stored)
-    x = drawn(3, size[1], seed=1)
+    x = random_matrix(3, size[1], seed=1)
     for ops in (
         registry.select_backends("cpu"),
         registry.select_backends(
@@ -74,18 +74,22 @@ def test_what_is_stored_is_what_is_multiplied(
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_norm_has_rounded_is_taken_as_it_is(weight_format: str, static: bool) -> None:
     packed = FORMATS[weight_format].pack(
-        drawn(9, 70), torch.float32, input_scale=0.02 if static else 0.0
+        random_matrix(9, 70), torch.float32, input_scale=0.02 if static else 0.0
     )
-    ops, x, bias = registry.select_backends("cpu"), drawn(4, 70, 1), drawn(1, 9, 2)[0]
+    ops, x, bias = (
+        registry.select_backends("cpu"),
+        random_matrix(4, 70, 1),
+        random_matrix(1, 9, 2)[0],
+    )
     act_quant = packed.act_quant
-    rounded = QuantizedInput(*ops.quantize(x, *act_quant), x.dtype)
+    rounded = QuantizedInput(*ops.quantize(x, act_quant), x.dtype)
     assert (rounded.scale is None) == static
     assert torch.equal(packed.matmul(rounded, bias, ops), packed.matmul(x, bias, ops))
 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
 def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> None:
-    packed = FORMATS[weight_format].pack(drawn(20, 60), torch.float32, input_scale=0.05)
+    packed = FORMATS[weight_format].pack(random_matrix(20, 60), torch.float32, input_scale=0.05)
     part = packed.slice([(2, 5), (11, 20)], (7, 50))
     assert torch.equal(
         part.dense(), torch.cat([packed.dense()[2:5, 7:50], packed.dense()[11:20, 7:50]])
@@ -96,7 +100,7 @@ def test_a_slice_is_the_slice_of_what_is_multiplied_with(weight_format: str) -> 
 
 @pytest.mark.parametrize("weight_format", sorted(FORMATS))
 def test_damage_is_named(weight_format: str) -> None:
-    stored = FORMATS[weight_format].pack(drawn(4, 30), torch.float32).tensors()
+    stored = FORMATS[weight_format].pack(random_matrix(4, 30), torch.float32).tensors()
     wrong = {"scale": torch.ones(5), "input_scale": torch.ones(2), "weight": torch.zeros(4, 30)}
     for name, tensor in wrong.items():
         with pytest.raises(CorruptArtifact, match="damaged"):

@@ -76,7 +76,7 @@ def _lazy_server(
         if not started:
             _log("starting the server")
             url = stack.enter_context(
-                server.served(server.engine(options.out), options.out / "server.log")
+                server.serve_engine(server.engine(options.out), options.out / "server.log")
             )
             started.append((url, server.MODEL))
         return started[0]

@@ -45,10 +45,10 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     )
     if not report.exists():
         raise RuntimeError(f"no report: {done.stderr.strip()[:200]}")
-    return read(json.loads(report.read_text()))
+    return read_report(json.loads(report.read_text()))
 
 
-def read(report: dict[str, object]) -> SuiteResult:
+def read_report(report: dict[str, object]) -> SuiteResult:
     """A report of schema compatcanary.report.v1; a warning counts as a failure."""
     result = SuiteResult(0, version=VERSION)
     for each in report["results"]:  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         raise RuntimeError(
             f"pytest ended with {done.returncode} and without a report; see {out / 'pytest.log'}"
         )
-    result = read(report)
+    result = read_junit(report)
     result.facts["declared as supported"] = (
         "tool calling, forced tool choice, structured output, JSON mode, streaming, usage, "
         "another model per call"
@@ -62,7 +62,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
     return result
 
 
-def read(report: Path) -> SuiteResult:
+def read_junit(report: Path) -> SuiteResult:
     """Read a JUnit file."""
     result = SuiteResult(0)
     for case in ElementTree.parse(report).getroot().iter("testcase"):

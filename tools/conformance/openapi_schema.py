@@ -110,10 +110,10 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         )
     if not report.exists():
         raise RuntimeError(f"schemathesis left no report; see {log}")
-    return read(report.read_text(encoding="utf-8").splitlines())
+    return read_report(report.read_text(encoding="utf-8").splitlines())
 
 
-def read(lines: list[str]) -> SuiteResult:
+def read_report(lines: list[str]) -> SuiteResult:
     """The result of a report in NDJSON. A case passes where all of its checks do."""
     result, statuses, answered = (
         SuiteResult(0, excluded=list(EXCLUDED)),

@@ -34,7 +34,7 @@ def engine(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(
+def serve_engine(
     path: Path, log: Path, flags: tuple[str, ...] = FLAGS, seconds: float = 300.0
 ) -> Iterator[str]:
     """The base URL (…/v1) of a server of this engine, named ``MODEL``; ended with SIGTERM.

@@ -61,7 +61,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
                 FailedCheck(f"float32, {way}", f"{len(asks) - equal} of {len(asks)} texts differ")
             )
     half = bfloat16(out)
-    with server.served(half, out / "bfloat16.log") as url:
+    with server.serve_engine(half, out / "bfloat16.log") as url:
         for way, equal in measure(url, server.MODEL, half, asks).items():
             result.facts[f"bfloat16, {way}"] = f"{equal} of {len(asks)} ({equal / len(asks):.0%})"
     return result

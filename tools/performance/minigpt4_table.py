@@ -6,31 +6,34 @@ from collections.abc import Sequence
 
 from tools.performance.numbers import number
 from tools.performance.rows import MeasuredFigure, Row
-from tools.performance.tables import spread
+from tools.performance.tables import format_spread
 
 WORKLOADS = {
-    ("eyes", 1): "tower, Q-Former and projection, one picture, ms",
-    ("eyes", 16): "the same, 16 pictures at once, ms",
+    ("encoder", 1): "tower, Q-Former and projection, one picture, ms",
+    ("encoder", 16): "the same, 16 pictures at once, ms",
     ("first", 1): "first token of a request, ms",
     ("request", 1): "a request: 100 tokens of text, a picture, 100 new tokens, ms",
     ("many", 64): "64 such requests at once, requests/s",
 }
 TARGETS_MS = {
-    ("eyes", 1, "bfloat16"): 15.0,
+    ("encoder", 1, "bfloat16"): 15.0,
     ("request", 1, "bfloat16"): 400.0,
     ("request", 1, "int4"): 190.0,
     ("many", 64, "bfloat16"): 60.0,
 }
 PEER = "transformers"
+RENAMED_WORKLOADS = {"eyes": "encoder"}
+"""Names of workloads in rows before 2026-11-24 → names now."""
 
 
 def minigpt4_table(rows: Sequence[Row]) -> list[str]:
     """Lines of the table, and the runs that they come from."""
     known = [
-        row
+        row | {"work": RENAMED_WORKLOADS.get(row["work"], row["work"])}
         for row in rows
-        if row.get("bench") == "minigpt4" and (row["work"], row["pictures"]) in WORKLOADS
+        if row.get("bench") == "minigpt4"
     ]
+    known = [row for row in known if (row["work"], row["pictures"]) in WORKLOADS]
     names = list(dict.fromkeys(row["subject"] for row in known if row["subject"] != PEER))
     version = next((row["versions"][PEER] for row in reversed(known) if row["subject"] == PEER), "")
     head = ["work", *names, f"{PEER} {version}", "× ours, bfloat16"]
@@ -69,4 +72,4 @@ def _cell(row: Row | None, key: tuple[str, int]) -> str:
     reached = (
         "" if must is None else f" ({'reached' if row['value'] <= must else 'missed'}: {must:g})"
     )
-    return f"**{number(row['value'])}**{spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"  # noqa: E501
+    return f"**{number(row['value'])}**{format_spread(MeasuredFigure.from_row(row)).removeprefix(number(row['value']))}{reached}"  # noqa: E501

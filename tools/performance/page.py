@@ -91,7 +91,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
 _PLACEHOLDER = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)
 
 
-def read(root: Path) -> dict[str, list[Row]]:
+def read_device_rows(root: Path) -> dict[str, list[Row]]:
     """The rows by device."""
     return {name: read_rows(root / RESULTS / f"{name}.jsonl") for name in ("h200", "cpu")}
 
@@ -126,7 +126,7 @@ def _plots(story: str) -> list[str]:
 
 def stale_files(root: Path) -> list[str]:
     """Files that are not what rows and story give; a plot is known by the digest of its data."""
-    story, rows = (root / STORY).read_text(encoding="utf-8"), read(root)
+    story, rows = (root / STORY).read_text(encoding="utf-8"), read_device_rows(root)
     stale = []
     page = root / PAGE
     if not page.exists() or page.read_text(encoding="utf-8") != render(story, rows):
@@ -141,7 +141,7 @@ def stale_files(root: Path) -> list[str]:
 def write(root: Path) -> list[str]:
     """Write what is stale; the names written."""
     old = stale_files(root)
-    story, rows = (root / STORY).read_text(encoding="utf-8"), read(root)
+    story, rows = (root / STORY).read_text(encoding="utf-8"), read_device_rows(root)
     for name in _plots(story):
         if str(plot_path(name)) in old:
             plot = PLOTS[name]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tools.performance.numbers import number
 from tools.performance.rows import MeasuredFigure, Row
-from tools.performance.tables import spread
+from tools.performance.tables import format_spread
 
 OURS, PEER, COMPILED = "bfloat16", "transformers", "transformers-compiled"
 LINES = {
@@ -82,7 +82,7 @@ def _fastest(rows: Sequence[Row]) -> Row | None:
 
 def _subject_text(row: Row) -> str:
     rate = f", {number(row['images_per_s'])} pictures/s" if row.get("batch", 1) > 1 else ""
-    return spread(MeasuredFigure.from_row(row)) + rate
+    return format_spread(MeasuredFigure.from_row(row)) + rate
 
 
 def _against(rows: Sequence[Row], other: Row | None, *, faster: bool) -> list[str]:

@@ -68,7 +68,7 @@ def _speed_cells(target: SpeedTarget, newest: MeasuredFigure, line: TargetLine) 
     ]
     if line.beside_peer is None:
         return [*cells, "–", "", "", ""]
-    peers = [f"{_named(name, each)} {spread(each)}" for name, each in line.peers.items()]
+    peers = [f"{_named(name, each)} {format_spread(each)}" for name, each in line.peers.items()]
     ratios = [f"**{each.value / line.beside_peer.value:.2f}**" for each in line.peers.values()]
     beside = [f"ours {number(line.beside_peer.value)}, {', '.join(peers)}", ", ".join(ratios)]
     return [*cells, *beside, *_shares(target, line.beside_peer, line.peers.get("vLLM"))]
@@ -87,7 +87,7 @@ def _named(name: str, measured: MeasuredFigure) -> str:
     return f"{name} {version}" if version else name
 
 
-def spread(measured: MeasuredFigure) -> str:
+def format_spread(measured: MeasuredFigure) -> str:
     """4.21 (4.20 … 4.23)."""
     return number(measured.value) + _range(measured)
 

@@ -51,13 +51,13 @@ TOOL = {
 RequestSpec = tuple[str, dict[str, Any]]
 
 
-def _words(rng: random.Random, count: int) -> str:
+def _random_words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(WORDS, k=count))
 
 
 def _random_chat(rng: random.Random) -> dict[str, Any]:
     turns = [
-        {"role": ("user", "assistant")[i % 2], "content": _words(rng, rng.randint(1, 12))}
+        {"role": ("user", "assistant")[i % 2], "content": _random_words(rng, rng.randint(1, 12))}
         for i in range(3)
     ]
     return {
@@ -75,7 +75,7 @@ def chat(rng: random.Random) -> RequestSpec:
 def completion(rng: random.Random) -> RequestSpec:
     """Several prompts and choices, log-probabilities, echo."""
     body: dict[str, Any] = {
-        "prompt": [_words(rng, rng.randint(1, 40)) for _ in range(rng.choice((1, 1, 3)))]
+        "prompt": [_random_words(rng, rng.randint(1, 40)) for _ in range(rng.choice((1, 1, 3)))]
     }
     body |= {
         "n": rng.choice((1, 2)),

@@ -97,7 +97,7 @@ class SoakServer:
         """Its worker processes."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self._processes.update(children)
-        return [each for each in children if "modelmill.serve.worker" in _words(each)]
+        return [each for each in children if "modelmill.serve.worker" in _command_line(each)]
 
     def memory(self) -> dict[str, float]:
         """Resident MB of the API process and of the workers."""
@@ -158,7 +158,7 @@ class SoakServer:
             time.sleep(0.05)
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return process.cmdline()
     return []

@@ -125,12 +125,12 @@ def _fact(promised: str, mask: Any, box: tuple[int, ...], score: float) -> Fact:
 def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path) -> list[Fact]:
     """Return mean IoU over the grid and score differences on a photo, per other engine."""
     context.log(f"  float32: {photo.name}")
-    best, logits, scores = _chosen(one, photo, None)
+    best, logits, scores = _choose_mask(one, photo, None)
     size = one.embed_images([photo])[0]
     rows = []
     for (name, other), least in zip(others.items(), MIN_IOU.values(), strict=True):
         context.log(f"  {name}: {photo.name}")
-        _, reference_masks, their_scores = _chosen(other, photo, best)
+        _, reference_masks, their_scores = _choose_mask(other, photo, best)
         iou, apart = (
             _mask_ious(one.model, size, logits, reference_masks),
             (scores - their_scores).abs(),
@@ -147,7 +147,7 @@ def _masks(context: VerifyContext, one: Any, others: dict[str, Any], photo: Path
     return rows
 
 
-def _chosen(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
+def _choose_mask(segmenter: Any, photo: Path, best: Any) -> tuple[Any, Any, Any]:
     """Return per grid point the index, logits and score of mask ``best`` (None: best score)."""
     import torch
 
@@ -174,13 +174,14 @@ def _mask_ious(model: Any, embedding: Any, actual: Any, reference: Any) -> Any:
     """IoU [N] of masks at the photo's size, a few at a time."""
     import torch
 
+    from modelmill.ops.upsample_masks import UpsampleMasksInputs
     from modelmill.vision.masks import mask_iou
 
     pairs = zip(actual.split(GRID_SIDE), reference.split(GRID_SIDE), strict=True)
     sized = (
         [
             model.vision.ops.upsample_masks(
-                x, model.image_size, embedding.encoder_size, embedding.size
+                UpsampleMasksInputs(x, model.image_size, embedding.encoder_size, embedding.size)
             )[0]
             for x in pair
         ]

@@ -19,7 +19,7 @@ def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
     """The page. items: number → (title, result or None where it has not run for these sources)."""
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
     for number, (title, result) in items.items():
-        lines.append(f"| {number} | {cell(title)} | {outcome(result)} |")
+        lines.append(f"| {number} | {cell(title)} | {outcome_word(result)} |")
     failed = [
         number for number, (_, result) in items.items() if result is not None and not result.ok
     ]
@@ -53,7 +53,7 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     return lines
 
 
-def outcome(result: VerifyResult | None) -> str:
+def outcome_word(result: VerifyResult | None) -> str:
     """One word for the overview."""
     return "not run" if result is None else "kept" if result.ok else "**FAILED**"
 

@@ -135,10 +135,10 @@ def _instruction(
     name, _, rest = text.partition(" ")
     if name == "bra":
         return f"goto {rest};"
-    word, _, options = name.partition(".")
+    word, _, suffix = name.partition(".")
     if word not in known:
-        return f'emu::fail("{word}.{options} is not emulated");'
-    operands = ", ".join((f'"{options}"', *_operands(rest, values, targets)))
+        return f'emu::fail("{word}.{suffix} is not emulated");'
+    operands = ", ".join((f'"{suffix}"', *_operands(rest, values, targets)))
     return f"ptx::{word}({operands});"
 
 

@@ -1,5 +1,5 @@
-"""Launches a kernel of ours with the silent driver: prints what the driver was told by
-``CachedLauncher``, then by Triton.
+"""Launches a kernel of ours with the silent driver: prints the launch arguments of
+``CachedLauncher``, then of Triton.
 
 Run by test_fast_launch_driver_calls.py in a process of its own, which finds that driver
 (``benchmarks/fake_cuda_driver.py``).
@@ -41,6 +41,7 @@ def main() -> None:
     fake_cuda_driver.fake_hopper_device()
     driver = ctypes.CDLL("libcuda.so.1")
     driver.expect((ctypes.c_int * len(WIDTHS))(*WIDTHS), len(WIDTHS))
+    from modelmill.ops.quant_types import ActQuantSpec
     from modelmill.ops.triton.common import fast_launch
     from modelmill.ops.triton.norm_quantize import norm_quant
 
@@ -48,11 +49,11 @@ def main() -> None:
     inputs = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (7, 7, 5)]
     outputs = []
 
-    def launched() -> list[dict[str, Any]]:
+    def run_launches() -> list[dict[str, Any]]:
         launches = []
         for x in inputs:
             outputs.append(
-                norm_quant.rms_norm_quant(x, None, weight, 1e-5, torch.int8, (None, None, None), 8)
+                norm_quant.rms_norm_quant(x, None, weight, 1e-5, ActQuantSpec(torch.int8))
             )
             launches.append(
                 last_launch(driver)
@@ -60,7 +61,7 @@ def main() -> None:
             )
         return launches
 
-    cached = launched()
+    cached = run_launches()
     compiled_launches = [
         launch.__name__ for launch in norm_quant._launcher.compiled_launches.values()
     ]
@@ -82,7 +83,7 @@ def main() -> None:
     json.dump(
         {
             "cached": cached,
-            "triton": launched(),
+            "triton": run_launches(),
             "compiled_launches": compiled_launches,
             "stream": fake_cuda_driver.FAKE_STREAM,
         },

@@ -3,7 +3,8 @@
 // Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ + bias
 // Dtypes: float32, bfloat16 or float16; float32 accumulators
 // Layout: row-major
-// Range: any M (from 17 rows of bfloat16 on torch's product where the CPU multiplies matrices)
+// Range: any M (from 17 rows on torch's product: of bfloat16 where it is faster, of every type
+//     without AVX2)
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
 // Ops: linear, decode
 #include "gemm_16bit/gemm_small_m.h"

@@ -9,22 +9,15 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.rptq_quant import rptq_quant
+from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 
 available = build.available
 _DTYPES = build.DTYPES
 
 
-def run(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op on the CPU; same contract as the reference."""
+    x, perm, inv_scale, zero_point, bits, group, gated = inputs
     operands = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
     fits = all(t is None or (t.is_contiguous() and t.dtype is dtype) for t, dtype in operands)
     if (
@@ -33,7 +26,7 @@ def run(
         or x.dim() != 2
         or (inv_scale is not None and inv_scale.numel() != perm.numel())
     ):
-        return rptq_quant(x, perm, inv_scale, zero_point, bits, group, gated)
+        return rptq_quant(inputs)
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     columns = perm.numel()

@@ -9,37 +9,25 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.sample import SampleInputs
 
 available = build.available
 
 
-def supports(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    noise: torch.Tensor,
-) -> bool:
+def supports(inputs: SampleInputs) -> bool:
     """float32 logits and the parameters in the reference's dtypes."""
+    logits, temperature, top_k, top_p, min_p, noise = inputs
     real = all(t.dtype is torch.float32 for t in (logits, temperature, top_p, min_p))
     return real and top_k.dtype is torch.int32 and noise.dtype is torch.float64
 
 
-def run(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
+def run(inputs: SampleInputs) -> torch.Tensor:
     """As the reference, to the bit."""
-    rows, vocab = logits.shape
+    rows, vocab = inputs.logits.shape
     out = torch.empty(rows, dtype=torch.int64)
     # kept alive until the call returns
-    inputs = [t.contiguous() for t in (logits, temperature, top_k, top_p, min_p, noise)]
-    _kernel()(out.data_ptr(), *(t.data_ptr() for t in inputs), rows, vocab)
+    packed = [t.contiguous() for t in inputs]
+    _kernel()(out.data_ptr(), *(t.data_ptr() for t in packed), rows, vocab)
     return out
 
 

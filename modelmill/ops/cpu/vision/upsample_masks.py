@@ -13,23 +13,17 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.upsample_masks import Masks, upsample_masks
+from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs, upsample_masks
 
 available = build.available
 _ROWS_PER_TASK = 48  # rows of a picture that a thread computes at a time
 
 
-def run(
-    logits: torch.Tensor,
-    image: int,
-    resized: tuple[int, int],
-    size: tuple[int, int],
-    offset: float | None = None,
-    pixels: bool = True,
-) -> Masks:
+def run(inputs: UpsampleMasksInputs) -> Masks:
     """As the reference, which also serves other dtypes and values that are no numbers."""
+    logits, image, resized, size, offset, pixels = inputs
     if logits.dtype is not torch.float32 or not logits.numel() or not bool(logits.sum().isfinite()):
-        return upsample_masks(logits, image, resized, size, offset, pixels)
+        return upsample_masks(inputs)
     logits = logits.contiguous()
     count, side = logits.shape[0], logits.shape[-1]
     width, height = size

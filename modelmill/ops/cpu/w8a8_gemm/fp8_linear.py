@@ -10,25 +10,20 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.fp8_linear import FP8, fp8_linear
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 available = build.available
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: Linear8BitInputs) -> torch.Tensor:
     """As the reference, which also serves other dimensions and memory with gaps."""
+    x, weight, scale, x_scale, dtype, bias = inputs
     floats = scale.dtype is torch.float32 and (x_scale is None or x_scale.dtype is torch.float32)
     dtypes_match = x.dtype is (dtype if x_scale is None else FP8) and weight.dtype is FP8
     packed = all(t is None or t.is_contiguous() for t in (weight, scale, x_scale, bias))
     known = dtype in build.DTYPES and (bias is None or bias.dtype is dtype)
     if not (floats and dtypes_match and packed and known) or x.dim() != 2:
-        return fp8_linear(x, weight, scale, x_scale, dtype, bias)
+        return fp8_linear(inputs)
     x = x.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)

@@ -9,20 +9,15 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.w8a8_linear import w8a8_linear
+from modelmill.ops.w8a8_linear import Linear8BitInputs, w8a8_linear
 
 available = build.available
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: Linear8BitInputs) -> torch.Tensor:
     """As the reference, which also serves other dimensions and memory with gaps."""
+    x, weight, scale, x_scale, dtype, bias = inputs
+    assert x_scale is not None, "int8 activations have a scale"
     packed = [weight, scale, x_scale] if bias is None else [weight, scale, x_scale, bias]
     floats = scale.dtype is torch.float32 and x_scale.dtype is torch.float32
     if (
@@ -31,13 +26,13 @@ def run(
         or not floats
         or not all(t.is_contiguous() for t in packed)
     ):
-        return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
+        return w8a8_linear(inputs)
     if (
         x.dtype is not torch.int8
         or weight.dtype is not torch.int8
         or (bias is not None and bias.dtype is not dtype)
     ):
-        return w8a8_linear(x, weight, scale, x_scale, dtype, bias)
+        return w8a8_linear(inputs)
     x = x.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)

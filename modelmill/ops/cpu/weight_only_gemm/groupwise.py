@@ -15,8 +15,8 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
+from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
-PACK_COLUMNS = 32
 _DTYPES = build.DTYPES
 # Weights widened at a time: the copies stay in the cache until the product has read them.
 DEQUANT_SLICE_BYTES = 2 << 20
@@ -28,18 +28,11 @@ class GroupwiseLinear:
 
     kernel: str
     dequant_kernel: str
-    reference: Callable[..., torch.Tensor]
+    reference: Callable[[GroupwiseLinearInputs], torch.Tensor]
 
-    def run(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        offset: torch.Tensor | None,
-        group: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
         """As the reference, but that many rows of bfloat16 meet weights rounded to bfloat16."""
+        x, weight, scale, offset, group, bias = inputs
         dtype = x.dtype
         if (
             dtype not in _DTYPES
@@ -47,13 +40,13 @@ class GroupwiseLinear:
             or group % PACK_COLUMNS
             or not _supports_weight(weight, scale, offset)
         ):
-            return self.reference(x, weight, scale, offset, group, bias)
+            return self.reference(inputs)
         if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
-            return self.reference(x, weight, scale, offset, group, bias)
+            return self.reference(inputs)
         x = x.contiguous()
         rows, k = x.shape
         if not prefers_native(dtype, rows, k):
-            return self._dequantized_matmul(x, weight, scale, offset, group, bias)
+            return self._dequantized_matmul(inputs._replace(x=x))
         n = weight.shape[0]
         out = torch.empty(rows, n, dtype=dtype)
         added = None if bias is None else bias.data_ptr()
@@ -63,16 +56,9 @@ class GroupwiseLinear:
         kernel(*pointers, rows, k, n, group, _DTYPES[dtype], scale.dtype is torch.float16)
         return out
 
-    def _dequantized_matmul(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        offset: torch.Tensor | None,
-        group: int,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _dequantized_matmul(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
         """X [T, K] times slices of the widened weight."""
+        x, weight, scale, offset, group, bias = inputs
         n, k = weight.shape[0], x.shape[1]
         step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
         wide = torch.empty(step, k, dtype=x.dtype)

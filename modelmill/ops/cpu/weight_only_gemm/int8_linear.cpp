@@ -4,7 +4,8 @@
 // Computes: out[M, N] = (x[M, K] · weight[N, K]ᵀ) · scale[N] + bias
 // Dtypes: x and out float32, bfloat16 or float16; weights int8; float32 scales
 // Layout: row-major
-// Range: any M (from 17 rows of bfloat16 on torch's product where that is faster)
+// Range: any M (from 17 rows on torch's product: of bfloat16 where it is faster, of every type
+//     without AVX2)
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
 // Ops: int8_linear, decode
 #include "gemm_16bit/gemm_small_m.h"

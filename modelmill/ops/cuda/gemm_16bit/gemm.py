@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, KernelRange
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
@@ -30,10 +31,10 @@ TILES_PER_BAND = 8
 # may take.
 WIDTHS = ((1, 32), (1, 64), (1, 96), (1, 128), (2, 96), (2, 128))
 SMALL_M_MAX_ROWS = 64
-# Up to as many rows: columns of the output for each SM that are served. With few rows
-# Triton's smaller programs leave room for their neighbours in a step, and win where a block would
-# be wide; from 33 to 47 cuBLAS wins.
-SMALL_M_RANGES = ((1, 0), (16, 32), (32, 256), (47, 0), (SMALL_M_MAX_ROWS, 256))
+# Rows, and columns of the output for each SM that are served with so many. With few rows Triton's
+# smaller programs leave room for their neighbours in a step, and win where a block would be wide;
+# from 33 to 47 cuBLAS wins.
+SMALL_M_COLUMNS = (((2, 16), 32), ((17, 32), 256), ((48, SMALL_M_MAX_ROWS), 256))
 MIN_WEIGHT_BYTES = 4 << 20
 LARGE_M_MIN_ROWS = 512
 MIN_OCCUPANCY = (
@@ -121,29 +122,38 @@ def supports_tma(x: torch.Tensor) -> bool:
     )
 
 
-def supports_small_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether gemm_small_m serves these and is faster (``SMALL_M_RANGES``).
+def small_m_ranges(n_multiple: int) -> tuple[KernelRange, ...]:
+    """Products that gemm_small_m serves and is the fastest for.
 
-    The matrix must exceed the cache and need one wave of blocks.
-
-    cuBLAS reads matrices that need a second turn of the blocks as fast.
+    The matrix must exceed the cache and need one wave of blocks: cuBLAS reads matrices that need a
+    second turn of the blocks as fast.
     """
-    if (
-        x.dim() != 2
-        or x.shape[0] > SMALL_M_MAX_ROWS
-        or weight.nbytes < MIN_WEIGHT_BYTES
-        or not supports_operands(x, weight, bias)
-    ):
-        return False
-    most = next(columns for rows, columns in SMALL_M_RANGES if x.shape[0] <= rows)
-    return weight.shape[0] <= most * launch.sm_count(x.get_device())
+    return tuple(
+        KernelRange(
+            m=rows,
+            n_multiple=n_multiple,
+            dtypes=HALF,
+            min_weight_bytes=MIN_WEIGHT_BYTES,
+            fits=functools.partial(_fits_one_wave, columns),
+        )
+        for rows, columns in SMALL_M_COLUMNS
+    )
 
 
-def supports_large_m(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether gemm_swiglu_large_m serves these and is faster: its tiles fill the SMs."""
-    if x.dim() != 2 or weight.shape[0] % 16 or not supports_operands(x, weight, bias):
-        return False
-    return large_m_is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device()))
+def _fits_one_wave(columns: int, problem: GemmProblem) -> bool:
+    return problem.device >= 0 and problem.n <= columns * launch.sm_count(problem.device)
+
+
+def _fills_sms(problem: GemmProblem) -> bool:
+    return problem.device >= 0 and large_m_is_faster(
+        problem.m, problem.n, launch.sm_count(problem.device)
+    )
+
+
+# Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
+LARGE_M_RANGE = KernelRange(
+    m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF, faster=_fills_sms
+)
 
 
 def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

@@ -5,7 +5,7 @@
 // Dtypes: x, w and d bfloat16 or float16; float32 accumulators
 // Layout: x and w row-major; tiles in shared memory (128-byte swizzle)
 // Range: M ≥ 512; rows of x and w 16-byte aligned
-// Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, setmaxnreg, PDL
+// Technique: TMA with multicast, mbarrier pipeline, wgmma, cluster of 2, PDL
 // Used by: gemm_swiglu_large_m.cu, qkv_rope_cache.cu
 //
 // A cluster of two blocks computes two tiles of 128 rows of x and the same BLOCK_N rows of w: each

@@ -7,6 +7,8 @@ import torch
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.gemm_16bit import gemm
 
+RANGES = gemm.small_m_ranges(n_multiple=2)
+
 
 def available(device_type: str) -> str | None:
     """None if the kernel supports this device type; else the reason.
@@ -20,8 +22,8 @@ def available(device_type: str) -> str | None:
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """As ``products.supports_small_m``: up to 64 rows in 16 bits."""
-    return gemm.supports_small_m(x, weight, bias) and weight.shape[0] % 2 == 0
+    """Operands that TMA can read, in 16 bits."""
+    return gemm.supports_operands(x, weight, bias)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

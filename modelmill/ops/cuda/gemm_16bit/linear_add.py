@@ -16,28 +16,23 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, KernelRange
 
-MIN_ROWS = 512  # fewer rows are other kernels' work, and the norm behind adds for nothing
+# fewer rows are other kernels' work, and the norm behind adds for nothing
+RANGES = (KernelRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
 
 
 def supports(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
-    """Prompts in 16 bits, without a bias."""
-    if (
-        x.dim() != 2
-        or x.shape[0] < MIN_ROWS
-        or bias is not None
-        or not x.is_cuda
-        or x.dtype.itemsize != 2
-    ):
-        return False
-    return x.dtype == weight.dtype == residual.dtype and residual.is_contiguous()
+    """All of one dtype on a GPU, the residual packed."""
+    alike = x.dtype == weight.dtype == residual.dtype
+    return alike and x.is_cuda and residual.is_contiguous()
 
 
 def run(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As the reference, rounded once instead of twice."""
-    assert bias is None, "see supports"
+    assert bias is None, "see RANGES"
     return residual.addmm_(x, weight.t())

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
+from modelmill.ops.kernel_range import Kernel, KernelRange
+from modelmill.ops.linear_swiglu import DECLARATION
 
 specializations = gemm.large_m_specializations
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bits, matrices that TMA can read; as many rows as either kernel serves."""
-    if weight.shape[0] % 4 or x.dim() != 2:
-        return False
-    return gemm.supports_small_m(x, weight, bias) or gemm.supports_large_m(x, weight, bias)
+    """Operands that TMA can read, in 16 bits."""
+    return gemm.supports_operands(x, weight, bias)
 
 
-def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, sums in float32, the products rounded before the gate."""
+def _swiglu(
+    kernel: Callable[..., None],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    if x.shape[0] <= gemm.SMALL_M_MAX_ROWS:
-        gemm.gemm_small_m(x, weight, bias, out)
-    else:
-        gemm.gemm_swiglu_large_m(x, weight, bias, out)
+    kernel(x, weight, bias, out)
     return out
+
+
+# Sums in float32, the products rounded before the gate.
+RANGES = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
+KERNELS = (
+    Kernel(
+        KernelRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)
+    ),
+    Kernel(KernelRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
+)
+run = run_first(KERNELS, DECLARATION)

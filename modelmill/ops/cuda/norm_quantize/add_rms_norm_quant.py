@@ -6,41 +6,24 @@ import torch
 
 from modelmill.ops.cuda.common.build import available as available
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.quant_types import ActQuantSpec
 
 
 def supports(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> bool:
     """As ``rmsnorm_quant_permute.supports_rows``, over a residual like x."""
     alike = residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
     return (
         alike
         and residual.data_ptr() % 16 == 0
-        and rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+        and rmsnorm_quant_permute.supports_rows(x, weight, spec)
     )
 
 
 def run(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As the reference; the sum is written over ``residual``."""
-    values, scale = rmsnorm_quant_permute.rms_norm_quant(
-        x, residual, weight, eps, dtype, (inv_scale, zero_point, perm), bits
-    )
+    values, scale = rmsnorm_quant_permute.rms_norm_quant(x, residual, weight, eps, spec)
     return values, scale, residual

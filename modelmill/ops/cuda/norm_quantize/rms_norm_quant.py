@@ -9,33 +9,16 @@ import torch
 
 from modelmill.ops.cuda.common.build import available as available
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.quant_types import ActQuantSpec
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
-) -> bool:
+def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
     """Whether the kernel takes these rows; see ``rmsnorm_quant_permute.supports_rows``."""
-    return rmsnorm_quant_permute.supports_rows(x, weight, dtype, (inv_scale, zero_point, perm))
+    return rmsnorm_quant_permute.supports_rows(x, weight, spec)
 
 
 def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the CUDA kernel; same contract as the reference."""
-    return rmsnorm_quant_permute.rms_norm_quant(
-        x, None, weight, eps, dtype, (inv_scale, zero_point, perm), bits
-    )
+    return rmsnorm_quant_permute.rms_norm_quant(x, None, weight, eps, spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
+from modelmill.ops.quant_types import ActQuantSpec
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
@@ -19,18 +20,14 @@ LARGE_M_MIN_ROWS = 256  # with fewer, what is kept of each column is not used of
 SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
 MAX_STAGES = 2
 
-PerColumn = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
-
-def supports_rows(
-    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, per_column: PerColumn
-) -> bool:
+def supports_rows(x: torch.Tensor, weight: torch.Tensor, spec: ActQuantSpec) -> bool:
     """Whether the kernels serve these operands.
 
     Rows in 16 bits; x and the values have a multiple of 16 columns up to 8,192; a permutation
     is given.
     """
-    factor, zero, order = per_column
+    dtype, factor, zero, order, _ = spec
     if (
         order is None
         or not x.is_cuda
@@ -89,16 +86,14 @@ def rms_norm_quant(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    dtype: torch.dtype,
-    per_column: PerColumn,
-    bits: int,
+    spec: ActQuantSpec,
     config: RmsNormQuantKernelConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (values, scale or None); the sum overwrites the residual.
 
     config: default ``config_for``.
     """
-    factor, zero, order = per_column
+    dtype, factor, zero, order, bits = spec
     assert order is not None
     width = x.shape[-1]
     columns = order.numel()

@@ -8,6 +8,7 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.rptq_quant import RptqQuantInputs
 
 # rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
 MIN_ROWS = 128
@@ -26,20 +27,13 @@ def available(device_type: str) -> str | None:
     )
 
 
-def supports(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> bool:
+def supports(inputs: RptqQuantInputs) -> bool:
     """Whether the kernel serves these operands.
 
     128 rows of 16 bits or more, widths in fours, packed; dynamic steps need groups of 32, 64,
     128, 256 ….
     """
+    x, perm, inv_scale, zero_point, _, group, gated = inputs
     if (
         x.dim() != 2
         or x.shape[0] < MIN_ROWS
@@ -64,19 +58,10 @@ def supports(
     return packed and aligned and fours and (inv_scale is not None or grouped)
 
 
-def run(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the CUDA kernel; same contract as the reference."""
-    rows = x.shape[0]
-    columns = perm.numel()
-    own = inv_scale is None
+    x, perm, inv_scale, zero_point, bits, group, gated = inputs
+    rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
     width = x.shape[1] // (2 if gated else 1)
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
     step = (

@@ -12,42 +12,24 @@ import torch
 
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import run as run
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
+from modelmill.ops.kernel_range import UNBOUNDED, GemmProblem
 
 SMALL_M_LIMIT = 16  # rows up to which it is not worth it
 TORCH_MIN_ROWS = 2048  # rows from which torch's is taken
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """As ``gemm_8bit.supports``, more than a few rows of fp8."""
-    if x_scale is None or x.shape[0] <= SMALL_M_LIMIT:
-        return False
-    if (
-        x.shape[0] >= TORCH_MIN_ROWS
-        and dtype == torch.bfloat16
-        and not (weight.shape[0] | weight.shape[1]) % 16
-    ):
-        return False
-    return gemm_8bit.supports(x, weight, scale, x_scale, dtype, bias)
+def _torch_is_slower(problem: GemmProblem) -> bool:
+    """Whether torch has no product of thousands of rows for this weight."""
+    return problem.out_dtype != torch.bfloat16 or (problem.n | problem.k) % 16 != 0
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference, but that tensor cores keep fewer bits of the sums than float32 has."""
-    assert x_scale is not None, "as supports says"
-    return gemm_8bit.run(x, weight, scale, x_scale, dtype, bias)
+# As the reference, but that tensor cores keep fewer bits of the sums than float32 has.
+RANGES = (
+    gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, TORCH_MIN_ROWS - 1)),
+    gemm_8bit.kernel_range((TORCH_MIN_ROWS, UNBOUNDED), fits=_torch_is_slower),
+)
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import struct
+from typing import Any
 
 import torch
 
 from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.kernel_range import KernelRange
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
 OUTPUT_MACROS = {torch.bfloat16: (), torch.float16: ("HALF",), torch.float32: ("OUT_FP32",)}
@@ -46,59 +49,46 @@ def available(device_type: str) -> str | None:
     )
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Whether the kernel serves these operands.
+def kernel_range(m: tuple[int, int], **more: Any) -> KernelRange:
+    """Products of so many rows that the kernel serves; ``more``: other fields of the range."""
+    return KernelRange(
+        m=m,
+        **{"n_multiple": 8} | more,
+        k_multiple=16,
+        dtypes=tuple(INPUT_MACROS),
+        out_dtypes=tuple(OUTPUT_MACROS),
+        scale_dtypes=(torch.float32,),
+    )
 
-    x [T, K] and weight [N, K] of one 8-bit type and packed, K a multiple of 16 and N of 8;
-    bias of the output type.
+
+def supports(inputs: Linear8BitInputs) -> bool:
+    """Whether the operands are as the kernel reads them.
+
+    x [T, K] and weight [N, K] of one 8-bit type and packed; bias of the output type.
     """
-    if (
-        x.dtype not in INPUT_MACROS
-        or weight.dtype != x.dtype
-        or dtype not in OUTPUT_MACROS
-        or not x.is_cuda
-        or x.dim() != 2
-    ):
+    x, weight, scale, x_scale, dtype, bias = inputs
+    if weight.dtype != x.dtype or not x.is_cuda or not x.shape[1]:
         return False
-    if scale.dtype != torch.float32 or x_scale.dtype != torch.float32 or not x.numel():
+    if x_scale is None or x_scale.dtype != torch.float32:
         return False
-    if not (
-        x.is_contiguous()
-        and weight.is_contiguous()
-        and scale.is_contiguous()
-        and x_scale.is_contiguous()
-    ):
+    if not all(each.is_contiguous() for each in (x, weight, scale, x_scale)):
         return False
     if bias is not None and not (
         bias.dtype == dtype and bias.is_contiguous() and bias.data_ptr() % 8 == 0
     ):
         return False
-    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return aligned and x.shape[1] % 16 == 0 and weight.shape[0] % 8 == 0
+    return x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    *,
-    gated: bool = False,
-    config: Gemm8BitKernelConfig | None = None,
+    inputs: Linear8BitInputs, *, gated: bool = False, config: Gemm8BitKernelConfig | None = None
 ) -> torch.Tensor:
     """(x · weightᵀ) · x_scale · scale (+ bias), [T, N] of ``dtype``; x_scale [T] or [1].
 
     gated: silu(first half) · second half of that, [T, N / 2]; N is a multiple of 16.
     """
+    x, weight, scale, x_scale, dtype, bias = inputs
+    assert x_scale is not None, "see supports"
     (tokens, k), n = x.shape, weight.shape[0]
     device = x.get_device()
     out = torch.empty((tokens, n // 2 if gated else n), dtype=dtype, device=x.device)

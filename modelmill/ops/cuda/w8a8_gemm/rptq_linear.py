@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
@@ -13,10 +15,12 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     THREADS,
     TYPES,
     WqMmaKernelConfig,
+    config_rows,
     fits_shared_memory,
     group_shift,
 )
-from modelmill.ops.rptq_linear import RptqLinearInputs
+from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
+from modelmill.ops.rptq_linear import DECLARATION, RptqLinearInputs
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
 KERNEL_CONFIGS = {
@@ -53,43 +57,53 @@ def config_for(tokens: int, dtype: torch.dtype) -> WqMmaKernelConfig:
     return next(form for most, form in KERNEL_CONFIGS[dtype] if tokens <= most)
 
 
-def supports(inputs: RptqLinearInputs) -> bool:
-    """Whether the kernels serve these operands.
+def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+    """Whether groups are whole pieces, and a block's scales find room."""
+    pieces = group_shift(problem.group, problem.k)
+    return pieces is not None and fits_shared_memory(config, problem.groups)
 
-    Up to 64 rows, K a multiple of 128, groups of 128, 256, 512 … columns or of all,
-    everything packed.
-    """
-    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
-    if q.dim() != 2 or not 0 < q.shape[0] <= MAX_ROWS or not q.is_cuda or dtype not in TYPES:
-        return False
+
+# Groups of 128, 256, 512 … columns or of all.
+RANGES = tuple(
+    KernelRange(
+        m=rows,
+        k_multiple=K_TILE,
+        weight_dtypes=(dtype,),
+        out_dtypes=tuple(TYPES),
+        scale_dtypes=(torch.float16, torch.float32),
+        fits=functools.partial(_fits, config),
+    )
+    for dtype, configs in KERNEL_CONFIGS.items()
+    for rows, config in config_rows(configs)
+)
+
+
+def supports(inputs: RptqLinearInputs) -> bool:
+    """Whether all are packed and aligned, the bias of the output's dtype."""
+    q, weight, scale, offset, _, step, constant, bias, dtype = inputs
     packed = all(
         t is None or t.is_contiguous() for t in (q, weight, scale, offset, step, constant, bias)
     )
-    aligned = (
-        q.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
-        and (bias is None or bias.dtype == dtype)
-    )
-    alike = scale.dtype in (torch.float16, torch.float32) and (
+    aligned = q.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    alike = (bias is None or bias.dtype == dtype) and (
         offset is None or offset.dtype == scale.dtype
     )
-    whole = q.shape[1] % K_TILE == 0 and group_shift(group, q.shape[1]) is not None
-    return (
-        packed
-        and aligned
-        and alike
-        and whole
-        and fits_shared_memory(config_for(q.shape[0], weight.dtype), scale.shape[1])
-    )
+    return packed and aligned and alike and q.is_cuda
 
 
-def run(inputs: RptqLinearInputs) -> torch.Tensor:
-    """Compute the op with the CUDA kernel; same contract as the reference."""
+def _supports_gemv(inputs: RptqLinearInputs) -> bool:
+    return wq_gemv.supports_operands(*inputs[:4])
+
+
+def _run_gemv(inputs: RptqLinearInputs) -> torch.Tensor:
+    q, weight, scale, offset, group, step, constant, bias, dtype = inputs
+    return wq_gemv.wq_gemv(q, weight, (scale, offset, group), (step, constant, bias), dtype)
+
+
+def _run_mma(inputs: RptqLinearInputs) -> torch.Tensor:
     q, weight, scale, offset, group, step, constant, bias, dtype = inputs
     tokens, columns = q.shape
     rows, groups = weight.shape[0], scale.shape[1]
-    if wq_gemv.supports_weight(q, weight, scale, offset, group):
-        return wq_gemv.wq_gemv(q, weight, (scale, offset, group), (step, constant, bias), dtype)
     out = torch.empty((tokens, rows), dtype=dtype, device=q.device)
     form = config_for(tokens, weight.dtype)
     with torch.cuda.device(q.device):
@@ -124,3 +138,10 @@ def _kernel_macros(
         "GATED": False,
     }
     return (*config.macros, *(f"{name}={int(on)}" for name, on in switches.items()), *TYPES[dtype])
+
+
+KERNELS = (
+    Kernel(KernelRange(m=(1, 1), fits=wq_gemv.fits), _run_gemv, _supports_gemv),
+    Kernel(KernelRange(m=(1, MAX_ROWS)), _run_mma),
+)
+run = run_first(KERNELS, DECLARATION)

@@ -10,20 +10,13 @@ import torch
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import run as run
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
+from modelmill.ops.kernel_range import UNBOUNDED
 
 SMALL_M_LIMIT = 16  # rows up to which it is not worth it
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """As ``gemm_8bit.supports``, more than a few rows."""
-    return x.shape[0] > SMALL_M_LIMIT and gemm_8bit.supports(x, weight, scale, x_scale, dtype, bias)
+RANGES = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

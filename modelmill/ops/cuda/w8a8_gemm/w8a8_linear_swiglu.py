@@ -6,36 +6,20 @@ import torch
 
 from modelmill.ops.cuda.w8a8_gemm import gemm_8bit
 from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import available as available
+from modelmill.ops.cuda.w8a8_gemm.gemm_8bit import supports as supports
+from modelmill.ops.kernel_range import UNBOUNDED
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 SMALL_M_LIMIT = 64  # rows up to which a kernel of its own for the gate is no slower
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """As ``gemm_8bit.supports``, more than a few rows, halves in eights."""
-    return (
-        x.shape[0] > SMALL_M_LIMIT
-        and weight.shape[0] % 16 == 0
-        and gemm_8bit.supports(x, weight, scale, x_scale, dtype, bias)
-    )
+# halves in eights
+RANGES = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: Linear8BitInputs) -> torch.Tensor:
     """As the reference, rounded once after the gate."""
-    return gemm_8bit.run(x, weight, scale, x_scale, dtype, bias, gated=True)
+    return gemm_8bit.run(inputs, gated=True)
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol, TypeVar
@@ -10,6 +11,8 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, RUN, TYPES, group_shift
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
 
 MAX_ROWS = 64
 _MAX_SHARED_BYTES = 220 << 10  # bytes of a block at most
@@ -106,18 +109,35 @@ def best_occupancy(
     return min(configs, key=cost, default=None)
 
 
+def problem_config(problem: GemmProblem) -> Int4GemmKernelConfig | None:
+    """How the kernel is compiled for a product; None where it does not serve it."""
+    if problem.device < 0:
+        return None
+    padded, num_sms = padded_rows(problem.m), launch.sm_count(problem.device)
+    return config_for(problem.n, problem.k, problem.group, padded, num_sms)
+
+
+def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+    """``int4_gemm`` with the config for these operands."""
+    config = problem_config(groupwise_problem(*inputs))
+    assert config is not None, "see small_m_kernel"
+    return int4_gemm(inputs, config, gated=gated)
+
+
+def _fits(problem: GemmProblem) -> bool:
+    return problem_config(problem) is not None
+
+
+def small_m_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
+    """The kernel as one of the 4-bit GEMMs', for so many rows (all ≤ 32, or all above)."""
+    return Kernel(KernelRange(m=m, fits=_fits), functools.partial(groupwise_gemm, gated=gated))
+
+
 def int4_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None,
-    config: Int4GemmKernelConfig,
-    *,
-    gated: bool,
+    inputs: GroupwiseLinearInputs, config: Int4GemmKernelConfig, *, gated: bool
 ) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    x, weight, scale, offset, group, bias = inputs
     tokens, columns = x.shape
     rows, groups = weight.shape[0], scale.shape[1]
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
+from modelmill.ops.binding import run_first
+from modelmill.ops.cuda.weight_only_gemm import int4_linear
+from modelmill.ops.cuda.weight_only_gemm.int4_linear import RANGES as RANGES
 from modelmill.ops.cuda.weight_only_gemm.int4_linear import available as available
-from modelmill.ops.cuda.weight_only_gemm.int4_linear import int4_gemm
 from modelmill.ops.cuda.weight_only_gemm.int4_linear import supports as supports
+from modelmill.ops.int4_linear_swiglu import DECLARATION
 
-
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference; sums in float32."""
-    return int4_gemm(x, weight, scale, offset, group, bias, gated=True)
+KERNELS = int4_linear.kernels(gated=True)
+run = run_first(KERNELS, DECLARATION)

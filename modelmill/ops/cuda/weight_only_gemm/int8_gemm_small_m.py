@@ -6,42 +6,36 @@ int8_gemm_small_m.cu serves.
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import padded_rows
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     K_TILE,
+    KERNEL_CONFIGS,
+    MAX_ROWS,
     RUN,
     THREADS,
     TYPES,
     WqMmaKernelConfig,
+    config_for,
+    config_rows,
     fits_shared_memory,
     group_shift,
     k_tile_for,
+    supports_bias,
+    supports_rows,
 )
+from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, KernelRange
 
-# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
-# read by each
-KERNEL_CONFIGS = (
-    (8, WqMmaKernelConfig(1, 1, 2, 3)),
-    (16, WqMmaKernelConfig(2, 1, 2, 2)),
-    (32, WqMmaKernelConfig(4, 2, 2, 1)),
-    (64, WqMmaKernelConfig(8, 4, 1, 1)),
-)
-MAX_ROWS = KERNEL_CONFIGS[-1][0]
 # rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
 # sizes let them
 MMA_MAX_ROWS, PIPELINED_MIN_WEIGHTS = 8, 1 << 25
 _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few registers
-
-
-def config_for(tokens: int) -> WqMmaKernelConfig:
-    """How the kernel for so many rows of x is compiled."""
-    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
 
 
 def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
@@ -49,81 +43,59 @@ def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
     return min(k_tile_for(group, columns), _MAX_K_TILE.get(config_for(tokens).m_tiles, K_TILE))
 
 
-def supports_weight(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    grids: tuple[torch.Tensor, torch.Tensor | None, int],
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Whether the kernels serve these operands.
+def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
+    """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
+    group, columns = problem.group or problem.k, problem.k
+    whole = group % RUN == 0 or group >= columns
+    if not whole or group_shift(group, columns, k_tile_for(group, columns)) is None:
+        return False
+    if fits_shared_memory(config, problem.groups):
+        return True
+    large = problem.m > MMA_MAX_ROWS or problem.n * columns >= PIPELINED_MIN_WEIGHTS
+    return large and wq_gemm_pipelined.problem_config(problem, gated=False) is not None
 
-    Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of
-    all; all packed.
-    """
-    if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.dtype.itemsize != 2 or not x.is_cuda:
-        return False
-    scale, offset, group = grids
-    packed = all(t is None or t.is_contiguous() for t in (weight, scale, offset, bias))
-    aligned = (
-        x.stride(1) == 1
-        and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
+
+# Groups of 32, 64, 128, 256 … columns or of all.
+RANGES = tuple(
+    KernelRange(
+        m=rows,
+        k_multiple=RUN,
+        dtypes=HALF,
+        scale_dtypes=(torch.float16, torch.float32),
+        fits=functools.partial(_fits, config),
     )
-    alike = scale.dtype in (torch.float16, torch.float32) and (
-        offset is None or offset.dtype == scale.dtype
-    )
-    columns = x.shape[1]
-    runs = columns % RUN == 0 and (group % RUN == 0 or group >= columns)
-    whole = runs and group_shift(group, columns, k_tile_for(group, columns)) is not None
-    if not (packed and aligned and alike and whole) or (bias is not None and bias.dtype != x.dtype):
-        return False
+    for rows, config in config_rows(KERNEL_CONFIGS)
+)
+
+
+def supports(inputs: GroupwiseLinearInputs) -> bool:
+    """Whether all are packed and aligned, the offsets of the scales' dtype."""
+    x, weight, scale, offset, _, bias = inputs
+    packed = all(t is None or t.is_contiguous() for t in (weight, scale, offset))
+    alike = offset is None or offset.dtype == scale.dtype
     return (
-        fits_shared_memory(config_for(x.shape[0]), scale.numel() // weight.shape[0])
-        or _pipelined_config(x, weight, grids) is not None
+        packed and alike and x.is_cuda and supports_rows(x, weight) and supports_bias(bias, x.dtype)
     )
 
 
-def _pipelined_config(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    grids: tuple[torch.Tensor, torch.Tensor | None, int],
-    *,
-    gated: bool = False,
-) -> wq_gemm_pipelined.WqGemmKernelConfig | None:
-    """How wq_gemm_pipelined is compiled for these, where it is what serves them."""
-    tokens, columns = x.shape
-    spec = wq_gemm_pipelined.weight_spec(weight, *grids, columns)
-    if (
-        tokens <= MMA_MAX_ROWS and weight.numel() < PIPELINED_MIN_WEIGHTS
-    ) or not wq_gemm_pipelined.supports_weight(weight.shape[0], spec, gated=gated):
-        return None
-    return wq_gemm_pipelined.config_for(
-        weight.shape[0], spec, padded_rows(tokens), launch.sm_count(x.get_device())
+def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+    """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
+    pipelined = functools.partial(wq_gemm_pipelined.pipelined_kernel, gated=gated)
+    return (
+        wq_gemv.gemv_kernel(gated=gated),
+        pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
+        pipelined((MMA_MAX_ROWS + 1, 32)),
+        pipelined((33, MAX_ROWS)),
+        Kernel(KernelRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
     )
 
 
-def int8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    grids: tuple[torch.Tensor, torch.Tensor | None, int],
-    bias: torch.Tensor | None,
-    *,
-    gated: bool,
-) -> torch.Tensor:
-    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2].
-
-    grids: scale and offset [N, G], columns of a group.
-    """
-    scale, offset, group = grids
+def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+    """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    x, weight, scale, offset, group, bias = inputs
     tokens, columns = x.shape
     rows = weight.shape[0]
     groups = scale.numel() // rows
-    if wq_gemv.supports_weight(x, weight, scale, offset, group):
-        return wq_gemv.wq_gemv(x, weight, grids, (None, None, bias), x.dtype, gated=gated)
-    ring = _pipelined_config(x, weight, grids, gated=gated)
-    if ring is not None:
-        return wq_gemm_pipelined.wq_gemm(x, weight, *grids, bias, ring, gated=gated)
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
     few, piece = config_for(tokens), k_tile_for_rows(tokens, group, columns)
     with torch.cuda.device(x.device):

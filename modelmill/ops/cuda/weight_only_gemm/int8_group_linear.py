@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
+from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import RANGES as RANGES
+from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import supports as supports
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE
+from modelmill.ops.int8_group_linear import DECLARATION
 
 
 def available(device_type: str) -> str | None:
@@ -21,29 +25,5 @@ def available(device_type: str) -> str | None:
     return build.why_unavailable(device_type, "int8_gemm_small_m", common)
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Whether the kernels serve these operands.
-
-    Up to 64 rows in 16 bits, K a multiple of 32, groups of 32, 64, 128, 256 … columns or of
-    all; all packed.
-    """
-    return int8_gemm_small_m.supports_weight(x, weight, (scale, offset, group), bias)
-
-
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference; sums in float32."""
-    return int8_gemm_small_m.int8_gemm(x, weight, (scale, offset, group), bias, gated=False)
+KERNELS = int8_gemm_small_m.kernels(gated=False)
+run = run_first(KERNELS, DECLARATION)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import RANGES as RANGES
+from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.int8_linear import DECLARATION
+from modelmill.ops.kernel_range import Kernel
 
 
 def available(device_type: str) -> str | None:
@@ -18,15 +26,36 @@ def available(device_type: str) -> str | None:
     return build.why_unavailable(device_type, "wq_gemv", plan.macros)
 
 
+def _one_group(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> GroupwiseLinearInputs:
+    """The operands as those of groups of all columns."""
+    return GroupwiseLinearInputs(x, weight, scale, None, x.shape[-1], bias)
+
+
+def _per_channel(call: Callable[[GroupwiseLinearInputs], Any]) -> Callable[..., Any]:
+    """A function of groups as one of this op's arguments."""
+    return lambda *args: call(_one_group(*args))
+
+
 def supports(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
-    """Up to 64 rows in 16 bits, K a multiple of 32, everything packed."""
-    return int8_gemm_small_m.supports_weight(x, weight, (scale, None, weight.shape[1]), bias)
+    """As ``int8_gemm_small_m.supports``."""
+    return int8_gemm_small_m.supports(_one_group(x, weight, scale, bias))
 
 
-def run(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As the reference: the integers in x's dtype, sums, scale and bias in float32."""
-    return int8_gemm_small_m.int8_gemm(x, weight, (scale, None, x.shape[1]), bias, gated=False)
+def kernels(*, gated: bool) -> tuple[Kernel, ...]:
+    """The integers in x's dtype, sums, scale and bias in float32."""
+    return tuple(
+        Kernel(
+            each.range,
+            _per_channel(each.run),
+            None if each.supports is None else _per_channel(each.supports),
+        )
+        for each in int8_gemm_small_m.kernels(gated=gated)
+    )
+
+
+KERNELS = kernels(gated=False)
+run = run_first(KERNELS, DECLARATION)

@@ -5,7 +5,7 @@
 // Dtypes: x bfloat16, float16 or int8; weights of 4 or 8 bits with group scales
 // Layout: row-major; scales and offsets [N, groups] in shared memory
 // Range: M ≤ 8 · M_TILES ≤ 64
-// Technique: mma.sync, register-prefetched K loop, streaming loads without L1 allocation, PDL
+// Technique: register-prefetched K loop, streaming loads without L1 allocation, PDL
 // Used by: int4_linear.cu, int8_gemm_small_m.cu, rptq_linear.cu
 //
 // A block has 8 warps: WARPS_N of them own 16 weight rows each (tile_rows.cuh), WARPS_K = 8 /

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -48,6 +49,22 @@ class WqMmaKernelConfig(NamedTuple):
         return 16 * self.n_warps * (groups + 1) * 8
 
 
+# rows of x up to … → how the kernel is compiled: with many rows a block takes more of N, as x is
+# read by each
+KERNEL_CONFIGS = (
+    (8, WqMmaKernelConfig(1, 1, 2, 3)),
+    (16, WqMmaKernelConfig(2, 1, 2, 2)),
+    (32, WqMmaKernelConfig(4, 2, 2, 1)),
+    (64, WqMmaKernelConfig(8, 4, 1, 1)),
+)
+MAX_ROWS = KERNEL_CONFIGS[-1][0]
+
+
+def config_for(tokens: int) -> WqMmaKernelConfig:
+    """How the kernel for so many rows of x is compiled."""
+    return next(form for most, form in KERNEL_CONFIGS if tokens <= most)
+
+
 def fits_shared_memory(config: WqMmaKernelConfig, groups: int) -> bool:
     """Whether a block's scales find room."""
     return config.shared_bytes(groups) <= _MAX_SHARED_BYTES - config.m_tiles * 4096
@@ -64,3 +81,28 @@ def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
         return 30
     pieces = group // k_tile
     return pieces.bit_length() - 1 if group % k_tile == 0 and pieces & (pieces - 1) == 0 else None
+
+
+def config_rows(
+    configs: Sequence[tuple[int, WqMmaKernelConfig]],
+) -> Iterator[tuple[tuple[int, int], WqMmaKernelConfig]]:
+    """Least and largest number of rows of x of each config; ``configs``: by the largest."""
+    least = 1
+    for most, config in configs:
+        yield (least, most), config
+        least = most + 1
+
+
+def supports_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x and weight are aligned to 16 bytes, rows of x too."""
+    return (
+        x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the bias is packed and of x's dtype, if there is one."""
+    return bias is None or (bias.dtype == dtype and bias.is_contiguous())

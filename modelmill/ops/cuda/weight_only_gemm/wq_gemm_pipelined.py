@@ -16,6 +16,8 @@ from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
     padded_rows,
 )
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift, k_tile_for
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
@@ -75,17 +77,24 @@ KERNEL_CONFIGS = (
 )
 
 
-def weight_spec(
-    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int, columns: int
-) -> WqSpec:
-    """Of a weight as the ops are given it."""
+def problem_spec(problem: GemmProblem) -> WqSpec:
+    """The format of the weight of a product."""
     return WqSpec(
-        4 if weight.dtype is torch.uint8 else 8,
-        columns,
-        group,
-        offset is not None,
-        scale.dtype is torch.float32,
+        4 if problem.weight_dtype is torch.uint8 else 8,
+        problem.k,
+        problem.group or problem.k,
+        problem.offset,
+        problem.scale_dtype is torch.float32,
     )
+
+
+def problem_config(problem: GemmProblem, *, gated: bool) -> WqGemmKernelConfig | None:
+    """How the kernel is compiled for a product; None where it does not serve it."""
+    spec = problem_spec(problem)
+    if problem.device < 0 or not supports_weight(problem.n, spec, gated=gated):
+        return None
+    padded, num_sms = padded_rows(problem.m), launch.sm_count(problem.device)
+    return config_for(problem.n, spec, padded, num_sms)
 
 
 def supports_weight(rows: int, spec: WqSpec, *, gated: bool) -> bool:
@@ -149,23 +158,32 @@ def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKern
     )
 
 
+def groupwise_gemm(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+    """``wq_gemm`` with the config for these operands."""
+    config = problem_config(groupwise_problem(*inputs), gated=gated)
+    assert config is not None, "see fits"
+    return wq_gemm(inputs, config, gated=gated)
+
+
+def _fits(problem: GemmProblem, *, gated: bool) -> bool:
+    return problem_config(problem, gated=gated) is not None
+
+
+def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int = 0) -> Kernel:
+    """The kernel as one of the weight-only GEMMs', for so many rows (all ≤ 32, or all above)."""
+    fits = functools.partial(_fits, gated=gated)
+    served = KernelRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
+    return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
+
+
 def wq_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None,
-    config: WqGemmKernelConfig,
-    *,
-    gated: bool,
+    inputs: GroupwiseLinearInputs, config: WqGemmKernelConfig, *, gated: bool
 ) -> torch.Tensor:
     """X [T, K] · weightᵀ → [T, N]; gated: silu(first half) · second half of it, [T, N / 2]."""
+    x, weight, scale, offset, _, bias = inputs
     tokens, columns = x.shape
-    rows, spec = weight.shape[0], weight_spec(weight, scale, offset, group, columns)
-    groups = scale.numel() // rows
-    pieces = spec.k_tiles
-    box = padded_rows(tokens)
+    rows, spec = weight.shape[0], problem_spec(groupwise_problem(*inputs))
+    groups, pieces, box = scale.numel() // rows, spec.k_tiles, padded_rows(tokens)
     assert spec.group_shift is not None
     by, chunks = (
         (spec.group_shift if spec.groups_per_tile == 1 else 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift
+from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange, gemm_problem
 
 # Sizes of wq_gemv.cu.
 ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
@@ -89,36 +92,45 @@ def _round_up_16(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def supports_weight(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-) -> bool:
-    """Whether the kernel serves one row with this weight.
+def fits(problem: GemmProblem) -> bool:
+    """Whether the kernel serves such a weight.
 
-    All packed and 16-byte aligned; weight rows in multiples of 16, each a multiple of 16
-    bytes.
+    Rows of the weight in multiples of 16, K of 32; groups that divide its pieces.
     """
-    columns = x.shape[1]
-    if (
-        x.shape[0] != 1
-        or weight.shape[0] % ROWS_PER_TILE
-        or weight.shape[1] % 16
-        or columns % 32
-        or not weight.is_contiguous()
-    ):
-        return False
-    if x.stride(1) != 1 or any(
-        t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset)
-    ):
-        return False
-    spec, groups = weight_spec(x, weight, scale, offset, group), scale.numel() // weight.shape[0]
+    spec = problem_spec(problem)
     return (
-        group_shift(group, columns, K_TILE // spec.groups_per_tile) is not None
-        and config_for(spec, columns, groups) is not None
+        problem.n % ROWS_PER_TILE == 0
+        and problem.k % 32 == 0
+        and group_shift(problem.group or problem.k, problem.k, K_TILE // spec.groups_per_tile)
+        is not None
+        and config_for(spec, problem.k, problem.groups) is not None
     )
+
+
+def supports_operands(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
+) -> bool:
+    """Whether all are packed and 16-byte aligned, each row of the weight a multiple of 16 bytes."""
+    if weight.shape[1] % 16 or not weight.is_contiguous() or x.stride(1) != 1:
+        return False
+    return not any(t is not None and t.data_ptr() % 16 for t in (x, weight, scale, offset))
+
+
+def _supports_groupwise(inputs: GroupwiseLinearInputs) -> bool:
+    return supports_operands(*inputs[:4])
+
+
+def groupwise_gemv(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
+    """The product of one row with a weight in groups of 4 or 8 bits."""
+    x, weight, scale, offset, group, bias = inputs
+    grids = (scale, offset, group)
+    return wq_gemv(x, weight, grids, (None, None, bias), x.dtype, gated=gated)
+
+
+def gemv_kernel(*, gated: bool) -> Kernel:
+    """The kernel of one row of the weight-only GEMMs."""
+    run = functools.partial(groupwise_gemv, gated=gated)
+    return Kernel(KernelRange(m=(1, 1), fits=fits), run, _supports_groupwise)
 
 
 class WqGemvLaunch(NamedTuple):
@@ -224,7 +236,13 @@ def weight_spec(
     group: int,
 ) -> WqGemvSpec:
     """What the kernel is compiled for."""
-    bits = 4 if weight.dtype is torch.uint8 else 8
-    integer = x.dtype is torch.int8
-    groups = K_TILE // group if group in (32, 64) and not integer and group < x.shape[1] else 1
-    return WqGemvSpec(bits, integer, offset is not None, scale.dtype is torch.float32, groups)
+    return problem_spec(gemm_problem(x, weight, scale, group=group, offset=offset))
+
+
+def problem_spec(problem: GemmProblem) -> WqGemvSpec:
+    """What the kernel is compiled for."""
+    bits = 4 if problem.weight_dtype is torch.uint8 else 8
+    integer, group = problem.dtype is torch.int8, problem.group or problem.k
+    groups = K_TILE // group if group in (32, 64) and not integer and group < problem.k else 1
+    wide = problem.scale_dtype is torch.float32
+    return WqGemvSpec(bits, integer, problem.offset, wide, groups)

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -25,15 +26,9 @@ VALUES_PER_PROGRAM = 512  # cos and sin values per program
 ROUNDING_MODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-def supports(
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-    factor: float = 1.0,
-    logn: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> bool:
+def supports(inputs: RopeCosSinInputs) -> bool:
     """Contiguous tensors with at least one token."""
+    positions, keys, table, _, _, dtype = inputs
     packed = positions.is_contiguous() and keys.is_contiguous() and table.is_contiguous()
     return (
         packed
@@ -44,14 +39,10 @@ def supports(
 
 
 def run(
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-    factor: float = 1.0,
-    logn: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    inputs: RopeCosSinInputs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute the op with the Triton kernel; same contract as the reference."""
+    positions, keys, table, factor, logn, dtype = inputs
     tokens, half = positions.shape[0], table.shape[1]
     cos = torch.empty((tokens, half), dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)

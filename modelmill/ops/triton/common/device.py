@@ -8,9 +8,13 @@ import torch
 from triton.runtime import driver
 
 from modelmill.core import env
+from modelmill.ops.kernel_range import HALF, KernelRange
 
 # Read once: triton.jit decides at decoration whether a kernel is compiled or interpreted.
 INTERPRETED = env.triton_interpret()
+# Products that dequantize the weight inside the GEMM kernel: with more rows of float32 cuBLAS uses
+# the float32 units better. No kernel accumulates in float64.
+DEQUANT_RANGES = (KernelRange(dtypes=HALF), KernelRange(m=(1, 16), dtypes=(torch.float32,)))
 
 
 def available(device_type: str) -> str | None:
@@ -55,17 +59,6 @@ def supports_pdl(device: torch.device) -> bool:
 def supports_fp8(device: torch.device) -> bool:
     """Whether kernels can read and write e4m3 (compute capability ≥ 8.9, interpreter)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def dequantizes_in_kernel(x: torch.Tensor) -> bool:
-    """Whether a product of x [T, K] dequantizes the weight inside the GEMM kernel.
-
-    True for 16-bit x, and for float32 up to 16 rows; with more rows cuBLAS uses the float32 units
-    better. No kernel accumulates in float64.
-    """
-    return x.dtype in (torch.float16, torch.bfloat16) or (
-        x.dtype == torch.float32 and x.shape[0] <= 16
-    )
 
 
 def power_of_two(n: int) -> int:

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.kernel_range import NOT_FLOAT32, KernelRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.device import available as available
@@ -37,11 +38,12 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_ROWS = 16
 
 
+RANGES = (KernelRange(m=(1, 1)), KernelRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
+
+
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """One row of any dtype; up to 16 rows in 16 bits; contiguous rows of x and weight."""
-    if x.dim() != 2 or x.stride(1) != 1 or weight.stride(1) != 1 or x.dtype != weight.dtype:
-        return False
-    return x.shape[0] == 1 or (2 <= x.shape[0] <= MAX_ROWS and x.dtype != torch.float32)
+    """Contiguous rows of x and weight, of one dtype."""
+    return x.stride(1) == 1 and weight.stride(1) == 1 and x.dtype == weight.dtype
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:

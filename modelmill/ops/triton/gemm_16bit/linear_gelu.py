@@ -12,29 +12,20 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, KernelRange
 from modelmill.ops.triton.common.device import available as available
 
-MIN_ROWS = 64  # rows from which cuBLASLt's epilogue is faster
+# rows from which cuBLASLt's epilogue is faster; 16 bits, as its GELU is the tanh approximation
+RANGES = (KernelRange(m=(64, UNBOUNDED), dtypes=HALF, bias=True),)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bits (its GELU is the tanh approximation), many rows, with a bias."""
-    if (
-        not x.is_cuda
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or bias is None
-        or x.dim() != 2
-    ):
-        return False
-    return (
-        x.shape[0] >= MIN_ROWS
-        and x.stride(1) == 1
-        and weight.is_contiguous()
-        and x.dtype == weight.dtype == bias.dtype
-    )
+    """All of one dtype on a GPU; contiguous rows of x."""
+    alike = bias is not None and x.dtype == weight.dtype == bias.dtype
+    return alike and x.is_cuda and x.stride(1) == 1 and weight.is_contiguous()
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Run the op; GELU is applied to the unrounded sum."""
-    assert bias is not None, "linear_gelu needs a bias here (see supports)"
+    assert bias is not None, "linear_gelu needs a bias here (see RANGES)"
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops.kernel_range import NOT_FLOAT32, KernelRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm_small_m, gemv
+from modelmill.ops.triton.gemm_16bit.linear import supports as supports
 from modelmill.ops.triton.norm_quantize import silu_mul
 
-
-def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """16 bits, or one row in float32; contiguous rows of x and weight."""
-    if (
-        x.dim() != 2
-        or x.shape[0] == 0
-        or x.stride(1) != 1
-        or weight.stride(1) != 1
-        or x.dtype != weight.dtype
-    ):
-        return False
-    return x.dtype != torch.float32 or x.shape[0] == 1
+RANGES = (KernelRange(m=(1, 1)), KernelRange(dtypes=NOT_FLOAT32))
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:

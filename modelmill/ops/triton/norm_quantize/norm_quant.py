@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count, supports_fp8
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -30,18 +31,13 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def supports_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    dtype: torch.dtype,
-    per_column: tuple[torch.Tensor | None, ...],
-) -> bool:
+def supports_rows(x: torch.Tensor, weight: torch.Tensor | None, spec: ActQuantSpec) -> bool:
     """Whether the device has the dtype and the kernels support the arguments.
 
     Rows up to 16,384 wide (32,768 without norm), of the weight's dtype; scales, zero-points and
     permutations contiguous, of their dtypes.
     """
-    factor, zero, perm = per_column
+    dtype, factor, zero, perm, _ = spec
     width = x.shape[-1]
     if perm is not None:
         if perm.dtype is not torch.int32 or not perm.is_contiguous():
@@ -108,18 +104,16 @@ def rms_norm_quant(
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     eps: float,
-    dtype: torch.dtype,
-    per_column: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    bits: int,
+    spec: ActQuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Quantize rms_norm of x or x + residual; weight None: no norm.
 
-    per_column: (inv_scale, zero_point, perm), each or None.
+    The sum overwrites ``residual`` if that is contiguous.
 
     Returns:
         (values, scale or None, the sum or x).
     """
-    factor, zero, perm = per_column
+    dtype, factor, zero, perm, bits = spec
     flat, flat_residual = as_rows(x), as_rows(x if residual is None else residual)
     rows, width = flat.shape
     device = x.device

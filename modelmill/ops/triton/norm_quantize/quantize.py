@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant, supports_rows
 
 
-def supports(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
-) -> bool:
+def supports(x: torch.Tensor, spec: ActQuantSpec) -> bool:
     """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
-    return supports_rows(x, None, dtype, (inv_scale, zero_point, perm))
+    return supports_rows(x, None, spec)
 
 
-def run(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-    perm: torch.Tensor | None = None,
-    bits: int = 8,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the Triton kernel; same contract as the reference."""
-    values, scale, _ = rms_norm_quant(
-        x, None, None, 0.0, dtype, (inv_scale, zero_point, perm), bits
-    )
-    return values, scale
+    return rms_norm_quant(x, None, None, 0.0, spec)[:2]

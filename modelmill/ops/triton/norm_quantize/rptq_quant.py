@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -25,16 +26,9 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-def supports(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> bool:
+def supports(inputs: RptqQuantInputs) -> bool:
     """All tensors contiguous; a scale for each column."""
+    x, perm, inv_scale, zero_point, _, group, _ = inputs
     packed = all(
         t is None or (t.is_contiguous() and t.numel() == perm.numel())
         for t in (perm, inv_scale, zero_point)
@@ -42,16 +36,9 @@ def supports(
     return x.dim() == 2 and x.numel() > 0 and packed and (inv_scale is not None or group <= 8192)
 
 
-def run(
-    x: torch.Tensor,
-    perm: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    zero_point: torch.Tensor | None,
-    bits: int,
-    group: int,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the Triton kernel; same contract as the reference."""
+    x, perm, inv_scale, zero_point, bits, group, gated = inputs
     flat = as_rows(x)
     rows, columns = flat.shape[0], perm.numel()
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.sample import SampleInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -56,15 +57,9 @@ MAX_GATHERED = 4096
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
-def supports(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    noise: torch.Tensor,
-) -> bool:
+def supports(inputs: SampleInputs) -> bool:
     """Contiguous float32 rows; parameters in the reference's dtypes."""
+    logits, temperature, top_k, top_p, min_p, noise = inputs
     is_float32 = all(t.dtype is torch.float32 for t in (logits, temperature, top_p, min_p))
     contiguous = all(t.is_contiguous() for t in (temperature, top_k, top_p, min_p, noise))
     dtypes_ok = is_float32 and top_k.dtype is torch.int32 and noise.dtype is torch.float64
@@ -77,15 +72,9 @@ def supports(
     )
 
 
-def run(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
+def run(inputs: SampleInputs) -> torch.Tensor:
     """Run the op, bit-identical to the reference."""
+    logits, temperature, top_k, top_p, min_p, noise = inputs
     rows, vocab = logits.shape
     chunk = 1024 if rows <= _SMALL_BATCH_ROWS else 4096
     count = -(-vocab // chunk)

@@ -21,32 +21,21 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
 
 ROWS, BLOCK = 32, 512  # pixels per program
 _OUT_OF_RANGE = 1 << 30
 
 
-def supports(
-    logits: torch.Tensor,
-    image: int,
-    resized: tuple[int, int],
-    size: tuple[int, int],
-    offset: float | None = None,
-    pixels: bool = True,
-) -> bool:
-    """The kernel takes contiguous float32 masks."""
+def supports(inputs: UpsampleMasksInputs) -> bool:
+    """Contiguous float32."""
+    logits = inputs.logits
     return logits.dtype == torch.float32 and logits.is_contiguous() and logits.numel() > 0
 
 
-def run(
-    logits: torch.Tensor,
-    image: int,
-    resized: tuple[int, int],
-    size: tuple[int, int],
-    offset: float | None = None,
-    pixels: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def run(inputs: UpsampleMasksInputs) -> Masks:
     """Compute the op with the Triton kernel; same contract as the reference."""
+    logits, image, resized, size, offset, pixels = inputs
     count, grid, _ = logits.shape
     width, height = size
     columns, column_weights = _axis_taps(width, resized[0], image, grid, logits.device)

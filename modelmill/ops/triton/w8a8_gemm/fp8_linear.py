@@ -5,52 +5,42 @@ Many tokens of fp8 use torch's row-scaled product where it supports the shapes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from modelmill.ops.kernel_range import KernelRange
 from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.triton.common.device import DEQUANT_RANGES, supports_fp8
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import dequantizes_in_kernel, supports_fp8
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m
 from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 FP8 = torch.float8_e4m3fn
 SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Device with fp8; contiguous rows of x and weight; few tokens if activations are float32."""
-    if (
-        x.dim() != 2
-        or not x.numel()
-        or not weight.numel()
-        or x.stride(1) != 1
-        or weight.stride(1) != 1
-    ):
+# fp8 activations, or floating-point ones that are multiplied by converted weights
+RANGES = tuple(
+    replace(each, weight_dtypes=(FP8,), scale_dtypes=(torch.float32,))
+    for each in (KernelRange(dtypes=(FP8,)), *DEQUANT_RANGES)
+)
+
+
+def supports(inputs: Linear8BitInputs) -> bool:
+    """Device with fp8; contiguous rows of x and weight; contiguous float32 scales."""
+    x, weight, scale, x_scale, dtype, _ = inputs
+    if not x.shape[1] or not weight.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
-    if (
-        weight.dtype != FP8
-        or scale.dtype != torch.float32
-        or not scale.is_contiguous()
-        or not supports_fp8(x.device)
-    ):
+    if not scale.is_contiguous() or not supports_fp8(x.device):
         return False
     if x_scale is None:
-        return x.dtype == dtype and dequantizes_in_kernel(x)
-    return (
-        x.dtype == FP8
-        and x_scale.dtype == torch.float32
-        and x_scale.is_contiguous()
-        and dtype != torch.float64
-    )
+        return x.dtype == dtype != FP8
+    floats = x_scale.dtype == torch.float32 and x_scale.is_contiguous()
+    return floats and x.dtype == FP8 and dtype != torch.float64
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
@@ -58,17 +48,9 @@ def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
     return launch_configs.candidates_8bit(key)
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    *,
-    configs: TunedConfigs | None = None,
-) -> torch.Tensor:
+def run(inputs: Linear8BitInputs, *, configs: TunedConfigs | None = None) -> torch.Tensor:
     """Run the op; sums in float32, fp8 sums as precise as the tensor cores accumulate them."""
+    x, weight, scale, x_scale, dtype, bias = inputs
     if x_scale is not None and _scaled_mm_supports(x, weight, dtype):
         row_scale = x_scale.expand(x.shape[0]).reshape(-1, 1).contiguous()
         return torch._scaled_mm(

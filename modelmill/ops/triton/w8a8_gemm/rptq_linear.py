@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.kernel_range import KernelRange
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -29,16 +30,14 @@ MAX_BLOCK_K = 256
 LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
 
 
+RANGES = (KernelRange(group_multiple=32),)
+
+
 def supports(inputs: RptqLinearInputs) -> bool:
-    """All tensors contiguous; group size a multiple of 32."""
-    q, weight, scale, offset, group, step, constant, bias, _ = inputs
+    """All tensors contiguous."""
+    q, weight, scale, offset, _, step, constant, bias, _ = inputs
     tensors = (q, weight, scale, offset, step, constant, bias)
-    return (
-        q.dim() == 2
-        and q.numel() > 0
-        and group % 32 == 0
-        and all(t is None or t.is_contiguous() for t in tensors)
-    )
+    return q.shape[1] > 0 and all(t is None or t.is_contiguous() for t in tensors)
 
 
 def run(inputs: RptqLinearInputs) -> torch.Tensor:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from modelmill.ops.triton.common.device import dequantizes_in_kernel
+from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
+from modelmill.ops.triton.common.device import DEQUANT_RANGES
 
-PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
+RANGES = tuple(replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_RANGES)
 
 
-def supports(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Any rows in 16 bits, up to 16 in float32; groups of multiples of 32; contiguous rows."""
-    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or weight.stride(1) != 1:
+def supports(inputs: GroupwiseLinearInputs) -> bool:
+    """Contiguous rows of x, weight and grids."""
+    x, weight, scale, offset = inputs[:4]
+    if not x.shape[1] or x.stride(1) != 1 or weight.stride(1) != 1:
         return False
-    grids = scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
-    return dequantizes_in_kernel(x) and grids and group % PACK_COLUMNS == 0
+    return scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())

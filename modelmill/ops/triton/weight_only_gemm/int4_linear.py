@@ -26,10 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import linear
+from modelmill.ops.triton.weight_only_gemm.groupwise import RANGES as RANGES
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
@@ -39,15 +41,9 @@ EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 MAX_ROWS = 64  # rows of 16-bit x
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """Run the op; sums in float32."""
+    x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MAX_ROWS:

@@ -18,9 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
+from modelmill.ops.triton.weight_only_gemm.groupwise import RANGES as RANGES
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product
@@ -29,15 +31,9 @@ LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
 MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
-def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """Run the op; sums in float32."""
+    x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
     if tokens > MAX_ROWS:

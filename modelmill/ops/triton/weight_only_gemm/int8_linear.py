@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.triton.common import launch_configs
+from modelmill.ops.triton.common.device import DEQUANT_RANGES
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.common.device import dequantizes_in_kernel
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m, gemv
@@ -18,13 +18,14 @@ from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
 DEQUANT_MIN_ROWS = 257
 
 
+RANGES = DEQUANT_RANGES
+
+
 def supports(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
-    """Any number of rows in 16 bits, up to 16 in float32; contiguous rows of x and weight."""
-    if x.dim() != 2 or x.shape[0] == 0 or x.stride(1) != 1 or weight.stride(1) != 1:
-        return False
-    return dequantizes_in_kernel(x)
+    """Contiguous rows of x and weight."""
+    return x.stride(1) == 1 and weight.stride(1) == 1
 
 
 def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:

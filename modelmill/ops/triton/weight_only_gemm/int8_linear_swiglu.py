@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.kernel_range import NOT_FLOAT32, KernelRange
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm_small_m, gemv
+from modelmill.ops.triton.weight_only_gemm.int8_linear import supports as supports
 
-
-def supports(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> bool:
-    """Up to 16 rows in 16 bits, or one row in float32; contiguous rows of x and weight."""
-    if x.dim() != 2 or not 0 < x.shape[0] <= MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1:
-        return False
-    return x.dtype != torch.float32 or x.shape[0] == 1
+RANGES = (KernelRange(m=(1, 1)), KernelRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
 
 
 def run(
