@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from modelmill.ops import registry
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm import int4_linear, int8_gemm_small_m
 from tools import kernels_page
 from tools.kernel_heads import KernelHead, read_heads
 from tools.performance.rows import Row, read_rows
@@ -170,17 +170,21 @@ def test_the_case_shown_launches_the_kernel(
     monkeypatch.setattr(launch, "tensor_map", lambda *arguments: b"")
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     sizes = re.match(r"(\d+)x(\d+)->(2x)?(\d+)(?: g(\d+))?", case)
     assert sizes is not None
     m, k, n = int(sizes[1]), int(sizes[2]), int(sizes[4]) * (2 if sizes[3] else 1)
     group = int(sizes[5] or k)
-    x = torch.empty(m, k, dtype=torch.bfloat16)
-    weight = torch.empty(n, k, dtype=torch.int8)
-    scale = torch.empty(n, k // group, dtype=torch.float16 if sizes[5] else torch.float32)
-    gated = op.endswith("_swiglu")
-    if op.startswith("int4"):
-        weight = torch.empty(n, k // 2, dtype=torch.uint8)
-        int4_linear.int4_gemm(x, weight, scale, scale, group, None, gated=gated)
+    args = {"x": torch.empty(m, k, dtype=torch.bfloat16), "bias": None}
+    if sizes[5]:
+        grid = torch.empty(n, k // group, dtype=torch.float16)
+        args |= {"scale": grid, "offset": grid if op.startswith("int4") else None, "group": group}
     else:
-        int8_gemm_small_m.int8_gemm(x, weight, (scale, None, group), None, gated=gated)
-    assert set(launched) == {shown.path.stem}
+        args["scale"] = torch.empty(n)
+    int4 = op.startswith("int4")
+    args["weight"] = torch.empty(
+        n, k // 2 if int4 else k, dtype=torch.uint8 if int4 else torch.int8
+    )
+    kernels = registry.implementations(op)["cuda"]
+    registry.by_name(op, kernels.run)(**args)
+    assert set(launched) == {shown.path.stem}, launched
