@@ -150,8 +150,8 @@ def test_smoothing_keeps_what_its_layers_compute(engine: Path) -> None:
         folded = apply_smoothing(block, statistics, dict.fromkeys(block.sites, 0.5), torch.float32)
         assert set(folded) == set(block.sites)
         flow.forward_layer(block)
-        for ours, right in zip(flow.batches, before.batches, strict=True):
-            torch.testing.assert_close(ours.x, right.x, rtol=1e-4, atol=2e-5)
+        for actual, expected in zip(flow.batches, before.batches, strict=True):
+            torch.testing.assert_close(actual.x, expected.x, rtol=1e-4, atol=2e-5)
 
 
 def test_tensor_parallelism_divides_it_by_its_spec() -> None:

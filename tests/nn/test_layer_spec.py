@@ -48,14 +48,14 @@ def named_parts(path: Path) -> set[str]:
         for node in ast.walk(tree)
         if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
     }
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in docstrings:
-                found |= set(NAMES.findall(node.value))
+                names |= set(NAMES.findall(node.value))
         elif isinstance(node, ast.Attribute) and node.attr.endswith(("_proj", "_norm")):
-            found |= set(NAMES.findall(node.attr))
-    return found
+            names |= set(NAMES.findall(node.attr))
+    return names
 
 
 def test_no_part_of_a_layer_is_named_outside_its_declaration() -> None:
