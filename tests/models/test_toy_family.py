@@ -103,7 +103,7 @@ def scaled_norm(toy: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def another_gate(toy: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(toy.Gate, "forward", lambda _, ab, __: ab.chunk(2, -1)[0].tanh())
+    patch.setattr(toy.GateActivation, "forward", lambda _, ab, __: ab.chunk(2, -1)[0].tanh())
 
 
 def swapped_names(toy: Any, patch: pytest.MonkeyPatch) -> None:

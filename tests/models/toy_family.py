@@ -162,7 +162,7 @@ class PostNorm(nn.Module):
         return step.ops.rms_norm(x, self.weight, self.eps)
 
 
-class Gate(nn.Module):
+class GateActivation(nn.Module):
     def forward(self, ab, step):
         a, b = ab.chunk(2, -1)
         return torch.sigmoid(a) * b
@@ -172,7 +172,7 @@ class Mixer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.in_proj = Linear(config.hidden, 2 * config.width)
-        self.gate = Gate()
+        self.gate = GateActivation()
         self.out_proj = Linear(config.width, config.hidden)
 
     def forward(self, x, step):
