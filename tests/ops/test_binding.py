@@ -83,14 +83,14 @@ def positional(op: str, named: dict[str, Any]) -> tuple[Any, ...]:
 def with_rows(op: str, named: dict[str, Any], rows: int) -> dict[str, Any]:
     """The same weight, as many rows of everything that has some."""
     other = operands(op, rows, 16, next(iter(named.values())).shape[1])
-    kept = {name: other[name] for name in ("x", "q", "x_scale", "residual") if name in named}
-    kept = {name: value for name, value in kept.items() if named[name] is not None}
-    first = next(iter(kept))
-    kept[first] = kept[first].to(named[first].dtype)
-    if "residual" in kept:
+    shared_args = {name: other[name] for name in ("x", "q", "x_scale", "residual") if name in named}
+    shared_args = {name: value for name, value in shared_args.items() if named[name] is not None}
+    first = next(iter(shared_args))
+    shared_args[first] = shared_args[first].to(named[first].dtype)
+    if "residual" in shared_args:
         n = named["weight"].shape[0]
-        kept["residual"] = empty(rows, n, dtype=named["residual"].dtype)
-    return named | kept
+        shared_args["residual"] = empty(rows, n, dtype=named["residual"].dtype)
+    return named | shared_args
 
 
 def name_of(run: Callable[..., Any]) -> tuple[object, ...]:

@@ -142,11 +142,11 @@ def largest_cuda_row(op: str, shown: KernelHead) -> Row | None:
 
 
 SHOWN = [
-    (op, shown, found["case"])
+    (op, shown, largest["case"])
     for shown in HEADS.values()
     if shown.backend == "cuda" and shown.path.suffix == ".cu"
     for op in shown.ops
-    if op.startswith("int") and (found := largest_cuda_row(op, shown)) is not None
+    if op.startswith("int") and (largest := largest_cuda_row(op, shown)) is not None
 ]
 
 
