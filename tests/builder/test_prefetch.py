@@ -69,7 +69,7 @@ def test_a_fingerprint_that_is_not_needed_ends() -> None:
         def fingerprint(self, on_progress: Any) -> str:
             begun.set()
             released.wait(20)
-            on_progress(1, 2)
+            on_progress("fingerprint", 1, 2)
             raise AssertionError("it went on")
 
     slow: Any = Slow()

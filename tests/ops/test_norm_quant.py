@@ -173,18 +173,15 @@ def test_a_few_rows_in_another_order_as_many_of_them(sizes: tuple[int, int, int]
         (torch.int8, (None, None, order)),
     ]:
         for residual_or_none in (None, residual):
-            assert rmsnorm_quant_permute.supports_rows(x, weight, quant_dtype, per_column)
+            spec = ActQuantSpec(quant_dtype, *per_column)
+            assert rmsnorm_quant_permute.supports_rows(x, weight, spec)
             together = (4 if per_column[1] is None else 2) * (1 if residual_or_none is None else 2)
             config = rmsnorm_quant_permute.config_for(width, columns, together, threads_per_sm=512)
             sums = [
                 None if residual_or_none is None else residual_or_none.clone() for _ in range(2)
             ]
-            few = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[0], weight, 1e-5, ActQuantSpec(quant_dtype, *per_column)
-            )
-            many = rmsnorm_quant_permute.rms_norm_quant(
-                x, sums[1], weight, 1e-5, ActQuantSpec(quant_dtype, *per_column), config
-            )
+            few = rmsnorm_quant_permute.rms_norm_quant(x, sums[0], weight, 1e-5, spec)
+            many = rmsnorm_quant_permute.rms_norm_quant(x, sums[1], weight, 1e-5, spec, config)
             apart = (few[0].view(torch.int8).int() - many[0].view(torch.int8).int()).abs()
             assert int(apart.max()) <= 1
             assert float(apart.float().mean()) < 2e-3
