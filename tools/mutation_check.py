@@ -162,8 +162,8 @@ FAULTS = (
     Fault(
         "runtime: noise does not depend on the position",
         "modelmill/runtime/sampler.py",
-        "counter = positions.astype(np.uint64) * _GOLDEN",
-        "counter = np.zeros_like(positions).astype(np.uint64) * _GOLDEN",
+        "counter = positions.astype(np.uint64) * _GOLDEN_GAMMA",
+        "counter = np.zeros_like(positions).astype(np.uint64) * _GOLDEN_GAMMA",
         ("tests/runtime",),
     ),
     Fault(

@@ -142,15 +142,15 @@ def sample_image(image_size: int) -> Tensor:
         torch.arange(height) / image_size, torch.arange(image_size) / image_size, indexing="ij"
     )
     canvas = torch.stack((60 + 120 * x, 90 + 90 * y, 170 - 80 * x), -1)
-    for cx, cy, size, colour in _SHAPES[:3]:
+    for cx, cy, size, colour in _DRAWN_OBJECTS[:3]:
         canvas[((x - cx) ** 2 + (y - cy) ** 2) < size**2] = torch.tensor(colour)
-    for cx, cy, size, colour in _SHAPES[3:]:
+    for cx, cy, size, colour in _DRAWN_OBJECTS[3:]:
         canvas[((x - cx).abs() < size) & ((y - cy).abs() < 0.7 * size)] = torch.tensor(colour)
     canvas += 6 * torch.randn(canvas.shape, generator=torch.Generator().manual_seed(3))
     return canvas.clamp(0, 255).round().to(torch.uint8)
 
 
-_SHAPES = (
+_DRAWN_OBJECTS = (
     (0.2, 0.2, 0.1, (220.0, 40.0, 30.0)),
     (0.55, 0.15, 0.06, (240.0, 220.0, 60.0)),
     (0.8, 0.45, 0.13, (30.0, 30.0, 40.0)),
@@ -161,7 +161,7 @@ _SHAPES = (
 
 def sample_prompts(image_size: int) -> list[Prompt]:
     """Return a point on every shape of the sample image, and some on the background."""
-    places = [(cx * image_size, cy * image_size) for cx, cy, _, _ in _SHAPES] + [
+    places = [(cx * image_size, cy * image_size) for cx, cy, _, _ in _DRAWN_OBJECTS] + [
         (0.05 * image_size, 0.6 * image_size),
         (0.9 * image_size, 0.1 * image_size),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from modelmill.cli.options import Flag, collect_flags, flag_help
+from modelmill.cli.options import CliParameter, collect_flags, flag_help
 from modelmill.core import env
 
 MAX_WIDTH = 110
@@ -109,7 +109,7 @@ def short_usage(verb: str, module: ModuleType) -> str:
     return usage(verb, module) + (f", for example: {examples[0]}" if examples else "")
 
 
-def flag_names(flag: Flag) -> list[str]:
+def flag_names(flag: CliParameter) -> list[str]:
     """Return a flag's names, followed by the placeholder of its value."""
     if flag.positional:
         return [flag.label]
@@ -123,7 +123,7 @@ def flag_names(flag: Flag) -> list[str]:
     return shown if flag.value_type is bool else [*shown, _metavar(flag)]
 
 
-def _metavar(flag: Flag) -> str:
+def _metavar(flag: CliParameter) -> str:
     if flag.metavar:
         return flag.metavar
     if flag.choices:

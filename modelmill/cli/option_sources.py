@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from modelmill.cli.options import Flag, collect_flags, flag_variable
+from modelmill.cli.options import CliParameter, collect_flags, flag_variable
 from modelmill.core import env
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
@@ -71,7 +71,7 @@ def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**chosen)
 
 
-def _from_variable(flag: Flag) -> tuple[Any, str]:
+def _from_variable(flag: CliParameter) -> tuple[Any, str]:
     """Return the value and the name of a repeatable flag's variable.
 
     The variable holds one value, or several as a JSON list. Numbers and KEY=VALUE pairs, which
@@ -94,7 +94,7 @@ def _from_variable(flag: Flag) -> tuple[Any, str]:
     return None, flag.label
 
 
-def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
+def _from_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
     import yaml
 
     try:
@@ -131,7 +131,7 @@ def _from_file(flags: list[Flag], path: Path) -> dict[str, Any]:
     return values
 
 
-def _parse_value(flag: Flag, value: Any, source: str) -> Any:
+def _parse_value(flag: CliParameter, value: Any, source: str) -> Any:
     """Convert ``value`` (from the command line or YAML) to the type of the flag's field."""
     if isinstance(value, Enum):
         value = value.value
@@ -150,7 +150,7 @@ def _parse_value(flag: Flag, value: Any, source: str) -> Any:
     return tuple(_parse_scalar(flag.value_type, item, source, flag.choices) for item in items)
 
 
-def _parse_pairs(flag: Flag, value: Any, source: str) -> dict[Any, Any]:
+def _parse_pairs(flag: CliParameter, value: Any, source: str) -> dict[Any, Any]:
     if isinstance(value, dict):
         items = list(value.items())
     else:

@@ -39,7 +39,7 @@ class CommonArgs:
 
 
 @dataclass(frozen=True)
-class Flag:
+class CliParameter:
     """One parameter of a verb.
 
     Attributes:
@@ -116,12 +116,12 @@ def inherit_option(cls: type, name: str, **changes: Any) -> Any:
     raise LookupError(f"{cls.__name__} has no field {name!r}")
 
 
-def collect_flags(args: type) -> list[Flag]:
+def collect_flags(args: type) -> list[CliParameter]:
     """Return every flag of an ``Args`` dataclass, positional ones first.
 
     Of flags with the same name the first one is used.
     """
-    flags: dict[str, Flag] = {}
+    flags: dict[str, CliParameter] = {}
     for flag in _iter_flags(args, None, {}, ()):
         first = flags.setdefault(flag.name, flag)
         if first is not flag and not first.help:
@@ -131,7 +131,7 @@ def collect_flags(args: type) -> list[Flag]:
 
 def _iter_flags(
     cls: type, panel: str | None, helps: Mapping[str, str], exclude: tuple[str, ...]
-) -> Iterator[Flag]:
+) -> Iterator[CliParameter]:
     hints = typing.get_type_hints(cls)
     for each in fields(cls):
         if each.name in exclude or each.metadata.get("python_only"):
@@ -146,7 +146,7 @@ def _iter_flags(
             yield _flag(each, hint, panel, helps.get(each.name, ""))
 
 
-def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
+def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> CliParameter:
     metadata = each.metadata
     container, value_type, key_type = _analyze_type(hint)
     flag_names = metadata.get("flags", ())
@@ -154,7 +154,7 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> Flag:
     default = each.default
     if default is MISSING and each.default_factory is not MISSING:
         default = each.default_factory()
-    return Flag(
+    return CliParameter(
         name=each.name,
         long=long[0] if long else each.name.replace("_", "-"),
         short=(
@@ -193,7 +193,7 @@ def _analyze_type(hint: Any) -> tuple[str, type, type]:
     raise TypeError(f"the command line cannot offer a value of type {hint}")
 
 
-def make_signature(flags: list[Flag]) -> inspect.Signature:
+def make_signature(flags: list[CliParameter]) -> inspect.Signature:
     """Make the signature for typer; every parameter defaults to None, which means "not set"."""
     return inspect.Signature(
         [
@@ -208,7 +208,7 @@ def make_signature(flags: list[Flag]) -> inspect.Signature:
     )
 
 
-def _annotation(flag: Flag) -> Any:
+def _annotation(flag: CliParameter) -> Any:
     if flag.container in ("many", "ints", "pairs"):
         return list[str] | None
     if flag.container == "two":
@@ -219,7 +219,7 @@ def _annotation(flag: Flag) -> Any:
     return flag.value_type | None
 
 
-def _parameter(flag: Flag) -> Any:
+def _parameter(flag: CliParameter) -> Any:
     import typer
 
     if flag.positional:
@@ -246,19 +246,19 @@ def flag_variable(name: str) -> str:
     return "MODELMILL_" + name.replace("-", "_").upper()
 
 
-def _metavar(flag: Flag) -> str | None:
+def _metavar(flag: CliParameter) -> str | None:
     if flag.metavar or flag.value_type is bool:
         return flag.metavar
     return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.container)
 
 
-def flag_help(flag: Flag) -> str:
+def flag_help(flag: CliParameter) -> str:
     """Return a flag's help with its choices and its default."""
     text = _default_text(flag)
     return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
 
-def _default_text(flag: Flag) -> str:
+def _default_text(flag: CliParameter) -> str:
     if flag.default in (None, (), {}, "") or (flag.value_type is bool and not flag.negatable):
         return flag.help
     shown = flag.default

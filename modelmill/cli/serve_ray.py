@@ -30,7 +30,7 @@ def serve_replicas(
     from modelmill.serve.json_logs import log_to_stderr
     from modelmill.serve.replicas.deployment import ReplicaSpec
     from modelmill.serve.replicas.ray_cluster import DeploymentSpec, RayCluster
-    from modelmill.serve.replicas.server import ReplicaServer
+    from modelmill.serve.replicas.server import RayFrontendServer
 
     if not args.ray:
         flag = "--replicas" if args.replicas != 1 else "--ray-address"
@@ -59,7 +59,7 @@ def serve_replicas(
     )
 
     async def serve() -> None:
-        server = ReplicaServer(RayCluster(plan, shape), place)
+        server = RayFrontendServer(RayCluster(plan, shape), place)
         doing = f"starting {args.replicas} replicas of {', '.join(names)}"
         await server.run(lambda url: announce_address(args, url, names, doing))
 

@@ -25,7 +25,7 @@ class _CgroupFiles(NamedTuple):
 
     limit: str
     used: str
-    inactive_file_keys: tuple[str, str]
+    page_cache_keys: tuple[str, str]
 
 
 _CGROUP_V1 = _CgroupFiles(
@@ -77,7 +77,7 @@ def cgroup_limits(
             for folder in _self_and_parents(base, path):
                 limit, used = _read_int(folder / files.limit), _read_int(folder / files.used)
                 if limit is not None and used is not None:
-                    yield limit, max(used - _inactive_file_bytes(folder, files), 0)
+                    yield limit, max(used - _page_cache_bytes(folder, files), 0)
 
 
 def cpu_quota(groups: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float:
@@ -129,10 +129,10 @@ def _self_and_parents(base: Path, path: str) -> Iterator[Path]:
         yield base.joinpath(*parts[:count])
 
 
-def _inactive_file_bytes(folder: Path, files: _CgroupFiles) -> int:
+def _page_cache_bytes(folder: Path, files: _CgroupFiles) -> int:
     stat = dict(line.split(maxsplit=1) for line in _read_text(folder / "memory.stat").splitlines())
     # active pages too (a build reads a checkpoint twice): the kernel frees them before it kills
-    return sum(int(stat.get(name, 0)) for name in files.inactive_file_keys)
+    return sum(int(stat.get(name, 0)) for name in files.page_cache_keys)
 
 
 def _read_int(path: Path) -> int | None:

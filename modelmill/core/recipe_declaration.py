@@ -128,7 +128,7 @@ class RecipeDeclaration:
     name: str = ""
 
 
-_CLASSES = {
+_DECLARATION_CLASSES = {
     cls.__name__: cls
     for cls in (
         RecipeOption,
@@ -200,7 +200,7 @@ def _evaluate(node: ast.expr) -> Any:
     """Return the value of an expression of literals and of the classes above."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         named = {str(each.arg): _evaluate(each.value) for each in node.keywords}
-        return _CLASSES[node.func.id](*map(_evaluate, node.args), **named)
+        return _DECLARATION_CLASSES[node.func.id](*map(_evaluate, node.args), **named)
     if isinstance(node, ast.Dict):
         return {
             ast.literal_eval(key): _evaluate(value)

@@ -26,7 +26,7 @@ from modelmill.core.config import RunConfig, from_dict
 from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
 from modelmill.export.triton_fields import INPUTS, OUTPUTS, ParsedRequest, parse_request
 from modelmill.export.triton_metrics import TritonMetrics
-from modelmill.export.triton_repository import ENGINE_DIR, START_FILE, StartOptions
+from modelmill.export.triton_repository import ENGINE_DIR, START_OPTIONS_FILE, StartOptions
 from modelmill.outputs import OutputDelta
 from modelmill.text_processor import TextProcessor
 
@@ -71,9 +71,9 @@ class TritonBackend:
             check_one_instance(json.loads(args["model_config"]))
             set_python_executable()
             folder = Path(args["model_repository"]) / args["model_version"]
-            start = StartOptions.read(folder / START_FILE)
+            start = StartOptions.read(folder / START_OPTIONS_FILE)
             run = with_triton_device(
-                from_dict(RunConfig, start.run, str(folder / START_FILE)), args
+                from_dict(RunConfig, start.run, str(folder / START_OPTIONS_FILE)), args
             )
             engine = AsyncLLM(
                 folder / ENGINE_DIR,

@@ -27,7 +27,7 @@ from modelmill.export.triton_fields import INPUTS, OUTPUTS, format_pbtxt_fields
 
 MODEL_VERSION = "1"
 ENGINE_DIR = "engine"
-START_FILE = "start.json"
+START_OPTIONS_FILE = "start.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 MODEL_PY = '''"""The Python backend of Triton Inference Server for an engine of modelmill."""
@@ -139,7 +139,7 @@ def export_triton_repository(
             _config_pbtxt(model_name, _instance_kind(manifest, run))
         )
         (staged / MODEL_VERSION / "model.py").write_text(MODEL_PY)
-        (staged / MODEL_VERSION / START_FILE).write_text(start_options.to_json())
+        (staged / MODEL_VERSION / START_OPTIONS_FILE).write_text(start_options.to_json())
         _link_or_copy(engine, staged / MODEL_VERSION / ENGINE_DIR, copy)
         os.rename(staged, target)
     except OSError as error:
@@ -168,7 +168,7 @@ def _instance_kind(manifest: Manifest, run: RunConfig) -> str:
 
 def _config_pbtxt(name: str, instance_kind: str) -> str:
     return f'''# modelmill export triton. Requests share one engine's steps, so there is one instance a device: for more
-# streams raise max_num_seqs in {MODEL_VERSION}/{START_FILE}, for more GPUs list them in the instance group.
+# streams raise max_num_seqs in {MODEL_VERSION}/{START_OPTIONS_FILE}, for more GPUs list them in the instance group.
 name: "{name}"
 backend: "python"
 max_batch_size: 0

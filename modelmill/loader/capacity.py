@@ -84,7 +84,7 @@ def num_kv_pages(
                 "weights; lower --max-num-batched-tokens or --max-num-seqs"
             ) from None
     else:
-        free = free_cpu_bytes(tp_group.size)
+        free = cpu_kv_cache_budget(tp_group.size)
     shape = model.kv
     assert isinstance(shape, KVShape)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
@@ -167,7 +167,7 @@ def _check_fits_in_ram(required_bytes: int) -> None:
         )
 
 
-def free_cpu_bytes(ranks: int = 1, reserved_bytes: int = 0) -> int:
+def cpu_kv_cache_budget(ranks: int = 1, reserved_bytes: int = 0) -> int:
     """Bytes of RAM for one rank's KV cache: CPU_MEMORY_FRACTION of the free memory.
 
     Args:

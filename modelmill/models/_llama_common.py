@@ -34,7 +34,7 @@ CHECKPOINT_NAMES = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
 }
-DEFAULT_WINDOW = 4096
+DEFAULT_SLIDING_WINDOW = 4096
 """``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name
 it.
 """
@@ -79,13 +79,13 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
 def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Per layer the sliding window or None, from ``layer_types`` or Qwen2's ``max_window_layers``.
 
-    A ``sliding_window`` of null means none; an absent one means DEFAULT_WINDOW, as in the original
-    classes.
+    A ``sliding_window`` of null means none; an absent one means DEFAULT_SLIDING_WINDOW, as in the
+    original classes.
 
     Raises:
         CheckpointError: for a layer type that is not computed, and for windows without a size.
     """
-    raw = overlay_config(raw, {"sliding_window": DEFAULT_WINDOW})
+    raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     sized = raw["sliding_window"] is not None
     on = boolean(raw, "use_sliding_window", True) and sized
     types, first = layer_types(raw, layers), raw.get("max_window_layers")

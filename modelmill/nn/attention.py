@@ -20,7 +20,7 @@ from modelmill.nn.layer_spec import (
     linear_tensors,
 )
 from modelmill.nn.linear import Linear
-from modelmill.nn.norm import QKNorm
+from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.step import Step
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
@@ -148,8 +148,8 @@ class RopeAndCache(nn.Module):
         self.heads = spec.heads
         self.layer = layer
         self.eps = spec.eps
-        self.q_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
-        self.k_norm = QKNorm(spec.head_dim) if spec.qk_norm else None
+        self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
+        self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
 
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""

@@ -69,7 +69,7 @@ class LayerNorm(AffineNorm):
         return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
 
 
-class QKNorm(nn.Module):
+class QKNormWeight(nn.Module):
     """The weight of a norm over one head (Qwen3's q and k); applied inside the rope_cache op."""
 
     weight: torch.Tensor

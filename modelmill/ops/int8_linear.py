@@ -68,11 +68,11 @@ def takes_packed(x: torch.Tensor) -> bool:
 
 def packable(columns: int) -> bool:
     """Whether torch has such a kernel for this number of columns on this processor."""
-    return columns > 0 and columns % PACKED_COLUMNS == 0 and _multiplies_packed()
+    return columns > 0 and columns % PACKED_COLUMNS == 0 and _int8pack_mm_usable()
 
 
 @functools.cache
-def _multiplies_packed() -> bool:
+def _int8pack_mm_usable() -> bool:
     """Whether torch's private int8 op exists, is vectorized here and gives exact results."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False  # scalar code, or never measured (arm64)

@@ -189,7 +189,7 @@ def quantization_facts(
         "after": output_error(weight, quantized, statistics),
         "bits": round(8 * stored / weight.numel(), 3),
     }
-    facts |= quantized.cluster_stats()
+    facts |= quantized.count_clusters()
     if statistics is not None:
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()

@@ -76,7 +76,7 @@ class RoundingGrid:
             What each column propagates, [N, width].
         """
         propagated = torch.empty(len(work), last - first, device=work.device)
-        kernel = _gptq_columns_kernel(work.device.type)
+        kernel = _load_gptq_columns(work.device.type)
         if kernel is not None and (self.offset is not None or kernel.supports_fp8(work.device)):
             kernel.run(
                 work,
@@ -106,7 +106,7 @@ class RoundingGrid:
         return propagated
 
 
-def _gptq_columns_kernel(device_type: str) -> Any:
+def _load_gptq_columns(device_type: str) -> Any:
     """Return the module of the GPU kernel, or None without one."""
     if device_type != "cuda":
         return None

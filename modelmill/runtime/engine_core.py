@@ -381,7 +381,7 @@ class EngineCore:
             if self.model_runner.tp_workers is not None:
                 raise  # the other ranks already run this step: it cannot be made smaller
             return self._shrink_after_oom(schedule)
-        self._count_step(schedule)
+        self._update_after_launch(schedule)
         return step
 
     def _launch_ahead(self, step: PendingStep | None) -> PendingStep | None:
@@ -400,7 +400,7 @@ class EngineCore:
             if self.model_runner.tp_workers is not None:
                 raise
             return None
-        self._count_step(schedule)
+        self._update_after_launch(schedule)
         return launched
 
     def _needs_tokens_of(self, step: PendingStep) -> bool:
@@ -423,7 +423,7 @@ class EngineCore:
         self.scheduler.observe_step(step.schedule, self._last_output_time - started)
         return events
 
-    def _count_step(self, schedule: Schedule) -> None:
+    def _update_after_launch(self, schedule: Schedule) -> None:
         self.scheduler.advance(schedule)
         self._num_steps += 1
         full = self.config.max_num_batched_tokens

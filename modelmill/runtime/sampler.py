@@ -407,16 +407,16 @@ def read_logprobs(row: list[float], top: int) -> dict[int, Logprob]:
     return by_id
 
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_A = np.uint64(0xBF58476D1CE4E5B9)
-_B = np.uint64(0x94D049BB133111EB)
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """A bijection of uint64 in which every input bit flips about half of the output bits."""
-    x = (x ^ (x >> np.uint64(30))) * _A
-    x = (x ^ (x >> np.uint64(27))) * _B
+    x = (x ^ (x >> np.uint64(30))) * _MIX_MULTIPLIER_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_MULTIPLIER_2
     return x ^ (x >> np.uint64(31))
 
 
@@ -427,8 +427,8 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         seeds: [B] uint64.
         positions: [B] integers.
     """
-    counter = positions.astype(np.uint64) * _GOLDEN
-    return (splitmix64(splitmix64(seeds + _GOLDEN) ^ counter) >> np.uint64(11)).astype(
+    counter = positions.astype(np.uint64) * _GOLDEN_GAMMA
+    return (splitmix64(splitmix64(seeds + _GOLDEN_GAMMA) ^ counter) >> np.uint64(11)).astype(
         np.float64
     ) * 2.0**-53
 
@@ -437,4 +437,4 @@ def derive_seed(seed: int, index: int) -> int:
     """The seed of stream ``index`` of ``seed``; that of stream 0 differs from ``seed``."""
     state = np.array([seed & _MASK], dtype=np.uint64)
     step = np.array([(index + 1) & _MASK], dtype=np.uint64)
-    return int(splitmix64(splitmix64(state + _GOLDEN) + step * _GOLDEN)[0])
+    return int(splitmix64(splitmix64(state + _GOLDEN_GAMMA) + step * _GOLDEN_GAMMA)[0])

@@ -145,7 +145,7 @@ class _JsonDecoder:
         begin = len(_BOM) if self._data.startswith(_BOM) else 0
         return self._decode_value(_Span(begin, len(self._data), 0, len(self._positions)))
 
-    def _loads(self, text: str) -> Any:
+    def _decode_yielding_gil(self, text: str) -> Any:
         """Decode a short text, and release the GIL from time to time."""
         if time.perf_counter() - self._yielded_at > YIELD_AFTER_SECONDS:
             time.sleep(YIELD_SECONDS)
@@ -159,7 +159,7 @@ class _JsonDecoder:
         if not span.is_small:
             span = self._strip(span)
         if span.is_small:
-            return self._loads(self._decode_utf8(span.begin, span.end))
+            return self._decode_yielding_gil(self._decode_utf8(span.begin, span.end))
         if span.first == span.last:
             return self._decode_string(span.begin, span.end)
         self._check_brackets(span)
@@ -227,7 +227,7 @@ class _JsonDecoder:
             if group.count == 1:
                 yield [self._decode_value(group)]
                 continue
-            values = self._loads(f"[{self._decode_utf8(group.begin, group.end)}]")
+            values = self._decode_yielding_gil(f"[{self._decode_utf8(group.begin, group.end)}]")
             if len(values) != group.count:
                 raise InvalidJson("the brackets do not match")
             yield self._intern_integers(values)
@@ -249,7 +249,9 @@ class _JsonDecoder:
             return out
         for group in self._split_chunks(span):
             if group.is_small and not self._is_blank(group):
-                out.update(self._loads(f"{{{self._decode_utf8(group.begin, group.end)}}}"))
+                out.update(
+                    self._decode_yielding_gil(f"{{{self._decode_utf8(group.begin, group.end)}}}")
+                )
                 continue
             colon = group.first
             if group.first == group.last or self._char_classes[colon] != COLON:
@@ -302,7 +304,7 @@ class _JsonDecoder:
         stop = min(at + MAX_CHUNK_BYTES, end)
         for cut in range(stop, max(stop - _MAX_CHAR_BYTES, at), -1):
             try:
-                text = self._loads(f'"{self._decode_utf8(at, cut)}"')
+                text = self._decode_yielding_gil(f'"{self._decode_utf8(at, cut)}"')
             except ValueError:
                 if stop == end:
                     break

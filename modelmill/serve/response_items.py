@@ -100,7 +100,7 @@ class ResponseItems:
     def _take_logprobs(self, text: str) -> list[Any]:
         """Remove and return the logprobs of ``text``; those before it belong to a call."""
         pending = "".join(each for each, _ in self._pending_logprobs)
-        begin, end = _locate_text(text, pending)
+        begin, end = _find_text_span(text, pending)
         position = 0
         taken_logprobs, remaining = list[Any](), list[tuple[str, list[Any]]]()
         for piece, logprobs in self._pending_logprobs:
@@ -175,7 +175,7 @@ class ResponseItems:
         }
 
 
-def _locate_text(text: str, written: str) -> tuple[int, int]:
+def _find_text_span(text: str, written: str) -> tuple[int, int]:
     """Find the last position of ``text`` in what was generated.
 
     Spaces at its start may come from before a call.

@@ -29,7 +29,7 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.progress import Progress
 from modelmill.core.types import Request
-from modelmill.loader.capacity import free_cpu_bytes
+from modelmill.loader.capacity import cpu_kv_cache_budget
 from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
@@ -414,7 +414,7 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
         num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
         return budget.with_cpu_budget(
             config,
-            free_cpu_bytes(config.tp, open_engine.segment_bytes),
+            cpu_kv_cache_budget(config.tp, open_engine.segment_bytes),
             num_other_engines,
             open_engine.segment_bytes,
         )

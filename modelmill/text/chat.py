@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChat
+from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
@@ -105,7 +105,7 @@ def load_chat(
         if settings.get("chat_format") == "raw":
             return None
         window = settings.get("max_window_size")
-        return QwenChat(
+        return QwenChatFormat(
             tokenizer,
             window=window if type(window) is int and window > 0 else HISTORY_WINDOW_TOKENS,
         )

@@ -16,7 +16,7 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 HISTORY_WINDOW_TOKENS = 6144
 
 
-class QwenChat:
+class QwenChatFormat:
     """Qwen v1's chat format; role, newline and content are tokenized separately, as in training.
 
     User text never becomes control tokens.

@@ -88,7 +88,7 @@ def parse_conversation(
                 )
             entries.append(["user", content])
         elif role == "assistant" and entries:
-            text = _format_answer(message, content, bool(tools))
+            text = _format_assistant_turn(message, content, bool(tools))
             if entries[-1][0] == "user":
                 entries.append(["assistant", _strip(text)])
             else:
@@ -120,7 +120,7 @@ def _strip(text: str) -> str:
     return text.lstrip("\n").rstrip()
 
 
-def _format_answer(message: Mapping[str, Any], content: str, tools: bool) -> str:
+def _format_assistant_turn(message: Mapping[str, Any], content: str, tools: bool) -> str:
     if not message.get("tool_calls"):
         return f"{THOUGHT} I now know the final answer.\n{FINAL} {content}" if tools else content
     call = message["tool_calls"][0]

@@ -182,7 +182,7 @@ class WeightFormat(ABC):
         """Return the tensors that an expanded form holds in addition to the stored ones."""
         return []
 
-    def cluster_stats(self) -> dict[str, int]:
+    def count_clusters(self) -> dict[str, int]:
         """Return facts about column clusters for the report; none without clusters."""
         return {}
 
@@ -283,9 +283,9 @@ class UnpackedWeight(WeightFormat):
         """Return the expanded numbers."""
         return [self.unpacked.tensors()["weight"]]
 
-    def cluster_stats(self) -> dict[str, int]:
+    def count_clusters(self) -> dict[str, int]:
         """Return facts about column clusters for the report; none without clusters."""
-        return self.packed.cluster_stats()
+        return self.packed.count_clusters()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by suffix."""

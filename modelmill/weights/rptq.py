@@ -394,7 +394,7 @@ class RptqWeight(WeightFormat):
         moved = {name: t.to(device) for name, t in self.tensors().items() if name != "sizes"}
         return RptqWeight.from_tensors(moved | {"sizes": self.tensors()["sizes"]})
 
-    def cluster_stats(self) -> dict[str, int]:
+    def count_clusters(self) -> dict[str, int]:
         """Count, for the report, clusters, single-channel clusters and empty columns."""
         sizes = (self.perm.view(-1, self.group_size) >= 0).sum(1)
         empty = int((self.perm < 0).sum())

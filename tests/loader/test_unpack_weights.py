@@ -142,7 +142,7 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
     packed = _weight("int8", 33, 96, torch.bfloat16)
     x = torch.randn(PACKED_ROWS, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     with monkeypatch.context() as widening:
-        widening.setattr(int8_linear, "_multiplies_packed", lambda: False)
+        widening.setattr(int8_linear, "_int8pack_mm_usable", lambda: False)
         expected = packed.matmul(x, None, TORCH)
     for weight in (packed, _unpacked(packed, torch.bfloat16)):
         with monkeypatch.context() as alone:
@@ -163,7 +163,7 @@ def test_rows_that_vectors_would_read_beyond_are_widened(columns: int) -> None:
 
 def test_torch_without_the_private_product_widens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_weight_int8pack_mm")
-    assert not int8_linear._multiplies_packed.__wrapped__()
+    assert not int8_linear._int8pack_mm_usable.__wrapped__()
 
 
 def test_integer_sums_are_exact() -> None:

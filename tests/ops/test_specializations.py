@@ -53,7 +53,7 @@ def launch_recorder() -> Iterator[set[Any]]:
     """Record launches of the decode kernels, with the grids of an H200."""
     met: set[Any] = set()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("decode_heads", "decode_head_groups", "merge_splits"):
+        for name in ("paged_decode_kernel", "grouped_paged_decode_kernel", "merge_splits_kernel"):
             patch.setattr(paged_decode, name, LaunchRecorder(name, met))
         patch.setattr(paged_attention, "sm_count", lambda device: 132)
         patch.setattr(pdl, "supports_pdl", lambda device: True)

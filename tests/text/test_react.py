@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
-from modelmill.text.chatml import QwenChat
+from modelmill.text.chatml import QwenChatFormat
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -60,7 +60,7 @@ ASK: dict[str, Any] = {"role": "user", "content": "\nRain? "}
 
 @pytest.fixture(scope="module")
 def chat(real):
-    return QwenChat(real("qwen.tiktoken"))
+    return QwenChatFormat(real("qwen.tiktoken"))
 
 
 def both(chat, messages, tools=(WEATHER, NOW), **options) -> str:

@@ -25,7 +25,7 @@ MAX_FAILED_POLLS = 20
 _log = log.get_logger("serve")
 
 
-class ReplicaServer:
+class RayFrontendServer:
     """All parts of one ``modelmill serve --ray``."""
 
     def __init__(self, cluster: RayCluster, options: ServerOptions) -> None:

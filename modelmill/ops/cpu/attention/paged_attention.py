@@ -38,7 +38,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     tokens, heads, _ = q.shape
     sequences, pages = block_tables.shape
     out = torch.empty(tokens, heads * dim, dtype=dtype)
-    (_long_kernel() if max_query > 1 else _kernel())(
+    (_kernel_without_gil() if max_query > 1 else _kernel())(
         out.data_ptr(),
         q.data_ptr(),
         k_cache.data_ptr(),
@@ -82,5 +82,5 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii", release_gil=True)

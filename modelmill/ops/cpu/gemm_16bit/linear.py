@@ -39,7 +39,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)
     added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
     kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), added, rows, k, n, _DTYPES[dtype])
     return out
 
@@ -70,5 +70,5 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("linear", "ppppqqqi", release_gil=True)

@@ -29,7 +29,7 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     out = torch.empty(rows, n, dtype=dtype)
     pointers = [None if t is None else t.data_ptr() for t in (out, x, weight, scale, x_scale, bias)]
     each = int(x_scale is not None and x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
     kernel(*pointers, rows, k, n, each, build.DTYPES[dtype])
     return out
 
@@ -40,5 +40,5 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("fp8_linear", "ppppppqqqqi", release_gil=True)

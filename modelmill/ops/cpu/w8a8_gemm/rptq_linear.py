@@ -45,7 +45,7 @@ def run(inputs: RptqLinearInputs) -> torch.Tensor:
         None if t is None else t.data_ptr()
         for t in (out, q, weight, scale, offset, step, constant, bias)
     ]
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
     flags = (_DTYPES[dtype], scale.dtype is torch.float16, packed, step.dim() == 2)
     kernel(*pointers, rows, columns, n, group, *flags)
     return out
@@ -57,5 +57,5 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("rptq_linear", "ppppppppqqqqiiii", release_gil=True)

@@ -39,7 +39,7 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     pointers = [t.data_ptr() for t in (out, x, weight, scale, x_scale)]
     added = None if bias is None else bias.data_ptr()
     each = int(x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
     kernel(*pointers, added, rows, k, n, each, build.DTYPES[dtype])
     return out
 
@@ -50,5 +50,5 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("w8a8_linear", "ppppppqqqqi", release_gil=True)

@@ -38,7 +38,7 @@ def run(
     n = weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype)
     added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _long_kernel()
+    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
     kernel(
         out.data_ptr(),
         x.data_ptr(),
@@ -86,7 +86,7 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
-def _long_kernel() -> Callable[..., Any]:
+def _kernel_without_gil() -> Callable[..., Any]:
     return build.function("int8_linear", "pppppqqqi", release_gil=True)
 
 

@@ -83,7 +83,7 @@ def run(
     return out
 
 
-_prefill_launcher = CachedLauncher(paged_prefill.prefill_tiles)
+_prefill_launcher = CachedLauncher(paged_prefill.paged_prefill_kernel)
 
 
 class _DecodeLaunchConfig(NamedTuple):
@@ -191,14 +191,14 @@ def _decode(
     pointers = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums, scale)
     if group_heads:
         group = max(16, power_of_two(heads // kv_heads))
-        paged_decode.decode_head_groups[(kv_heads, batch, splits)](
+        paged_decode.grouped_paged_decode_kernel[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=block_keys, BLOCK_D=max(16, block_d),
             PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
             num_warps=warps, num_stages=stages, **common, **layout, **first,
         )  # fmt: skip
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
-        paged_decode.decode_heads[(heads, batch, splits)](
+        paged_decode.paged_decode_kernel[(heads, batch, splits)](
             *pointers,
             *strides,
             TURNS=2,
@@ -210,7 +210,7 @@ def _decode(
             **first,
         )
     if splits > 1:
-        paged_decode.merge_splits[(heads, batch)](
+        paged_decode.merge_splits_kernel[(heads, batch)](
             parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d,
             num_warps=4,
             **common, **last,

@@ -63,7 +63,7 @@ def as_unsigned(offsets):
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
-def decode_heads(
+def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
     parts_ptr, sums_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
@@ -144,7 +144,7 @@ def decode_heads(
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride"])
-def decode_head_groups(
+def grouped_paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
     parts_ptr, sums_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
@@ -250,7 +250,7 @@ def decode_head_groups(
 
 
 @triton.jit
-def merge_splits(
+def merge_splits_kernel(
     parts_ptr, sums_ptr, starts_ptr, lengths_ptr, out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     MIN_KEYS: tl.constexpr,

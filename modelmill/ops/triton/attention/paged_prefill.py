@@ -20,7 +20,7 @@ from modelmill.ops.triton.common.dtype_convert import normalize_float16, to_floa
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
-def prefill_tiles(
+def paged_prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
     scale,
     batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
