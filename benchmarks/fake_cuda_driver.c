@@ -1,5 +1,6 @@
-// A CUDA driver (libcuda.so.1) that launches nothing and keeps the arguments of the last launch: for
-// Triton's own launchers on a machine without a GPU. It answers as an H200 would where it is asked.
+// A CUDA driver (libcuda.so.1) that launches nothing and keeps the arguments of the last launch:
+// for Triton's own launchers on a machine without a GPU. It answers as an H200 would where it is
+// asked.
 #include <stdint.h>
 #include <string.h>
 

@@ -58,7 +58,7 @@ def compare_blocks(
     for ours, expected in blocks:
         if ours.shape != expected.shape:
             return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
-        measured += _measure_in_threads(list(_row_chunks(ours, expected)))
+        measured += _map_tiles_in_threads(list(_row_chunks(ours, expected)))
         numbers += expected.numel()
     every = RowAndTileErrors(*(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
     if not bool(torch.isfinite(every.max_abs_error).all()):
@@ -73,7 +73,7 @@ def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor
     yield from zip(ours.split(rows), expected.split(rows), strict=True)
 
 
-def _measure_in_threads(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileErrors]:
+def _map_tiles_in_threads(chunks: list[tuple[Tensor, Tensor]]) -> list[RowAndTileErrors]:
     """Measure chunks, on a CPU one thread per chunk.
 
     If threads shared a chunk they would synchronise at every operation, which takes twenty times as

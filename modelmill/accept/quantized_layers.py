@@ -81,15 +81,15 @@ class QuantizedLayersCheck:
             if self._uses_engine_weights
             else copy.copy(self.checkpoint_reference)
         )
-        made.layer_weights = self._read_layer  # type: ignore[method-assign]
+        made.layer_weights = self._layer_weights_with_check  # type: ignore[method-assign]
         return made
 
     def finish(self) -> None:
         """Process the layers that have not been read."""
         for index in range(self._layers_done, self.checkpoint_reference.num_layers):
-            self._read_layer(index)
+            self._layer_weights_with_check(index)
 
-    def _read_layer(self, index: int) -> LayerWeights:
+    def _layer_weights_with_check(self, index: int) -> LayerWeights:
         plain = self.checkpoint_reference.layer_weights(index)
         engine_weights = dict(read_engine_weights(self.model, index, plain))
         if index == self._layers_done:

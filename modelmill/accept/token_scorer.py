@@ -31,7 +31,7 @@ class TokenScorer:
     def __init__(self, core: EngineCore) -> None:
         self.runner = core.model_runner
         self.scheduler = core.scheduler
-        self.rope_rule = core.rope_rule
+        self.rope_length_source = core.rope_length_source
         self.max_tokens = core.config.max_num_batched_tokens
 
     def logits(
@@ -148,7 +148,7 @@ class TokenScorer:
                 Request(id="", prompt=prompt, params=SamplingParams()),
                 index,
                 -1,
-                self.rope_rule,
+                self.rope_length_source,
                 max_length=1 << 62,
             )
             pages: list[int] = []

@@ -18,9 +18,9 @@ from modelmill.checkpoint.quant_layout import (
     PackedMatrix,
     QuantLayout,
     check_group_size,
-    columns_per_group,
     group_label,
     packed_words_shape,
+    resolve_group_size,
     scales_shape,
     unpack_fields,
 )
@@ -87,7 +87,7 @@ class AwqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0]
-        group = columns_per_group(self.group_size, columns)
+        group = resolve_group_size(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CorruptCheckpoint(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns of {group}"

@@ -23,11 +23,11 @@ from modelmill.checkpoint.quant_layout import (
     GROUP_SIZE_MULTIPLE,
     PackedMatrix,
     QuantLayout,
-    columns_per_group,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
     read_group_index,
+    resolve_group_size,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
@@ -170,7 +170,7 @@ class CompressedTensorsScheme:
             (rows, columns), bits = info.shape, 8
         groups = self._count_groups(raw, stem, rows)
         group = -(-columns // groups)
-        whole = columns_per_group(-1, columns)
+        whole = resolve_group_size(-1, columns)
         if groups == 1:
             group = whole
         elif group % GROUP_SIZE_MULTIPLE or -(-columns // group) != groups:

@@ -19,12 +19,12 @@ from modelmill.checkpoint.quant_layout import (
     PackedMatrix,
     QuantLayout,
     check_group_size,
-    columns_per_group,
     group_label,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
     read_group_index,
+    resolve_group_size,
     scales_shape,
     unpack_fields,
 )
@@ -105,7 +105,7 @@ class GptqScheme:
                 f"{self.path}: {stem}.qzeros {list(zeros)} and scales {list(grids)} do not fit"
             )
         columns = here[0] * 32 // self.bits
-        group = columns_per_group(self.group_size, columns)
+        group = resolve_group_size(self.group_size, columns)
         if -(-columns // group) != grids[0]:
             raise CheckpointError(
                 f"{self.path}: {stem} has {grids[0]} groups for {columns} columns, not groups of "

@@ -111,7 +111,7 @@ def check_group_size(group_size: object, subject: str) -> int:
     )
 
 
-def columns_per_group(group_size: int, columns: int) -> int:
+def resolve_group_size(group_size: int, columns: int) -> int:
     """Return a config's group size; of −1 (one group) a multiple that covers all columns."""
     if group_size != -1:
         return group_size

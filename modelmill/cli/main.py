@@ -260,7 +260,11 @@ def _source_variable(error: Any) -> str | None:
         return None
     named = param.envvar if isinstance(param.envvar, (list, tuple)) else [param.envvar]
     return next(
-        (each for each in named if env.flag_value(each.removeprefix("MODELMILL_")) is not None),
+        (
+            each
+            for each in named
+            if env.option_from_env(each.removeprefix("MODELMILL_")) is not None
+        ),
         None,
     )
 

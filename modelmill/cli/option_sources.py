@@ -78,7 +78,7 @@ def _from_variable(flag: CliParameter) -> tuple[Any, str]:
     contain no white space, may also be separated by white space.
     """
     for name in flag.names:
-        text, where = env.flag_value(name.replace("-", "_")), flag_variable(name)
+        text, where = env.option_from_env(name.replace("-", "_")), flag_variable(name)
         if not text:
             continue
         try:

@@ -69,7 +69,7 @@ class SegmentOutputs:
             return self.overlay
         return self._unused_path(self.overlay, path.stem)
 
-    def mask_path(self, path: Path, index: int) -> Path | None:
+    def reserve_mask_path(self, path: Path, index: int) -> Path | None:
         """Return the path of one of its masks; None if none is requested."""
         return None if self.masks is None else self._unused_path(self.masks, f"{path.stem}-{index}")
 
@@ -120,7 +120,7 @@ def write_result(
             mask_dict = mask.to_dict(rle)
             if len(prompts) > 1:
                 mask_dict["prompt"] = place
-            file = outputs.mask_path(path, index)
+            file = outputs.reserve_mask_path(path, index)
             if file is not None:
                 _save(mask_to_image(mask), file)
                 mask_dict["file"] = str(file)

@@ -37,10 +37,10 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "modelmill"
 
 
-def flag_value(name: str) -> str | None:
+def option_from_env(name: str) -> str | None:
     """Return the value of a command line flag's variable.
 
-    ``flag_value("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
+    ``option_from_env("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
     """
     return os.environ.get("MODELMILL_" + name.upper())
 

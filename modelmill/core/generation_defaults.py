@@ -236,7 +236,7 @@ def read_generation(
     draws = {name: raw[name] for name in DEFAULTED_FIELDS if raw.get(name) is not None}
     SamplingParams(**draws)
     greedy, source = raw.get("do_sample") is not True, CHECKPOINT_SOURCE
-    if _is_absent(raw, container):
+    if _lacks_generation_config(raw, container):
         source = OPENAI_SOURCE if openai else MODELMILL_SOURCE
         draws, greedy = dict(OPENAI_DEFAULTS if openai else MODELMILL_DEFAULTS), False
     limit, least = lengths["max_new_tokens"] or None, lengths["min_new_tokens"]
@@ -254,7 +254,7 @@ def read_generation(
     )
 
 
-def _is_absent(raw: Mapping[str, Any], container: str) -> bool:
+def _lacks_generation_config(raw: Mapping[str, Any], container: str) -> bool:
     """Whether the checkpoint has no generation_config, or one made only from a GGUF's ids."""
     return not raw or (container.rpartition("/")[2].startswith("gguf") and "do_sample" not in raw)
 

@@ -360,7 +360,7 @@ class Stats:
         free_pages: Pages that can be allocated, idle ones included.
         cached_pages: Pages in the prefix cache.
         cached_tokens: Prompt tokens taken from the prefix cache.
-        idle_pages: Unreferenced pages, kept for their prefixes.
+        evictable_pages: Unreferenced pages, kept for their prefixes.
         kept_pages: Most idle pages that may be kept while unused pages are available.
         touched_pages: Pages ever written; a cache in RAM takes memory for these only.
         page_bytes: Bytes of one page on all ranks together.
@@ -376,7 +376,7 @@ class Stats:
     output_tokens: int
     cached_tokens: int
     preemptions: int
-    idle_pages: int = 0
+    evictable_pages: int = 0
     kept_pages: int = 0
     touched_pages: int = 0
     page_bytes: int = 0

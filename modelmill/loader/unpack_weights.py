@@ -88,13 +88,13 @@ def unpack_weights(model: nn.Module, ops: Ops, dtype: torch.dtype, max_bytes: in
 
     A tied weight is unpacked once. The results of the ops are bit-identical.
     """
-    unpacker = _Unpacker(ops, dtype, max_bytes)
+    unpacker = _WeightUpcaster(ops, dtype, max_bytes)
     for linear in [m for m in model.modules() if isinstance(m, Linear)]:
         linear.weight = unpacker.unpack(linear.weight)
     return unpacker.report
 
 
-class _Unpacker:
+class _WeightUpcaster:
     """One pass over a model's weights."""
 
     def __init__(self, ops: Ops, dtype: torch.dtype, max_bytes: int) -> None:
@@ -108,7 +108,7 @@ class _Unpacker:
         """The weight, unpacked if its op needs that and memory allows."""
         if isinstance(weight, MixedRowsWeight):
             return MixedRowsWeight(tuple(map(self.unpack, weight.parts)))
-        spec = weight.unpack_spec
+        spec = weight.upcast_spec
         if spec is None or self.ops.backends.get(spec.op) != "torch":
             return weight
         key = weight.tensors()["weight"].data_ptr()

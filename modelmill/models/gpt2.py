@@ -184,7 +184,7 @@ class Gpt2Layer(nn.Module):
 class Model(CausalLM):
     """Token ids → logits."""
 
-    rope_rule = "fixed"
+    rope_length_source = "fixed"
 
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()

@@ -173,7 +173,7 @@ class Decoder(CausalLM):
         self.head = LMHead(config.hidden, config.vocab)
 
     @property
-    def rope_rule(self) -> str:
+    def rope_length_source(self) -> str:
         """Which length decides a token's rope key: fixed, prompt or running."""
         return self.rotary.rule
 

@@ -121,7 +121,7 @@ def refine(
     No sweep makes the error larger.
     """
     for _ in range(num_sweeps):
-        grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
+        grid = refit_scales(weight, hessian, codes, grid, symmetric=symmetric)
         codes = refine_codes(weight, hessian, codes, grid)
     return codes, grid
 
@@ -148,7 +148,7 @@ def coordinate_descent_sweep(
     return values
 
 
-def fit_grid(
+def refit_scales(
     weight: torch.Tensor,
     hessian: torch.Tensor,
     codes: torch.Tensor,

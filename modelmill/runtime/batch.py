@@ -382,7 +382,7 @@ class Packer:
         table_rows = np.array(rows, dtype=np.int64)
         pages = self.tables.table[table_rows, at // size].astype(np.int64)
         out.slots[:n] = pages * size + at % size
-        rule = work[0][0].rope_rule.rule if work else "fixed"
+        rule = work[0][0].rope_length_source.rule if work else "fixed"
         if rule == "fixed":
             out.rope_keys[:] = 0
         elif rule == "prompt":

@@ -95,7 +95,7 @@ class EngineCore:
         self.vocab = int(model.config.vocab)  # type: ignore[union-attr, arg-type]
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
-        self.rope_rule = RopeRule.from_model(model)
+        self.rope_length_source = RopeRule.from_model(model)
         graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
         self.num_pages = capacity.num_kv_pages(
             model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes
@@ -135,7 +135,12 @@ class EngineCore:
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
         self._finalizer = _finalizer(self, tp_workers)
-        parts = (self.output_processor, self.vision_runner, self.rope_rule, self.request_limits)
+        parts = (
+            self.output_processor,
+            self.vision_runner,
+            self.rope_length_source,
+            self.request_limits,
+        )
         self.input_processor = InputProcessor(*parts, seed=config.seed, digest=digest)
         self._events: list[TokenOutput] = []
         self._pending: PendingStep | None = None
@@ -333,7 +338,7 @@ class EngineCore:
             output_tokens=self.output_processor.output_tokens,
             cached_tokens=self.output_processor.cached_tokens,
             preemptions=scheduler.preemptions,
-            idle_pages=pool.num_idle,
+            evictable_pages=pool.num_evictable,
             kept_pages=pool.max_idle,
             # a GPU cache is allocated as a whole; in RAM a page takes memory when first written
             touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,

@@ -26,7 +26,7 @@ class InputProcessor:
         self,
         output_processor: OutputProcessor,
         vision_runner: VisionEncoderRunner,
-        rope_rule: RopeRule,
+        rope_length_source: RopeRule,
         limits: RequestLimits,
         *,
         seed: int,
@@ -37,14 +37,14 @@ class InputProcessor:
         Args:
             output_processor: Takes the sequences.
             vision_runner: Computes image embeddings.
-            rope_rule: Of the model.
+            rope_length_source: Of the model.
             limits: Requests beyond them are refused.
             seed: For requests without one.
             digest: Identifies the weights in prefix cache keys.
         """
         self._output_processor = output_processor
         self._vision_runner = vision_runner
-        self._rope_rule = rope_rule
+        self._rope_rule = rope_length_source
         self._limits = limits
         self._seed, self._digest = seed, digest
         self._num_arrivals = 0

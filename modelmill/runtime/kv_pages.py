@@ -64,7 +64,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
-    def num_idle(self) -> int:
+    def num_evictable(self) -> int:
         """Unreferenced pages that are kept for their prefix."""
         return len(self._idle)
 

@@ -27,8 +27,8 @@ class RopeRule:
 
     @staticmethod
     def from_model(model: object) -> RopeRule:
-        """The rule of a model (its ``rope_rule`` and ``rope_key``)."""
-        return RopeRule(model.rope_rule, model.rope_key)  # type: ignore[attr-defined]
+        """The rule of a model (its ``rope_length_source`` and ``rope_key``)."""
+        return RopeRule(model.rope_length_source, model.rope_key)  # type: ignore[attr-defined]
 
 
 class Sequence:
@@ -69,7 +69,7 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "root_key",
-        "rope_rule",
+        "rope_length_source",
         "seed",
         "siblings",
         "started_at",
@@ -83,7 +83,7 @@ class Sequence:
         request: Request,
         index: int,
         arrival: int,
-        rope_rule: RopeRule,
+        rope_length_source: RopeRule,
         ids: np.ndarray | None = None,
         *,
         max_length: int,
@@ -100,8 +100,10 @@ class Sequence:
         self.prompt_ids = (
             np.fromiter(request.prompt, np.int64, self.prompt_len) if ids is None else ids
         )
-        self.rope_rule = rope_rule
-        self.prompt_key = 0 if rope_rule.rule == "fixed" else rope_rule.key(self.prompt_len)
+        self.rope_length_source = rope_length_source
+        self.prompt_key = (
+            0 if rope_length_source.rule == "fixed" else rope_length_source.key(self.prompt_len)
+        )
         self.max_length = max_length
         self.seed = seed
         self.computed = 0
@@ -231,12 +233,12 @@ class Sequence:
 
     def rope_keys(self, start: int, stop: int) -> list[int] | int:
         """Rope keys of positions start … stop − 1; one integer if all are equal."""
-        rule = self.rope_rule.rule
+        rule = self.rope_length_source.rule
         if rule != "running":
             return self.prompt_key
         if stop <= self.prompt_len:
             return self.prompt_key
-        key, prompt = self.rope_rule.key, self.prompt_len
+        key, prompt = self.rope_length_source.key, self.prompt_len
         return [self.prompt_key if p < prompt else key(p + 1) for p in range(start, stop)]
 
     def page_key(self, page: int, page_size: int) -> bytes:
@@ -268,7 +270,7 @@ class Sequence:
             self.request,
             index,
             self.arrival,
-            self.rope_rule,
+            self.rope_length_source,
             self.prompt_ids,
             max_length=self.max_length,
             seed=seed,

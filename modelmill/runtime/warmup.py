@@ -56,7 +56,7 @@ def warm_up(
             runner.forward_all_ranks(packer.dummy_batch(query, seqs))
     usual_ops = runner.ops
     attention = AttentionRecorder(usual_ops.paged_attention)
-    recording_ops, gemms = record_gemms(usual_ops)
+    recording_ops, gemms = wrap_with_gemm_recorders(usual_ops)
     runner.set_ops(recording_ops.replace({"paged_attention": attention}))
     for tokens, seqs in ODD_STEPS:
         runner.forward_all_ranks(packer.dummy_batch(tokens, seqs))
@@ -148,7 +148,7 @@ def _operands(args: tuple[Any, ...]) -> list[Any]:
     return list(itertools.chain(*parts))
 
 
-def record_gemms(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
+def wrap_with_gemm_recorders(ops: Ops) -> tuple[Ops, dict[str, GemmRecorder]]:
     """``ops`` with recording GEMM ops, and their recorders by name."""
     recorders = {
         name: GemmRecorder(run) for name in GEMM_OPS if (run := getattr(ops, name)) is not None

@@ -217,7 +217,7 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
             "Bytes of the KV cache that cached prefixes may take.",
             _bytes_of("kept_pages"),
         ),
-        "prefix_cache_resident_bytes": ("Bytes of cached prefixes.", _bytes_of("idle_pages")),
+        "prefix_cache_resident_bytes": ("Bytes of cached prefixes.", _bytes_of("evictable_pages")),
     }
     counters = {
         "num_preemptions": ("Preempted sequences.", lambda s: s.preemptions),

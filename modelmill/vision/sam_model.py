@@ -35,7 +35,7 @@ _MAX_MASK_PIXELS = 1 << 26  # mask pixels upsampled per call
 _ENCODER_BATCHES = (8, 4, 1)  # batch sizes of the encoder; larger ones are no faster
 # up to this many threads, torch's loops lose more at their barriers than they gain
 _MAX_SLOW_THREADS = 2
-# prompts per decoder call on a CPU, so that malloc reuses freed memory (see _decode_batches)
+# prompts per decoder call on a CPU, so that malloc reuses freed memory (see _split_into_batches)
 _CPU_DECODE_CHUNK = 8
 _MAX_GRAPHED_PROMPTS = 8  # up to this many, decoding is many small kernels and worth a CUDA graph
 
@@ -207,7 +207,7 @@ class SamModel:
         """
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
         order: list[int] = []
-        for group, few in self._decode_batches(prompts):
+        for group, few in self._split_into_batches(prompts):
             part = [prompts[i] for i in group]
             points, labels = prompt_tensors(part, embedding.size, embedding.encoder_size)
             inputs = [embedding.embedding, points.to(self.device), labels.to(self.device)]
@@ -232,7 +232,7 @@ class SamModel:
         ious = torch.cat([each for _, each in results])
         return logits[inverse], ious[inverse]
 
-    def _decode_batches(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
+    def _split_into_batches(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], bool]]:
         """Split prompts into batches of one shape, on a CPU into small ones.
 
         A prompt's keys are [4096, 256] float32: those of 64 prompts are 268 MB, which malloc maps

@@ -39,7 +39,7 @@ UNPACKED_MEMORY_FRACTION = 0.6
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-class UnpackSpec(NamedTuple):
+class UpcastSpec(NamedTuple):
     """Op whose torch reference expands a weight.
 
     Attributes:
@@ -66,7 +66,7 @@ class WeightFormat(ABC):
     """
 
     LAYOUT: ClassVar[TensorLayout | None] = None
-    UNPACKS: ClassVar[UnpackSpec | None] = None
+    UNPACKS: ClassVar[UpcastSpec | None] = None
     QUANTIZES_INPUT: ClassVar[bool] = False
 
     @property
@@ -93,7 +93,7 @@ class WeightFormat(ABC):
         return None
 
     @property
-    def unpack_spec(self) -> UnpackSpec | None:
+    def upcast_spec(self) -> UpcastSpec | None:
         """Return the op that expands this weight in every call, or None if no op does."""
         return self.UNPACKS
 
@@ -256,7 +256,7 @@ class UnpackedWeight(WeightFormat):
         return self.packed.act_quant
 
     @property
-    def unpack_spec(self) -> UnpackSpec | None:
+    def upcast_spec(self) -> UpcastSpec | None:
         """Return None: it is expanded already."""
         return None
 
@@ -309,7 +309,7 @@ def unpacked_size(
 ) -> tuple[str, int] | None:
     """Return (op, bytes) of the expanded form of a weight of this format, or None if there is none.
 
-    It is the counterpart of ``WeightFormat.unpack_spec`` for a weight that does not exist yet.
+    It is the counterpart of ``WeightFormat.upcast_spec`` for a weight that does not exist yet.
     """
     spec = _format_class(weight_format).UNPACKS
     return None if spec is None else (spec.op, shape[0] * shape[1] * (spec.dtype or dtype).itemsize)

@@ -11,7 +11,7 @@ from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.registry import Ops
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights import w8a8
-from modelmill.weights.base import UnpackSpec
+from modelmill.weights.base import UpcastSpec
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Fp8Weight(w8a8.W8A8Weight):
     format: str = "fp8"
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.float8_e4m3fn
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("fp8_linear", torch.float32)
-    UNPACKS_FLOAT_INPUT: ClassVar[UnpackSpec] = UNPACKS
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("fp8_linear", torch.float32)
+    UNPACKS_FLOAT_INPUT: ClassVar[UpcastSpec] = UNPACKS
 
     def matmul_quantized(
         self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops

@@ -23,7 +23,7 @@ from modelmill.ops.int4_linear import (
 )
 from modelmill.ops.registry import Ops
 from modelmill.weights._groupwise import GroupwiseWeight
-from modelmill.weights.base import PackedInfo, UnpackSpec
+from modelmill.weights.base import PackedInfo, UpcastSpec
 
 DEFAULT_GROUP_SIZE = 128
 
@@ -48,7 +48,7 @@ class Int4Weight(GroupwiseWeight):
     format: str = "int4"
 
     CODE_DTYPE: ClassVar[torch.dtype] = torch.uint8
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int4_linear", torch.float32)
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("int4_linear", torch.float32)
 
     @classmethod
     def pack(

@@ -14,7 +14,7 @@ import torch
 from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int8_linear import packable, quantize, takes_packed
 from modelmill.ops.registry import Ops
-from modelmill.weights.base import TensorLayout, UnpackSpec, WeightFormat, pad_columns, slice_tensor
+from modelmill.weights.base import TensorLayout, UpcastSpec, WeightFormat, pad_columns, slice_tensor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Int8Weight(WeightFormat):
     packed: torch.Tensor | None = None
 
     LAYOUT: ClassVar[TensorLayout] = {"weight": (2, (torch.int8,)), "scale": (1, (torch.float32,))}
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("int8_linear", None)
 
     @classmethod
     def pack(cls, weight: torch.Tensor, dtype: torch.dtype) -> Int8Weight:  # noqa: ARG003

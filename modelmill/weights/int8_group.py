@@ -16,7 +16,7 @@ from modelmill.ops.groupwise import PACK_COLUMNS
 from modelmill.ops.int8_group_linear import dequantize_weight, pad_codes
 from modelmill.ops.registry import Ops
 from modelmill.weights._groupwise import GroupwiseWeight
-from modelmill.weights.base import UnpackSpec
+from modelmill.weights.base import UpcastSpec
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Int8GroupWeight(GroupwiseWeight):
     format: str = "int8_group"
 
     CODE_DTYPE: ClassVar[torch.dtype] = torch.int8
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("int8_group_linear", torch.float32)
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("int8_group_linear", torch.float32)
 
     @staticmethod
     def from_codes(

@@ -32,7 +32,7 @@ from modelmill.weights._rptq_columns import (
     rptq_group_layout,
     unpermute_columns,
 )
-from modelmill.weights.base import PackedInfo, TensorLayout, UnpackSpec, WeightFormat, slice_tensor
+from modelmill.weights.base import PackedInfo, TensorLayout, UpcastSpec, WeightFormat, slice_tensor
 
 STATIC_SUFFIXES = ("inv_input_scales", "input_zero_points", "input_scales", "zero_point_bias")
 
@@ -75,7 +75,7 @@ class RptqWeight(WeightFormat):
             ("inv_input_scales", "input_scales", "zero_point_bias"), (1, (torch.float32,))
         ),
     }
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("rptq_linear", torch.float32)
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("rptq_linear", torch.float32)
     QUANTIZES_INPUT: ClassVar[bool] = True
 
     @classmethod
@@ -160,7 +160,7 @@ class RptqWeight(WeightFormat):
         """Return the contribution of the zero-points to each output, [N]."""
         zero_points = self._column_zero_points(input_zero_points).double()
         by = (zero_points.view(-1, self.group_size) * input_scales.double()[:, None]).flatten()
-        return -(self._dequantize_columns() @ by).float()
+        return -(self._dequantize_clustered() @ by).float()
 
     def _column_zero_points(self, input_zero_points: torch.Tensor) -> torch.Tensor:
         """Return [P], the number subtracted from each column's integers.
@@ -173,7 +173,7 @@ class RptqWeight(WeightFormat):
             self.perm < 0, 0, torch.where(repeated_columns(self.perm), min_code, input_zero_points)
         )
 
-    def _dequantize_columns(self) -> torch.Tensor:
+    def _dequantize_clustered(self) -> torch.Tensor:
         """Return scale · code + offset of every column, [N, P] float64."""
         codes = self.codes().double()
         wide = [
@@ -349,7 +349,7 @@ class RptqWeight(WeightFormat):
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""
-        wide = self._dequantize_columns()
+        wide = self._dequantize_clustered()
         if self.input_scales is not None and self.inv_input_scales is not None:
             # 1 where the kernel applies the input scales; in the folded mode they are in the weight
             wide = wide * (

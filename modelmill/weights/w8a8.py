@@ -21,7 +21,7 @@ from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
     PackedInfo,
     TensorLayout,
-    UnpackSpec,
+    UpcastSpec,
     WeightFormat,
     pad_columns,
     slice_tensor,
@@ -57,8 +57,8 @@ class W8A8Weight(WeightFormat):
         "scale": (1, (torch.float32,)),
         "input_scale": (1, (torch.float32,)),
     }
-    UNPACKS: ClassVar[UnpackSpec] = UnpackSpec("w8a8_linear", torch.float32)
-    UNPACKS_FLOAT_INPUT: ClassVar[UnpackSpec] = UnpackSpec("int8_linear", None)
+    UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("w8a8_linear", torch.float32)
+    UNPACKS_FLOAT_INPUT: ClassVar[UpcastSpec] = UpcastSpec("int8_linear", None)
     QUANTIZES_INPUT: ClassVar[bool] = True
 
     @classmethod
@@ -135,7 +135,7 @@ class W8A8Weight(WeightFormat):
         return ActQuantSpec(self.VALUE_DTYPE, self.inv_input_scale)
 
     @property
-    def unpack_spec(self) -> UnpackSpec:
+    def upcast_spec(self) -> UpcastSpec:
         """Return the op that expands this weight in every call; it depends on the inputs."""
         return self.UNPACKS_FLOAT_INPUT if self.float_input else self.UNPACKS
 
@@ -206,7 +206,7 @@ class W8A8Weight(WeightFormat):
 
     def unpack(self, dtype: torch.dtype) -> Self:
         """Return the weight with its values expanded for activations of dtype."""
-        spec = self.unpack_spec
+        spec = self.upcast_spec
         wide = self.weight.to(spec.dtype or dtype)
         return replace(self, weight=pad_columns(wide) if spec.dtype is None else wide)
 

@@ -218,7 +218,7 @@ class ToyLayer(nn.Module):
 
 
 class Model(CausalLM):
-    rope_rule = "fixed"
+    rope_length_source = "fixed"
 
     def __init__(self, config):
         super().__init__()

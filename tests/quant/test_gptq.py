@@ -13,11 +13,11 @@ from modelmill.ops.quant_types import quantize_per_row
 from modelmill.quant.fp8 import gptq_to_e4m3
 from modelmill.quant.gptq import (
     damped,
-    fit_grid,
     gptq,
     inverse_cholesky,
     refine,
     refine_codes,
+    refit_scales,
     squared_output_error,
 )
 from modelmill.quant.group_grid import MIN_MAX_RANGE, QUICK_SEARCH, find_grid, to_codes
@@ -139,7 +139,7 @@ def test_each_step_of_refining_lowers_every_rows_error(symmetric: bool) -> None:
     grid = find_grid(weight, 64, symmetric=symmetric)
     codes = grid.quantize(weight)
     before = squared_output_error(weight, hessian, grid.dequantize(codes))
-    grid = fit_grid(weight, hessian, codes, grid, symmetric=symmetric)
+    grid = refit_scales(weight, hessian, codes, grid, symmetric=symmetric)
     fitted = squared_output_error(weight, hessian, grid.dequantize(codes))
     assert bool((fitted <= before * (1 + 1e-4)).all())
     assert float(fitted.sum()) < 0.95 * float(before.sum())

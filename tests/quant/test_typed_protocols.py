@@ -75,7 +75,7 @@ def test_a_format_without_optional_members_has_the_defaults() -> None:
     weight = module.MixedRowsWeight((part, part))
     x = torch.ones(1, 3)
     assert weight.act_quant is None
-    assert weight.unpack_spec is None
+    assert weight.upcast_spec is None
     assert weight.fake_quantize(x) is x
     assert weight.unpacked_tensors() == []
     assert weight.try_linear_add(x, None, x, None) is None

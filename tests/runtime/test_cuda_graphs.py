@@ -93,9 +93,9 @@ def test_a_token_alone_is_no_prompt() -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
-def test_the_same_tokens_as_without(rope_rule: str, window: int | None) -> None:
-    model = tiny.decoder(rope_rule, window)
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_the_same_tokens_as_without(rope_length_source: str, window: int | None) -> None:
+    model = tiny.decoder(rope_length_source, window)
     todo = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
     capturer = FakeCapturer()
     assert tiny.run_one_by_one(filling(capturer, model), todo) == tiny.run_one_by_one(

@@ -33,7 +33,7 @@ def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
     """
     n = len(ids)
     kv = KVCache.allocate(model.kv, -(-n // 8), 8, torch.float32, "cpu")
-    rule = model.rope_rule
+    rule = model.rope_length_source
     deciding = [prompt if rule == "prompt" or p < prompt else p + 1 for p in range(n)]
     step = Step(
         ids=torch.tensor(ids),
@@ -55,9 +55,9 @@ def unbatched_logits(model, ids: list[int], prompt: int) -> torch.Tensor:
         return model(step)
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
-def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
-    model = tiny.decoder(rope_rule, window)
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_equal_however_it_is_cut(rope_length_source: str, window: int | None) -> None:
+    model = tiny.decoder(rope_length_source, window)
     todo = tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=20))
     expected = tiny.run_one_by_one(tiny.make_engine(model, enable_prefix_caching=False), todo)
     assert len(set(expected.values())) > 5
@@ -75,14 +75,16 @@ def test_equal_however_it_is_cut(rope_rule: str, window: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
-def test_greedy_is_the_argmax_of_one_whole_pass(rope_rule: str, window: int | None) -> None:
-    model = tiny.decoder(rope_rule, window)
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_greedy_is_the_argmax_of_one_whole_pass(
+    rope_length_source: str, window: int | None
+) -> None:
+    model = tiny.decoder(rope_length_source, window)
     for prompt in tiny.prompts(4, 5, 45, seed=3):
         request = tiny.requests([prompt], tiny.params(max_tokens=15, ignore_eos=True))
         answer = tiny.run(tiny.make_engine(model, max_num_batched_tokens=11), request)["0", 0]
         logits = unbatched_logits(model, [*prompt, *answer], len(prompt))
-        if window is None and rope_rule != "running":
+        if window is None and rope_length_source != "running":
             assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == answer
 
 
@@ -96,9 +98,9 @@ def test_running_rule_rotates_a_late_token_by_its_own_position() -> None:
     tiny.assert_idle(engine)
 
 
-@pytest.mark.parametrize("rope_rule", ["fixed", "prompt", "running"])
-def test_score_equals_one_whole_pass(rope_rule: str) -> None:
-    model = tiny.decoder(rope_rule)
+@pytest.mark.parametrize("rope_length_source", ["fixed", "prompt", "running"])
+def test_score_equals_one_whole_pass(rope_length_source: str) -> None:
+    model = tiny.decoder(rope_length_source)
     lists = [list(p) for p in tiny.prompts(5, 20, 60, seed=5)]
     engine = tiny.make_engine(model, max_num_batched_tokens=16)
     for start in (None, 18):

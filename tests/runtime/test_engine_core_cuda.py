@@ -33,11 +33,11 @@ def work() -> list[Request]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
-def test_the_same_tokens_as_the_cpu(rope_rule: str, window: int | None) -> None:
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_the_same_tokens_as_the_cpu(rope_length_source: str, window: int | None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    expected = tiny.run(tiny.make_engine(tiny.decoder(rope_rule, window)), work())
-    model = tiny.decoder(rope_rule, window, device="cuda:0")
+    expected = tiny.run(tiny.make_engine(tiny.decoder(rope_length_source, window)), work())
+    model = tiny.decoder(rope_length_source, window, device="cuda:0")
     for options in (
         {},
         {"cuda_graphs": False},
@@ -57,16 +57,16 @@ def test_the_same_tokens_as_the_cpu(rope_rule: str, window: int | None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rope_rule", "window"), MODEL_KINDS)
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
 @pytest.mark.parametrize("cached", [False, True])
 def test_prompts_by_graph_give_the_tokens_of_the_cpu(
-    rope_rule: str, window: int | None, *, cached: bool
+    rope_length_source: str, window: int | None, *, cached: bool
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
-    expected = tiny.run_one_by_one(tiny.make_engine(tiny.decoder(rope_rule, window)), todo)
+    expected = tiny.run_one_by_one(tiny.make_engine(tiny.decoder(rope_length_source, window)), todo)
     engine = tiny.make_engine(
-        tiny.decoder(rope_rule, window, device="cuda:0"), enable_prefix_caching=cached
+        tiny.decoder(rope_length_source, window, device="cuda:0"), enable_prefix_caching=cached
     )
     for _ in range(3):
         assert tiny.run_one_by_one(engine, todo) == expected

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _loop(rope_rule: str, window: int | None, weight: str) -> EngineCore:
-    model = tiny.decoder(rope_rule, window)
+def _loop(rope_length_source: str, window: int | None, weight: str) -> EngineCore:
+    model = tiny.decoder(rope_length_source, window)
     if weight == "int8":
         for module in model.modules():
             if isinstance(module, Linear):
@@ -31,10 +31,13 @@ def _loop(rope_rule: str, window: int | None, weight: str) -> EngineCore:
 
 @pytest.mark.parametrize("weight", ["dense", "int8"])
 @pytest.mark.parametrize(
-    ("rope_rule", "window"), [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)]
+    ("rope_length_source", "window"),
+    [("fixed", None), ("prompt", None), ("running", None), ("fixed", 8)],
 )
-def test_whole_steps_equal_watched_ones(rope_rule: str, window: int | None, weight: str) -> None:
-    loop = _loop(rope_rule, window, weight)
+def test_whole_steps_equal_watched_ones(
+    rope_length_source: str, window: int | None, weight: str
+) -> None:
+    loop = _loop(rope_length_source, window, weight)
     assert loop.ops.decode is not None
     ids = [
         torch.randint(tiny.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()

@@ -102,7 +102,9 @@ class PoolMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         assert self.pool.num_available == COUNT - len(self.ref_counts)
         assert self.pool.num_touched == len(self.had)
-        assert self.pool.num_idle == len(self.had & self.content.keys() - self.ref_counts.keys())
+        assert self.pool.num_evictable == len(
+            self.had & self.content.keys() - self.ref_counts.keys()
+        )
         assert [n for n in self.pool.refs if n] == [
             self.ref_counts[p] for p in sorted(self.ref_counts)
         ]

@@ -87,9 +87,9 @@ def run(loop: EngineCore, requests: list[Request]) -> dict[str, np.ndarray]:
     return result
 
 
-@pytest.mark.parametrize("rope_rule", ["fixed", "prompt", "running"])
-def test_equal_however_it_is_cut(rope_rule: str) -> None:
-    model = tiny.decoder(rope_rule)
+@pytest.mark.parametrize("rope_length_source", ["fixed", "prompt", "running"])
+def test_equal_however_it_is_cut(rope_length_source: str) -> None:
+    model = tiny.decoder(rope_length_source)
     prompts = tiny.prompts(9, 1, 60)
     todo = [*embedding_requests(prompts, POOL_MEAN), *embedding_requests(prompts, POOL_LAST)]
     expected = {}

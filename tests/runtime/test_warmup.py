@@ -108,7 +108,7 @@ def test_products_are_called_once_a_form_and_kind_of_weight(
             "qkv_rope_cache": None,
         }
     )
-    watched, recorders = warmup.record_gemms(plain)
+    watched, recorders = warmup.wrap_with_gemm_recorders(plain)
     assert set(recorders) == {"w8a8_linear", "fp8_linear"}
     x, scale, one = torch.ones(7, 4, dtype=torch.int8), torch.ones(5), torch.ones(1)
     for x_scale in (torch.ones(7), torch.ones(7)):
@@ -135,7 +135,7 @@ def test_a_projection_met_beforehand_stores_nothing(monkeypatch: pytest.MonkeyPa
     plain = tiny.make_engine().model_runner.ops.replace(
         {"qkv_rope_cache": registry.reference("qkv_rope_cache")}
     )
-    watched, recorders = warmup.record_gemms(plain)
+    watched, recorders = warmup.wrap_with_gemm_recorders(plain)
     pages = [torch.full((2, 1, 4, 8), 7.0) for _ in range(2)]
     x, weight, bias = torch.ones(3, 16), torch.ones(32, 16), torch.ones(32)
     angles, factors = torch.zeros(3, 4), torch.ones(3)
@@ -159,7 +159,7 @@ def test_a_product_that_cannot_be_compiled_is_reported(
         registry, "specializations", lambda op, chosen: [lambda x, weight, most: [most, 3]]
     )
     plain = tiny.make_engine().model_runner.ops.replace({"fp8_linear": fails})
-    watched, recorders = warmup.record_gemms(plain)
+    watched, recorders = warmup.wrap_with_gemm_recorders(plain)
     x, weight, scale = torch.ones(2, 4), torch.ones(3, 4), torch.ones(3)
     watched.fp8_linear(Linear8BitInputs(x, weight, scale, None, torch.float32))
     assert warmup.warm_up_gemms(plain, {"fp8_linear": recorders["fp8_linear"]}, 64) == 1

@@ -20,16 +20,16 @@ EOS = 1
 
 
 def decoder(
-    rope_rule: str = "fixed",
+    rope_length_source: str = "fixed",
     window: int | None = None,
     device: str = "cpu",
     vocab: int = VOCAB,
     max_len: int = 128,
 ) -> Decoder:
     """Two layers, 32 wide."""
-    if rope_rule == "prompt":
+    if rope_length_source == "prompt":
         rope = RopeSpec(8, 10000.0, 16, ntk_length=16)
-    elif rope_rule == "running":
+    elif rope_length_source == "running":
         rope = RopeSpec(8, 10000.0, 16, scaling={"rope_type": "dynamic", "factor": 2.0})
     else:
         rope = RopeSpec(8, 10000.0, 16)
@@ -46,7 +46,7 @@ def decoder(
         rope=rope,
         qkv_bias=True,
         windows=() if window is None else (window, window),
-        logn=16 if rope_rule == "prompt" else None,
+        logn=16 if rope_length_source == "prompt" else None,
     )
     model = Decoder(config)
     tensors = random_tensors(model)
