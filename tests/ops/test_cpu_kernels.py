@@ -32,6 +32,7 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What is added to the flags, and the floats in a vector that must come of it. Less optimised, to
@@ -393,8 +394,12 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
         torch.ones(1),
     )
     run = KERNELS["fp8_linear"].run
-    as_weights = run(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)[0]
-    as_inputs = run(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)[:, 0]
+    as_weights = run(
+        Linear8BitInputs(torch.ones(1, k), codes, torch.ones(256), None, torch.float32)
+    )[0]
+    as_inputs = run(
+        Linear8BitInputs(codes, torch.ones(1, k).to(every.dtype), one, one, torch.float32)
+    )[:, 0]
     for actual in (as_weights, as_inputs):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, equal_nan=True)
 

@@ -212,7 +212,7 @@ def test_next_runs_only_where_something_is_newer(
 
 def test_ranges_end_where_the_page_of_tested_versions_ends() -> None:
     """Each range begins at the oldest version of its row and admits no minor version after the
-    newest one.
+    newest one. Columns of ``next`` may hold versions after the range's end.
     """
     lines = (ROOT / "docs" / "versions.md").read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| package |"))
@@ -231,7 +231,9 @@ def test_ranges_end_where_the_page_of_tested_versions_ends() -> None:
         "llguidance",
     } <= {r[0] for r in rows}
     ranges = matrix.tested_ranges()
-    for name, tested, *installed in rows[2:]:
+    binding = [place for place, cell in enumerate(rows[0]) if not cell.endswith("-next")]
+    for row in rows[2:]:
+        name, tested, *installed = (row[place] for place in binding)
         assert tested == ranges[name], f"run the matrix again: {name}"
         specifier, versions = (
             SpecifierSet(tested),
