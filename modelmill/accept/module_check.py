@@ -113,7 +113,7 @@ class ModuleCheck:
         self.other_streams = [other.stream for other in others]
         return state.stream
 
-    def check_wiring(self) -> None:
+    def check_layers(self) -> None:
         """Check every layer on the reference's residual stream; call after ``check_modules``."""
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

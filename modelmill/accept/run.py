@@ -171,7 +171,7 @@ def _compare(
         lambda done: on_stage("modules of layers", done, reference.num_layers)
     )
     on_stage("wiring")
-    module_check.check_wiring()
+    module_check.check_layers()
     on_stage("norms")
     module_check.check_norms()
     on_stage("sequences")

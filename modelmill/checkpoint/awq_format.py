@@ -18,7 +18,7 @@ from modelmill.checkpoint.quant_layout import (
     PackedMatrix,
     QuantLayout,
     check_group_size,
-    group_label,
+    group_size_text,
     packed_words_shape,
     resolve_group_size,
     scales_shape,
@@ -69,7 +69,7 @@ class AwqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return f"AWQ, 4 bits{group_label(self.group_size)}"
+        return f"AWQ, 4 bits{group_size_text(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""

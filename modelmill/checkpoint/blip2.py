@@ -50,7 +50,7 @@ _NAME_PATTERNS = (
     (r"language_model\.(.+)", LANGUAGE_PREFIX + r"\1"),
 )  # fmt: skip
 _BLOCK = re.escape(VISION_ENCODER_PREFIX) + r"blocks\.\d+\.norm1\.weight"
-_BIAS = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias")
+_QKV_BIAS_NAME = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias")
 
 
 class Blip2Container:
@@ -61,7 +61,7 @@ class Blip2Container:
         # our name → file name, and the third of it; None: all
         self._sources: dict[str, tuple[str, int | None]] = {}
         for name in container.names():
-            bias = _BIAS.fullmatch(name)
+            bias = _QKV_BIAS_NAME.fullmatch(name)
             if bias is not None:
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.q_bias"] = (name, 0)
                 self._sources[f"{VISION_ENCODER_PREFIX}blocks.{bias[1]}.attn.v_bias"] = (name, 2)

@@ -19,7 +19,7 @@ from modelmill.checkpoint.quant_layout import (
     PackedMatrix,
     QuantLayout,
     check_group_size,
-    group_label,
+    group_size_text,
     packed_words_shape,
     perm_digest,
     perm_from_group_index,
@@ -87,7 +87,7 @@ class GptqScheme:
     @property
     def label(self) -> str:
         """Return the format's name and bits, for messages."""
-        return f"GPTQ, {self.bits} bits{group_label(self.group_size)}"
+        return f"GPTQ, {self.bits} bits{group_size_text(self.group_size)}"
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""

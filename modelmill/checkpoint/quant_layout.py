@@ -118,7 +118,7 @@ def resolve_group_size(group_size: int, columns: int) -> int:
     return -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
 
 
-def group_label(group_size: int) -> str:
+def group_size_text(group_size: int) -> str:
     """Return a config's group size for messages."""
     return " a channel" if group_size == -1 else f" in groups of {group_size}"
 

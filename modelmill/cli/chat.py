@@ -20,7 +20,7 @@ from modelmill.cli.run import (
     warn_max_tokens,
     with_max_tokens,
 )
-from modelmill.cli.terminal import WordWrapper, hide_typed_keys, make_wrapper
+from modelmill.cli.terminal_chat import WordWrapper, hide_typed_keys, make_wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams

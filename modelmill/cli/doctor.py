@@ -286,6 +286,6 @@ def _show_engine(engine: dict[str, Any]) -> None:
 
 
 def _fix_versions_hint(outside: dict[str, Any]) -> str:
-    if outside["name"] == packages.PYTHON_NAME:
+    if outside["name"] == packages.INTERPRETER_NAME:
         return f"another Python ({outside['tested']})"
     return f"pip install '{outside['name']}{outside['tested']}'"

@@ -231,7 +231,7 @@ def _parameter(flag: CliParameter) -> Any:
         None,
         long,
         *flag.short,
-        help=_default_text(flag),
+        help=_help_with_default(flag),
         metavar=_metavar(flag),
         envvar=None if flag.repeatable else [flag_variable(name) for name in flag.names],
         show_envvar=False,
@@ -254,11 +254,11 @@ def _metavar(flag: CliParameter) -> str | None:
 
 def flag_help(flag: CliParameter) -> str:
     """Return a flag's help with its choices and its default."""
-    text = _default_text(flag)
+    text = _help_with_default(flag)
     return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
 
-def _default_text(flag: CliParameter) -> str:
+def _help_with_default(flag: CliParameter) -> str:
     if flag.default in (None, (), {}, "") or (flag.value_type is bool and not flag.negatable):
         return flag.help
     shown = flag.default

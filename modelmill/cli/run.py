@@ -14,7 +14,7 @@ from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_ll
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.stdio import stdout_reader_gone
-from modelmill.cli.terminal import make_wrapper
+from modelmill.cli.terminal_chat import make_wrapper
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams

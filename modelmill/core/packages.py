@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from modelmill.core.errors import MissingDependency
 
 PACKAGE_NAME = "modelmill"
-PYTHON_NAME = "Python"
+INTERPRETER_NAME = "Python"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _installed_versions() -> Iterator[tuple[str, str, str]]:
     except metadata.PackageNotFoundError:
         return
     python = ours["Requires-Python"] if "Requires-Python" in ours else ""  # noqa: SIM401  its type has no get
-    yield PYTHON_NAME, platform.python_version(), python
+    yield INTERPRETER_NAME, platform.python_version(), python
     for line in metadata.requires(PACKAGE_NAME) or []:
         try:
             requirement = Requirement(line)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import UNBOUNDED, GemmProblem, Kernel, KernelRange, first_kernel
+from modelmill.ops.kernel_range import UNBOUNDED, GemmProblem, Kernel, ProblemRange, first_kernel
 
 Run = Callable[..., Any]
 MAX_MEASURED_ROWS = 512  # row counts whose measured condition is remembered for each weight
@@ -40,7 +40,7 @@ class Implementation:
 
     run: Run
     supports: Callable[..., bool] | None = None
-    ranges: tuple[KernelRange, ...] = ()
+    ranges: tuple[ProblemRange, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
     @classmethod
@@ -49,7 +49,7 @@ class Implementation:
         return cls(
             run,
             getattr(module, "supports", None),
-            getattr(module, "RANGES", ()),
+            getattr(module, "SUPPORTED_PROBLEMS", ()),
             getattr(module, "KERNELS", ()),
         )
 
@@ -220,7 +220,7 @@ def run_first(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
         if kwargs:
             args = declaration.positional(args, kwargs)
         kernel = first_kernel(kernels, declaration.problem_of(*args), *args)
-        assert kernel is not None, "see RANGES"
+        assert kernel is not None, "see SUPPORTED_PROBLEMS"
         return kernel(*args)
 
     return run

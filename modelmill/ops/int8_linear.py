@@ -22,9 +22,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 # Up to this many rows torch's int8 product is faster than one with weights converted to 16 bits,
 # which takes twice the memory traffic.
-PACKED_ROWS = 4
+INT8PACK_MM_MAX_ROWS = 4
 # torch's int8 kernel works on runs of 32 columns and reads beyond the end of a shorter row.
-PACKED_COLUMNS = 32
+INT8PACK_MM_COLUMN_MULTIPLE = 32
 
 
 def int8_linear(
@@ -46,7 +46,7 @@ def int8_linear(
     """
     if weight.shape[1] > x.shape[-1]:
         x = F.pad(x, (0, weight.shape[1] - x.shape[-1]))
-    if weight.dtype is torch.int8 and takes_packed(x):
+    if weight.dtype is torch.int8 and uses_int8pack_mm(x):
         sums = torch._weight_int8pack_mm(
             x.contiguous(), weight.contiguous(), x.new_ones(weight.shape[0])
         )
@@ -57,18 +57,18 @@ def int8_linear(
     return (sums * scale + bias).to(x.dtype)
 
 
-def takes_packed(x: torch.Tensor) -> bool:
+def uses_int8pack_mm(x: torch.Tensor) -> bool:
     """Whether x [T, K] is multiplied by torch's own int8 kernel.
 
     True for a few rows of bfloat16 on a CPU.
     """
-    few = x.dim() == 2 and 0 < x.shape[0] <= PACKED_ROWS and x.device.type == "cpu"
+    few = x.dim() == 2 and 0 < x.shape[0] <= INT8PACK_MM_MAX_ROWS and x.device.type == "cpu"
     return few and x.dtype is torch.bfloat16 and packable(x.shape[1]) and not x.requires_grad
 
 
 def packable(columns: int) -> bool:
     """Whether torch has such a kernel for this number of columns on this processor."""
-    return columns > 0 and columns % PACKED_COLUMNS == 0 and _int8pack_mm_usable()
+    return columns > 0 and columns % INT8PACK_MM_COLUMN_MULTIPLE == 0 and _int8pack_mm_usable()
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """The range of a GEMM kernel as data: sizes, dtypes and groups that it serves.
 
-An implementation of a GEMM op puts its ``RANGES`` beside its kernels; they decide which backend
-serves a product. Where it consists of several kernels, its ``KERNELS`` are ranges with functions:
-the first that covers the product computes it. What depends on memory (strides, alignment) is not a
-size; that is the implementation's ``supports``.
+An implementation of a GEMM op puts its ``SUPPORTED_PROBLEMS`` beside its kernels; they decide which
+backend serves a product. Where it consists of several kernels, its ``KERNELS`` are ranges with
+functions: the first that covers the product computes it. What depends on memory (strides,
+alignment) is not a size; that is the implementation's ``supports``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def dense_problem(
 
 
 @dataclass(frozen=True)
-class KernelRange:
+class ProblemRange:
     """Products that a kernel serves, and is the fastest for.
 
     Attributes:
@@ -155,7 +155,7 @@ class Kernel(NamedTuple):
         supports: a condition on the operands' memory beyond the implementation's, or None.
     """
 
-    range: KernelRange
+    range: ProblemRange
     run: Callable[..., Any]
     supports: Callable[..., bool] | None = None
 

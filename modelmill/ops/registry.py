@@ -10,9 +10,9 @@ or ``ops/cuda`` (attention, gemm_16bit, ...) with
   as one ``inputs`` (see ``OpDeclaration``);
 * optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
   not support go to the next backend in order of preference, and finally to the reference;
-* of a GEMM op optionally ``RANGES``, the sizes and dtypes that it serves as data, and ``KERNELS``,
-  ranges with functions where it consists of several kernels (``ops.kernel_range``); ``supports``
-  then says what depends on the operands' memory, and not on the number of rows;
+* of a GEMM op optionally ``SUPPORTED_PROBLEMS``, the sizes and dtypes that it serves as data, and
+  ``KERNELS``, ranges with functions where it consists of several kernels (``ops.kernel_range``);
+  ``supports`` then says what depends on the operands' memory, and not on the number of rows;
 * optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
   once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``);
 * optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``,
@@ -290,7 +290,7 @@ def _chain(
 
 def _is_conditional(module: ModuleType) -> bool:
     """Whether an implementation serves some arguments only."""
-    return any(hasattr(module, name) for name in ("supports", "RANGES"))
+    return any(hasattr(module, name) for name in ("supports", "SUPPORTED_PROBLEMS"))
 
 
 def _usable_backends(

@@ -89,7 +89,7 @@ _MIN_STEP = 1e-8
 
 
 @dataclass(frozen=True)
-class ClusterRanges:
+class ClusterQuantParams:
     """Scales and zero-points of a site's columns in clustered order.
 
     Attributes:
@@ -182,7 +182,7 @@ class RptqRecipe(Recipe):
         )
         ranges = None
         if self.mode != "dynamic":
-            ranges = find_ranges(
+            ranges = find_quant_params(
                 statistics,
                 order,
                 mass,
@@ -193,7 +193,7 @@ class RptqRecipe(Recipe):
             )
         if self.mode == "folded":
             assert ranges is not None, "a static mode"
-            order, ranges = compact_clusters(order, ranges, group)
+            order, ranges = move_padding_to_end(order, ranges, group)
         wide, hessian = self._rounding_target(weight, statistics.hessian, order, ranges)
         codes, scale, offset = self._round_weight(
             wide, hessian, unit if self.mode != "folded" else group
@@ -219,7 +219,7 @@ class RptqRecipe(Recipe):
         weight: torch.Tensor,
         hessian: torch.Tensor,
         perm: torch.Tensor,
-        ranges: ClusterRanges | None,
+        ranges: ClusterQuantParams | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weight to round [N, P] and H of its inputs [P, P], both in clustered order.
 
@@ -265,7 +265,7 @@ def resolve_splits(config: BuildConfig) -> int:
     return DEFAULT_SPLITS[config.bits] if config.mode == "exact" else 1
 
 
-def find_ranges(
+def find_quant_params(
     statistics: InputStatistics,
     perm: torch.Tensor,
     importance: torch.Tensor,
@@ -273,7 +273,7 @@ def find_ranges(
     bits: int,
     max_step_ratio: float,
     splits_per_channel: int = 1,
-) -> ClusterRanges:
+) -> ClusterQuantParams:
     """Choose a scale per cluster, and of each channel a fraction of it, and the zero-points.
 
     A channel's range is its calibrated range times one factor per cluster: at 8 bits a margin for
@@ -318,17 +318,17 @@ def find_ranges(
         step, zero = torch.where(better, tried, step), torch.where(better, shift, zero)
     factor = 1.0 / step
     noise = torch.where(perm >= 0, factor.reciprocal().flatten().square() / 12, 0.0)
-    return ClusterRanges(factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise)
+    return ClusterQuantParams(factor.flatten(), zero.flatten(), factor.reciprocal().amax(1), noise)
 
 
 def split_channels(
     codes: torch.Tensor,
     perm: torch.Tensor,
-    ranges: ClusterRanges,
+    ranges: ClusterQuantParams,
     group_size: int,
     splits_per_channel: int,
     bits: int,
-) -> tuple[torch.Tensor, torch.Tensor, ClusterRanges]:
+) -> tuple[torch.Tensor, torch.Tensor, ClusterQuantParams]:
     """Split every channel into ``splits_per_channel`` columns and fill groups up to ``group_size``.
 
     codes: [N, P]; perm and ranges: [P]. The first column of a channel covers the lowest part of its
@@ -348,7 +348,7 @@ def split_channels(
         .unflatten(-1, (groups, -1))
     )
     shift = F.pad(number, (0, missing)).flatten() * stretch
-    kept = ClusterRanges(
+    kept = ClusterQuantParams(
         wide(ranges.inverse_step, 1),
         wide(ranges.zero_point, 0) - shift,
         ranges.cluster_step,
@@ -357,9 +357,9 @@ def split_channels(
     return wide(codes, 0), wide(perm, -1), kept
 
 
-def compact_clusters(
-    perm: torch.Tensor, ranges: ClusterRanges, width: int
-) -> tuple[torch.Tensor, ClusterRanges]:
+def move_padding_to_end(
+    perm: torch.Tensor, ranges: ClusterQuantParams, width: int
+) -> tuple[torch.Tensor, ClusterQuantParams]:
     """Move the clusters together and the empty columns to the end; scales go into the weight."""
     real = perm >= 0
     missing = width - int(real.sum())
@@ -367,7 +367,7 @@ def compact_clusters(
     def closed(t: torch.Tensor, fill: float) -> torch.Tensor:
         return torch.cat([t[real], t.new_full((missing,), fill)])
 
-    kept = ClusterRanges(
+    kept = ClusterQuantParams(
         closed(ranges.inverse_step, 1),
         closed(ranges.zero_point, 0),
         ranges.cluster_step.new_ones(1),

@@ -10,7 +10,7 @@ from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFor
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
-from modelmill.text.messages import ChatInputs, Messages, check_data, validate_messages
+from modelmill.text.messages import ChatTemplateKwargs, Messages, check_data, validate_messages
 from modelmill.text.template import TemplateLimits, TemplateProcess
 from modelmill.text.template_probe import (
     CallContentForms,
@@ -55,7 +55,10 @@ class ChatFormat(Protocol):
     writes_calls: bool  # whether it writes earlier calls
 
     def encode(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> list[int]:
         """Return the prompt ids, with BOS if the format has one.
 
@@ -70,7 +73,10 @@ class ChatFormat(Protocol):
         """
 
     def render(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """Return the same prompt as text."""
 
@@ -180,7 +186,10 @@ class TemplateChat:
         self._calls: dict[tuple[str, bool], CallContentForms] = {}
 
     def encode(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> list[int]:
         """See ``ChatFormat.encode``."""
         text, mark = self._render(messages, add_generation_prompt, **template)
@@ -190,7 +199,10 @@ class TemplateChat:
         )
 
     def render(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """See ``ChatFormat.render``."""
         return unmark(*self._render(messages, add_generation_prompt, **template))

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.messages import ChatInputs, Messages, validate_messages
+from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tool_prompts import REACT_STYLE
 
@@ -39,7 +39,10 @@ class QwenChatFormat:
         self.writes_calls = False
 
     def encode(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> list[int]:
         """Return the prompt ids.
 
@@ -65,7 +68,10 @@ class QwenChatFormat:
         ]
 
     def render(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """Return the same prompt as text; raises RequestError as ``encode``."""
         blocks, continues = self._blocks(messages, **template)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
-from modelmill.text.messages import ChatInputs, Messages, validate_messages
+from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
 from modelmill.text.tool_prompts import DESCRIBED_STYLE
@@ -81,7 +81,10 @@ class ImageChat:
         self.writes_calls = False
 
     def encode_with_images(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> tuple[list[int], list[tuple[int, ImagePart]]]:
         """Return the prompt ids, and the pictures with the position of each one's first id.
 
@@ -109,13 +112,19 @@ class ImageChat:
         return ids, pictures
 
     def encode(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> list[int]:
         """See ``ChatFormat.encode``; the ids of a picture are 0."""
         return self.encode_with_images(messages, add_generation_prompt, **template)[0]
 
     def render(
-        self, messages: Messages, add_generation_prompt: bool = True, **template: Unpack[ChatInputs]
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """See ``ChatFormat.render``; a picture is ``<ImageHere>``."""
         pieces = self._segments(messages, add_generation_prompt, **template)

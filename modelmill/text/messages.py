@@ -18,7 +18,7 @@ MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
 
 
-class ChatInputs(TypedDict, total=False):
+class ChatTemplateKwargs(TypedDict, total=False):
     """What a chat format renders beside the messages.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops.int8_linear import packable, quantize, takes_packed
+from modelmill.ops.int8_linear import packable, quantize, uses_int8pack_mm
 from modelmill.ops.registry import Ops
 from modelmill.weights.base import TensorLayout, UpcastSpec, WeightFormat, pad_columns, slice_tensor
 
@@ -70,7 +70,7 @@ class Int8Weight(WeightFormat):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        weight = self.packed if self.packed is not None and takes_packed(x) else self.weight
+        weight = self.packed if self.packed is not None and uses_int8pack_mm(x) else self.weight
         return self.run_gemm(ops.int8_linear, x, weight, self.scale, bias)
 
     def try_linear_swiglu(

@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
 from modelmill.ops.cpu.common import build
-from modelmill.ops.int8_linear import PACKED_ROWS, packable, takes_packed
+from modelmill.ops.int8_linear import INT8PACK_MM_MAX_ROWS, packable, uses_int8pack_mm
 from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
 from modelmill.weights import base, int8_group
 from modelmill.weights.base import UnpackedWeight, WeightFormat
@@ -129,7 +129,9 @@ def test_no_weight_is_converted_in_a_step(name: str) -> None:
     counts = []
     for weight in (packed, _unpacked(packed, torch.bfloat16)):
         with _Copies() as copies:
-            weight.matmul(torch.ones(PACKED_ROWS + 1, 96, dtype=torch.bfloat16), None, TORCH)
+            weight.matmul(
+                torch.ones(INT8PACK_MM_MAX_ROWS + 1, 96, dtype=torch.bfloat16), None, TORCH
+            )
         counts.append(sum(512 in shape and shape.numel() >= 512 * 32 for shape in copies.shapes))
     assert counts[0] > 0, "else the test would see nothing"
     assert counts[1] == 0
@@ -140,7 +142,7 @@ def test_no_weight_is_converted_in_a_step(name: str) -> None:
 )
 def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = _weight("int8", 33, 96, torch.bfloat16)
-    x = torch.randn(PACKED_ROWS, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(INT8PACK_MM_MAX_ROWS, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     with monkeypatch.context() as widening:
         widening.setattr(int8_linear, "_int8pack_mm_usable", lambda: False)
         expected = packed.matmul(x, None, TORCH)
@@ -156,7 +158,7 @@ def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("columns", [33, 40, 48])
 def test_rows_that_vectors_would_read_beyond_are_widened(columns: int) -> None:
-    assert not takes_packed(torch.ones(1, columns, dtype=torch.bfloat16))
+    assert not uses_int8pack_mm(torch.ones(1, columns, dtype=torch.bfloat16))
     weight = base.pack("int8", torch.randn(7, columns), torch.bfloat16)
     assert _unpacked(weight, torch.bfloat16).unpacked.packed is None  # type: ignore[attr-defined]
 

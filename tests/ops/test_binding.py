@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.ops import registry
 from modelmill.ops.binding import BoundGemm, GemmOp, row_classes
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_range import HALF, GemmProblem, KernelRange, dense_problem
+from modelmill.ops.kernel_range import HALF, GemmProblem, ProblemRange, dense_problem
 from modelmill.weights.dense import DenseWeight
 from modelmill.weights.int4 import Int4Weight
 
@@ -240,7 +240,7 @@ def test_an_op_without_choice_is_called_as_it_is() -> None:
     ids=str,
 )
 def test_a_range_is_what_its_fields_say(change: dict[str, Any], covered: bool) -> None:
-    served = KernelRange(
+    served = ProblemRange(
         m=(1, 16),
         n_multiple=8,
         k_multiple=32,

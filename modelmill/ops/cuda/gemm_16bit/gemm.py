@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, KernelRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, ProblemRange
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
@@ -122,14 +122,14 @@ def supports_tma(x: torch.Tensor) -> bool:
     )
 
 
-def small_m_ranges(n_multiple: int) -> tuple[KernelRange, ...]:
+def small_m_ranges(n_multiple: int) -> tuple[ProblemRange, ...]:
     """Products that gemm_small_m serves and is the fastest for.
 
     The matrix must exceed the cache and need one wave of blocks: cuBLAS reads matrices that need a
     second turn of the blocks as fast.
     """
     return tuple(
-        KernelRange(
+        ProblemRange(
             m=rows,
             n_multiple=n_multiple,
             dtypes=HALF,
@@ -151,7 +151,7 @@ def _fills_sms(problem: GemmProblem) -> bool:
 
 
 # Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
-LARGE_M_RANGE = KernelRange(
+LARGE_M_RANGE = ProblemRange(
     m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF, faster=_fills_sms
 )
 

@@ -7,7 +7,7 @@ import torch
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.gemm_16bit import gemm
 
-RANGES = gemm.small_m_ranges(n_multiple=2)
+SUPPORTED_PROBLEMS = gemm.small_m_ranges(n_multiple=2)
 
 
 def available(device_type: str) -> str | None:

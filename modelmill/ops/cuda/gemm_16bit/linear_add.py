@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, KernelRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, ProblemRange
 
 # fewer rows are other kernels' work, and the norm behind adds for nothing
-RANGES = (KernelRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
+SUPPORTED_PROBLEMS = (ProblemRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
 
 
 def supports(
@@ -34,5 +34,5 @@ def run(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As the reference, rounded once instead of twice."""
-    assert bias is None, "see RANGES"
+    assert bias is None, "see SUPPORTED_PROBLEMS"
     return residual.addmm_(x, weight.t())

@@ -10,7 +10,7 @@ import torch
 from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import Kernel, KernelRange
+from modelmill.ops.kernel_range import Kernel, ProblemRange
 from modelmill.ops.linear_swiglu import DECLARATION
 
 specializations = gemm.large_m_specializations
@@ -33,11 +33,11 @@ def _swiglu(
 
 
 # Sums in float32, the products rounded before the gate.
-RANGES = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
+SUPPORTED_PROBLEMS = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
 KERNELS = (
     Kernel(
-        KernelRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)
+        ProblemRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)
     ),
-    Kernel(KernelRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
+    Kernel(ProblemRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
 )
 run = run_first(KERNELS, DECLARATION)

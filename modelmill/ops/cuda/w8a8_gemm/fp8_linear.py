@@ -26,7 +26,7 @@ def _torch_is_slower(problem: GemmProblem) -> bool:
 
 
 # As the reference, but that tensor cores keep fewer bits of the sums than float32 has.
-RANGES = (
+SUPPORTED_PROBLEMS = (
     gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, TORCH_MIN_ROWS - 1)),
     gemm_8bit.kernel_range((TORCH_MIN_ROWS, UNBOUNDED), fits=_torch_is_slower),
 )

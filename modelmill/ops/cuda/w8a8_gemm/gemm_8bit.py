@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import KernelRange
+from modelmill.ops.kernel_range import ProblemRange
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
@@ -49,9 +49,9 @@ def available(device_type: str) -> str | None:
     )
 
 
-def kernel_range(m: tuple[int, int], **more: Any) -> KernelRange:
+def kernel_range(m: tuple[int, int], **more: Any) -> ProblemRange:
     """Products of so many rows that the kernel serves; ``more``: other fields of the range."""
-    return KernelRange(
+    return ProblemRange(
         m=m,
         **{"n_multiple": 8} | more,
         k_multiple=16,

@@ -19,7 +19,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     fits_shared_memory,
     group_shift,
 )
-from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
+from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
 from modelmill.ops.rptq_linear import DECLARATION, RptqLinearInputs
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
@@ -64,8 +64,8 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 
 # Groups of 128, 256, 512 … columns or of all.
-RANGES = tuple(
-    KernelRange(
+SUPPORTED_PROBLEMS = tuple(
+    ProblemRange(
         m=rows,
         k_multiple=K_TILE,
         weight_dtypes=(dtype,),
@@ -141,7 +141,7 @@ def _kernel_macros(
 
 
 KERNELS = (
-    Kernel(KernelRange(m=(1, 1), fits=wq_gemv.fits), _run_gemv, _supports_gemv),
-    Kernel(KernelRange(m=(1, MAX_ROWS)), _run_mma),
+    Kernel(ProblemRange(m=(1, 1), fits=wq_gemv.fits), _run_gemv, _supports_gemv),
+    Kernel(ProblemRange(m=(1, MAX_ROWS)), _run_mma),
 )
 run = run_first(KERNELS, DECLARATION)

@@ -16,7 +16,7 @@ from modelmill.ops.kernel_range import UNBOUNDED
 SMALL_M_LIMIT = 16  # rows up to which it is not worth it
 
 
-RANGES = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
+SUPPORTED_PROBLEMS = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED)),)
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

@@ -14,7 +14,7 @@ SMALL_M_LIMIT = 64  # rows up to which a kernel of its own for the gate is no sl
 
 
 # halves in eights
-RANGES = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
+SUPPORTED_PROBLEMS = (gemm_8bit.kernel_range((SMALL_M_LIMIT + 1, UNBOUNDED), n_multiple=16),)
 
 
 def run(inputs: Linear8BitInputs) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, RUN, TYPES, group_shift
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
+from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
 
 MAX_ROWS = 64
 _MAX_SHARED_BYTES = 220 << 10  # bytes of a block at most
@@ -130,7 +130,7 @@ def _fits(problem: GemmProblem) -> bool:
 
 def small_m_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
     """The kernel as one of the 4-bit GEMMs', for so many rows (all ≤ 32, or all above)."""
-    return Kernel(KernelRange(m=m, fits=_fits), functools.partial(groupwise_gemm, gated=gated))
+    return Kernel(ProblemRange(m=m, fits=_fits), functools.partial(groupwise_gemm, gated=gated))
 
 
 def int4_gemm(

@@ -28,7 +28,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
-from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, KernelRange
+from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, ProblemRange
 
 # rows that go through shared memory (wq_gemm_pipelined, int4_gemm_small_m), by what they are
 # padded to
@@ -51,8 +51,8 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 
 # Groups of 32, 64, 128, 256 … columns or of all, float16 scales.
-RANGES = tuple(
-    KernelRange(
+SUPPORTED_PROBLEMS = tuple(
+    ProblemRange(
         m=rows,
         k_multiple=RUN,
         dtypes=HALF,
@@ -109,7 +109,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         for make in (wq_gemm_pipelined.pipelined_kernel, int4_gemm_small_m.small_m_kernel)
         for rows in SHARED_MEMORY_ROWS
     ]
-    mma = Kernel(KernelRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
+    mma = Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
     return (wq_gemv.gemv_kernel(gated=gated), *through_memory, mma)
 
 

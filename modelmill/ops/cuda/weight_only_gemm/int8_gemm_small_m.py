@@ -30,7 +30,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     supports_rows,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, KernelRange
+from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, ProblemRange
 
 # rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
 # sizes let them
@@ -56,8 +56,8 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 
 # Groups of 32, 64, 128, 256 … columns or of all.
-RANGES = tuple(
-    KernelRange(
+SUPPORTED_PROBLEMS = tuple(
+    ProblemRange(
         m=rows,
         k_multiple=RUN,
         dtypes=HALF,
@@ -86,7 +86,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
         pipelined((MMA_MAX_ROWS + 1, 32)),
         pipelined((33, MAX_ROWS)),
-        Kernel(KernelRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
+        Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
     )
 
 

@@ -7,7 +7,9 @@ import torch
 from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
-from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import RANGES as RANGES
+from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import supports as supports
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE
 from modelmill.ops.int8_group_linear import DECLARATION

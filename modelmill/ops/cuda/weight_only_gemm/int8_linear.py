@@ -10,7 +10,9 @@ import torch
 from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import RANGES as RANGES
+from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_linear import DECLARATION
 from modelmill.ops.kernel_range import Kernel

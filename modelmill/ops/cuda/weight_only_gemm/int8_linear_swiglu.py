@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.weight_only_gemm import int8_linear
-from modelmill.ops.cuda.weight_only_gemm.int8_linear import RANGES as RANGES
+from modelmill.ops.cuda.weight_only_gemm.int8_linear import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.cuda.weight_only_gemm.int8_linear import available as available
 from modelmill.ops.cuda.weight_only_gemm.int8_linear import supports as supports
 from modelmill.ops.int8_linear_swiglu import DECLARATION

@@ -17,7 +17,7 @@ from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
 )
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift, k_tile_for
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, Kernel, KernelRange
+from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
@@ -172,7 +172,7 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
 def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int = 0) -> Kernel:
     """The kernel as one of the weight-only GEMMs', for so many rows (all ≤ 32, or all above)."""
     fits = functools.partial(_fits, gated=gated)
-    served = KernelRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
+    served = ProblemRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
     return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, KernelRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, ProblemRange
 from modelmill.ops.triton.common.device import available as available
 
 # rows from which cuBLASLt's epilogue is faster; 16 bits, as its GELU is the tanh approximation
-RANGES = (KernelRange(m=(64, UNBOUNDED), dtypes=HALF, bias=True),)
+SUPPORTED_PROBLEMS = (ProblemRange(m=(64, UNBOUNDED), dtypes=HALF, bias=True),)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -27,5 +27,5 @@ def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Run the op; GELU is applied to the unrounded sum."""
-    assert bias is not None, "linear_gelu needs a bias here (see RANGES)"
+    assert bias is not None, "linear_gelu needs a bias here (see SUPPORTED_PROBLEMS)"
     return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_range import KernelRange
+from modelmill.ops.kernel_range import ProblemRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
@@ -12,8 +12,8 @@ from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
-RANGES = (
-    KernelRange(dtypes=(torch.int8,), weight_dtypes=(torch.int8,), scale_dtypes=(torch.float32,)),
+SUPPORTED_PROBLEMS = (
+    ProblemRange(dtypes=(torch.int8,), weight_dtypes=(torch.int8,), scale_dtypes=(torch.float32,)),
 )
 
 

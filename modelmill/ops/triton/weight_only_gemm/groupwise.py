@@ -7,7 +7,7 @@ from dataclasses import replace
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import DEQUANT_RANGES
 
-RANGES = tuple(replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_RANGES)
+SUPPORTED_PROBLEMS = tuple(replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_RANGES)
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:

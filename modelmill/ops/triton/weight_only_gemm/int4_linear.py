@@ -31,7 +31,7 @@ from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import linear
-from modelmill.ops.triton.weight_only_gemm.groupwise import RANGES as RANGES
+from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight

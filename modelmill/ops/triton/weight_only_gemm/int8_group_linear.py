@@ -22,7 +22,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
-from modelmill.ops.triton.weight_only_gemm.groupwise import RANGES as RANGES
+from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product

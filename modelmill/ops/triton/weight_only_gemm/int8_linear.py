@@ -18,7 +18,7 @@ from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
 DEQUANT_MIN_ROWS = 257
 
 
-RANGES = DEQUANT_RANGES
+SUPPORTED_PROBLEMS = DEQUANT_RANGES
 
 
 def supports(

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.cli.terminal import WordWrapper
+from modelmill.cli.terminal_chat import WordWrapper
 from tests.wait import TIMEOUT_SECONDS
 
 Cli = Callable[..., tuple[int, Any, str]]
