@@ -3,8 +3,9 @@
     python -m tools.mutation_check [FAULT ...] [--marks "not slow and ..."]
 
 Each fault changes one place of one file; the tests of its area then run up to the first failure,
-with the selection of ``make test`` unless ``--marks`` says otherwise. A fault that no test sees is
-named, and the exit status is 1. Standard library only.
+with the selection of ``make test`` unless ``--marks`` says otherwise. The test that fails is run
+again without the fault, where it has to pass. A fault that no test sees is named, and the exit
+status is 1. Standard library only.
 """
 
 from __future__ import annotations
@@ -257,28 +258,49 @@ def copy_tree(folder: Path) -> None:
 
 
 def failing_test(folder: Path, fault: Fault, marks: str | None) -> str | None:
-    """The first test that fails with the fault in ``folder``; None if none does."""
+    """The first test that fails with the fault in ``folder``; None if none does.
+
+    Raises:
+        RuntimeError: if the tests did not run, or that test fails without the fault too.
+    """
     path = folder / fault.path
     original = path.read_text()
     path.write_text(original.replace(fault.before, fault.after))
-    command = [sys.executable, "-m", "pytest", "--quick", "-x", "-q", "-p", "no:cacheprovider"]
     try:
-        done = subprocess.run(
-            [*command, *(["-m", marks] if marks else []), *fault.tests],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        failed, output = run_tests(folder, fault.tests, marks)
     finally:
         path.write_text(original)
-    if done.returncode == 0:
+    if failed is None:
         return None
+    if not failed:
+        raise RuntimeError(f"{fault.name}: the tests did not run:\n{output[-2000:]}")
+    without_fault, _ = run_tests(folder, (failed,), marks)
+    if without_fault is not None:
+        raise RuntimeError(f"{fault.name}: {failed} fails without the fault too; mend it first")
+    return failed
+
+
+def run_tests(folder: Path, tests: Sequence[str], marks: str | None) -> tuple[str | None, str]:
+    """Run tests up to the first failure.
+
+    Returns:
+        (the failing test's id, "" if pytest could not run them, None if all passed; output)
+    """
+    command = [sys.executable, "-m", "pytest", "--quick", "-x", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(["-m", marks] if marks else []), *tests],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None, done.stdout
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode != 1 or not failed:
-        raise RuntimeError(f"{fault.name}: the tests did not run:\n{done.stdout[-2000:]}")
-    return failed[0].split(" - ")[0]
+        return "", done.stdout
+    return failed[0].split(" - ")[0].partition(" ")[2], done.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
