@@ -161,7 +161,7 @@ class BuildPlan:
         return sum(planned.nbytes for planned in self.tensors)
 
     @property
-    def expanded_bytes(self) -> int:
+    def unpacked_weight_bytes(self) -> int:
         """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
 
         They are expanded once at load, as far as memory allows (``loader.unpack_weights``).
@@ -199,7 +199,7 @@ class BuildPlan:
             self.checkpoint, self.tensors, self.model_config.vocab, self.model_config.hidden
         )
         judging += min(
-            self.expanded_bytes,
+            self.unpacked_weight_bytes,
             int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
         )
         calibrating = 0
@@ -237,7 +237,7 @@ class BuildPlan:
         If none fits, it contains the reason.
         """
         total, free = device_memory(self.config.target)
-        expanded = self.expanded_bytes
+        expanded = self.unpacked_weight_bytes
         if self.engine_type != LANGUAGE:
             room = (total, free)
             report = segmentation_memory(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from modelmill.checkpoint import rope_scaling
+from modelmill.checkpoint import gguf_rope_scaling
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
@@ -175,8 +175,8 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
                     f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
                 )
             factors = raw.get("rope_freqs.weight").float().tolist()
-            return rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
-        return rope_scaling.from_metadata(keys.view, keys.arch)
+            return gguf_rope_scaling.from_tensor(keys.view, keys.arch, factors, theta)
+        return gguf_rope_scaling.from_metadata(keys.view, keys.arch)
     except CheckpointError as error:
         raise type(error)(f"{raw.path}: {error}") from None
 

@@ -29,14 +29,14 @@ Row = tuple[Sequence[str], str]
 """Names, which must not be broken, and their text."""
 
 
-def command_class(page: Callable[[int], str]) -> type:
+def command_class_with_help(page: Callable[[int], str]) -> type:
     """Return typer's command class with ``page(width)`` as its help."""
     from typer.core import TyperCommand
 
     return _with_help_page(TyperCommand, page)
 
 
-def group_class(page: Callable[[int], str]) -> type:
+def group_class_with_help(page: Callable[[int], str]) -> type:
     """Return typer's group class with ``page(width)`` as its help."""
     from typer.core import TyperGroup
 

@@ -29,7 +29,15 @@ NOT_VERBS = (
         "vision_flags",
         "bench_report",
     ),
-    *("bench_ops", "bench_serve", "serve_ray", "stdio", "log_progress", "help_page", "terminal"),
+    *(
+        "bench_ops",
+        "bench_serve",
+        "serve_ray",
+        "stdio",
+        "log_progress",
+        "help_page",
+        "terminal_chat",
+    ),
     *("remote_chat", "segment_output"),
 )
 """Modules of this folder that are not verbs."""
@@ -142,12 +150,17 @@ def _make_app(verb: str | None) -> Any:
     """Make the typer application with the flags of one verb; other verbs get name and help only."""
     import typer
 
-    from modelmill.cli.help_page import command_class, group_class, top_page, verb_page
+    from modelmill.cli.help_page import (
+        command_class_with_help,
+        group_class_with_help,
+        top_page,
+        verb_page,
+    )
 
     app = typer.Typer(
         name="modelmill",
         help=DESCRIPTION,
-        cls=group_class(lambda width: top_page(DESCRIPTION, _listed_verbs(), width)),
+        cls=group_class_with_help(lambda width: top_page(DESCRIPTION, _listed_verbs(), width)),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -159,7 +172,7 @@ def _make_app(verb: str | None) -> Any:
         module = find_module("modelmill.cli", name)
         assert module is not None
         call = _verb_function(module) if completing or name == verb else _placeholder
-        page = command_class(partial(verb_page, name, module))
+        page = command_class_with_help(partial(verb_page, name, module))
         app.command(
             name,
             cls=page,

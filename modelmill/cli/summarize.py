@@ -19,7 +19,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.packages import require
 
 if TYPE_CHECKING:
-    from modelmill.eval.summarize import Facts, Summarizer, Summary, SummaryTask
+    from modelmill.eval.summarize import RunFingerprint, Summarizer, Summary, SummaryTask
     from modelmill.llm import LLM
 
 HELP = (
@@ -80,9 +80,9 @@ def run(args: Args) -> int:
         EngineSummarizer,
         HfSummarizer,
         SummaryStore,
-        engine_facts,
+        engine_fingerprint,
         make_task,
-        reference_facts,
+        reference_fingerprint,
     )
 
     if args.check_accuracy is not None and args.reference is None:
@@ -111,7 +111,7 @@ def run(args: Args) -> int:
         "reference": min(args.batch_size or 1, len(items)),
     }
     sides["modelmill"] = _summarize_side(
-        args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_facts(llm)
+        args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_fingerprint(llm)
     )
     if args.reference is not None:
         from modelmill.checkpoint.open import open_checkpoint
@@ -122,7 +122,7 @@ def run(args: Args) -> int:
         reference_summarizer = HfSummarizer(
             reference, batches["reference"], f"transformers {args.reference_dtype}"
         )
-        facts = reference_facts(checkpoint, args.reference_dtype, llm.engine_core.device)
+        facts = reference_fingerprint(checkpoint, args.reference_dtype, llm.engine_core.device)
         sides["transformers"] = _summarize_side(args, llm, task, reference_summarizer, facts)
     result = _result(args, task, sides, rouge, batches)
     emit_json(result) if args.json else _show(result)
@@ -130,7 +130,7 @@ def run(args: Args) -> int:
 
 
 def _summarize_side(
-    args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: Facts
+    args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: RunFingerprint
 ) -> list[Summary]:
     from modelmill.eval.summarize import SummaryStore, summarize_articles
 

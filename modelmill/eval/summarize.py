@@ -27,7 +27,7 @@ from modelmill.eval.rouge import ROUGE_TYPES, RougeScorer
 TASK = "Summarize the following news article in three sentences.\n\n"
 TLDR = "\nTL;DR:"
 
-Facts = dict[str, Any]
+RunFingerprint = dict[str, Any]
 Ids = Sequence[int]
 
 
@@ -169,7 +169,7 @@ def summarize_articles(
     decode: Callable[[list[int]], str],
     *,
     store: SummaryStore,
-    facts: Facts | None = None,
+    facts: RunFingerprint | None = None,
     on_progress: Progress | None = None,
 ) -> list[Summary]:
     """Return all summaries of one summarizer, in the order of the articles.
@@ -181,8 +181,8 @@ def summarize_articles(
         side: the engine or transformers.
         decode: answer ids to text.
         store: where summaries are saved.
-        facts: all else that affects the summaries or their time (``engine_facts``,
-            ``reference_facts``); stored summaries with other facts are ignored.
+        facts: all else that affects the summaries or their time (``engine_fingerprint``,
+            ``reference_fingerprint``); stored summaries with other facts are ignored.
         on_progress: called with (name, summaries done, number of articles).
     """
     key = _store_key(task, side.name, side.batch, facts or {})
@@ -208,7 +208,7 @@ def summarize_articles(
     return [done[place] for place in range(len(task.articles))]
 
 
-def engine_facts(llm: Any) -> Facts:
+def engine_fingerprint(llm: Any) -> RunFingerprint:
     """Return what affects an engine's summaries and their time.
 
     This is the engine's content, run config, kernels, device and package versions.
@@ -222,12 +222,12 @@ def engine_facts(llm: Any) -> Facts:
     return facts | _machine(engine_core.device)
 
 
-def reference_facts(checkpoint: Checkpoint, dtype: str, device: str) -> Facts:
+def reference_fingerprint(checkpoint: Checkpoint, dtype: str, device: str) -> RunFingerprint:
     """Return the same facts of transformers; a modified checkpoint has other facts."""
     return {"checkpoint": checkpoint.quick_fingerprint(), "dtype": dtype, **_machine(device)}
 
 
-def _machine(device: str) -> Facts:
+def _machine(device: str) -> RunFingerprint:
     return {"device": [device, device_name(device)], "versions": versions()}
 
 
@@ -306,7 +306,7 @@ _FIELDS = frozenset(Summary.__annotations__)
 _LINE_START = '{"key": "'
 
 
-def _store_key(task: SummaryTask, name: str, batch: int, facts: Facts) -> str:
+def _store_key(task: SummaryTask, name: str, batch: int, facts: RunFingerprint) -> str:
     """Hash everything that affects a summary or its time."""
     fields = [name, batch, task.prompts, task.max_new_tokens, task.eos_ids, facts]
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

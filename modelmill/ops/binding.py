@@ -125,64 +125,26 @@ class GemmOp:
         return GemmOp(self.name, self.declaration, wrapped, hook(self.fallback))
 
 
-class BoundGemm:
-    """A GEMM op for one weight.
+class RowChoice:
+    """Which function computes the product of a weight with so many rows.
 
     Attributes:
-        op: the op that was bound.
         edges: the last row count of each class, in order.
         runs: the function of each class; None where it depends on the exact number of rows.
-        call: called as the op is, runs the function of the row count's class.
     """
 
     def __init__(
-        self, op: GemmOp, args: Sequence[Any], implementations: Sequence[Implementation]
+        self, problem: GemmProblem, implementations: Sequence[Implementation], fallback: Run
     ) -> None:
-        self.op = op
-        self._problem = op.declaration.problem_of(*args)
-        self._implementations = [
-            each for each in implementations if _covers_weight(each, self._problem)
-        ]
+        self._problem, self._fallback = problem, fallback
+        self._implementations = [each for each in implementations if _covers_weight(each, problem)]
         self._measured: dict[int, Run] = {}
         self.edges = row_classes(self._implementations)
         self.runs = tuple(self._bind_class(edge) for edge in self.edges)
-        self.call = self._bind_call(op.declaration.operands_of(*args))
-
-    def _bind_call(self, operands: Sequence[Any]) -> Run:
-        """The function of a step's call; what it compares are local names, as it is called often.
-
-        The weight and the bias must be the bound ones, x and the other operand of a call must lie
-        in memory alike. Else the op decides for this call.
-        """
-        op, edges, runs, for_rows = self.op, self.edges, self.runs, self._for_rows
-        declaration, names = op.declaration, op.declaration.operand_names
-        takes_inputs, bias_at = declaration.inputs is not None, names.index("bias")
-        x, weight, bias = operands[0], operands[1], operands[bias_at]
-        dtype, strides = x.dtype, x.stride()
-        other_at = names.index(declaration.per_call) if declaration.per_call else 0
-        is_alike = _layout_check(operands[other_at])
-
-        def call(*args: Any) -> Any:
-            operands = args[0] if takes_inputs else args
-            x = operands[0]
-            if (
-                x.dtype is dtype
-                and x.stride() == strides
-                and not x.data_ptr() % ALIGNMENT
-                and operands[1] is weight
-                and operands[bias_at] is bias
-                and (not other_at or is_alike(operands[other_at]))
-            ):
-                rows = x.shape[0]
-                run = runs[bisect_left(edges, rows)] or for_rows(rows)
-                return run(*args)
-            return op(*args)
-
-        return call
 
     def select(self, rows: int) -> Run:
         """The function for so many rows."""
-        return self.runs[bisect_left(self.edges, rows)] or self._for_rows(rows)
+        return self.runs[bisect_left(self.edges, rows)] or self.for_exact_rows(rows)
 
     def _bind_class(self, edge: int) -> Run | None:
         """The function of the class that ends at ``edge``; None if the exact count decides."""
@@ -194,18 +156,74 @@ class BoundGemm:
             run = implementation.select(problem)
             if run is not None:
                 return run
-        return self.op.fallback
+        return self._fallback
 
-    def _for_rows(self, rows: int) -> Run:
+    def for_exact_rows(self, rows: int) -> Run:
+        """The function where the exact number of rows decides; computed once for each."""
         run = self._measured.get(rows)
         if run is None:
             problem = self._problem._replace(m=rows)
             chosen = (each.select(problem) for each in self._implementations)
-            run = next((each for each in chosen if each is not None), self.op.fallback)
+            run = next((each for each in chosen if each is not None), self._fallback)
             if len(self._measured) >= MAX_MEASURED_ROWS:
                 self._measured.clear()
             self._measured[rows] = run
         return run
+
+
+class BoundGemm:
+    """A GEMM op for one weight.
+
+    Attributes:
+        op: the op that was bound.
+        choice: the functions by rows.
+        call: called as the op is, runs the function of the row count's class. It holds the weight
+            and the bias, and nothing that refers to it: a weight that is dropped is freed at once.
+    """
+
+    def __init__(
+        self, op: GemmOp, args: Sequence[Any], implementations: Sequence[Implementation]
+    ) -> None:
+        self.op = op
+        self.choice = RowChoice(op.declaration.problem_of(*args), implementations, op.fallback)
+        self.call = _bind_call(op, self.choice, op.declaration.operands_of(*args))
+
+
+def _bind_call(op: GemmOp, choice: RowChoice, operands: Sequence[Any]) -> Run:
+    """The function of a step's call; what it compares are local names, as it is called often.
+
+    The weight, the bias and the output's dtype must be the bound ones, x and the other operand of a
+    call must lie in memory alike. Else the op decides for this call.
+    """
+    edges, runs, for_exact_rows = choice.edges, choice.runs, choice.for_exact_rows
+    declaration, names = op.declaration, op.declaration.operand_names
+    takes_inputs, bias_at = declaration.inputs is not None, names.index("bias")
+    x, weight, bias = operands[0], operands[1], operands[bias_at]
+    dtype, strides = x.dtype, x.stride()
+    other_at = names.index(declaration.per_call) if declaration.per_call else 0
+    out_dtype_at = names.index("dtype") if "dtype" in names else 0
+    out_dtype = operands[out_dtype_at] if out_dtype_at else None
+    is_alike = _layout_check(operands[other_at])
+
+    def call(*args: Any) -> Any:
+        operands = args[0] if takes_inputs else args
+        x = operands[0]
+        if (
+            x.dtype is dtype
+            and x.stride() == strides
+            and not x.data_ptr() % ALIGNMENT
+            and operands[1] is weight
+            and len(operands) > bias_at  # else the bias is left out, and None
+            and operands[bias_at] is bias
+            and (not out_dtype_at or operands[out_dtype_at] is out_dtype)
+            and (not other_at or is_alike(operands[other_at]))
+        ):
+            rows = x.shape[0]
+            run = runs[bisect_left(edges, rows)] or for_exact_rows(rows)
+            return run(*args)
+        return op(*args)
+
+    return call
 
 
 def run_first(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
@@ -268,10 +286,14 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 
 def _layout_check(bound: torch.Tensor | None) -> Callable[[torch.Tensor | None], bool]:
-    """Whether an operand is None, or of the dtype and packed, as the bound one is."""
+    """Whether an operand is None, or of the dtype, packed and aligned, as the bound one is."""
     if bound is None:
         return lambda operand: operand is None
     dtype, contiguous = bound.dtype, bound.is_contiguous()
+    aligned = not bound.data_ptr() % ALIGNMENT
     return lambda operand: (
-        operand is not None and operand.dtype is dtype and operand.is_contiguous() is contiguous
+        operand is not None
+        and operand.dtype is dtype
+        and operand.is_contiguous() is contiguous
+        and (not aligned or not operand.data_ptr() % ALIGNMENT)
     )

@@ -223,6 +223,7 @@ def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
         batch.values = dict(
             zip((*INPUTS, ROPE), (batch.x, batch.residual, batch.rope), strict=True)
         )
+        batch.residual = None  # freed when no later module reads it
     module = spec.modules[batch.num_done]
     args = [batch.values[name] for name in module.reads]
     output = block.layer.get_submodule(module.path)(*args, batch.step)

@@ -58,7 +58,7 @@ def apply_presence_penalties(
 _NEG_INF = float("-inf")
 
 
-def active_processors(seq: Sequence) -> LogitsProcessors | None:
+def request_logits_processors(seq: Sequence) -> LogitsProcessors | None:
     """The logits processors of a sequence; None if it has none, or has a grammar instead."""
     processors = seq.request.params.logits_processors
     return processors if processors and seq.guide is None else None

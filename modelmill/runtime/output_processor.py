@@ -9,7 +9,7 @@ import torch
 
 from modelmill.core.types import POOL_MEAN, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
-from modelmill.runtime.logits_processors import active_processors
+from modelmill.runtime.logits_processors import request_logits_processors
 from modelmill.runtime.model_runner import PendingStep
 from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
@@ -60,7 +60,7 @@ class OutputProcessor:
         for search, logits in pending.beam_logits:
             events += self._advance_beams(search, logits)  # type: ignore[arg-type]
         for pooled in pending.pooled_states:
-            pooled.seq.add_hidden_states(pooled.state_sum, is_first=pooled.is_first)
+            pooled.seq.accumulate_pooled_sum(pooled.state_sum, is_first=pooled.is_first)
         for (seq, _), computed in zip(pending.schedule.work, pending.computed_after):
             if seq.finish_reason is None:
                 self.scheduler.cache_full_pages(seq)
@@ -254,7 +254,7 @@ class OutputProcessor:
 
 def _needs_sampled_token(seq: Sequence) -> bool:
     """Whether the host must read a token before the next one can be sampled."""
-    processors = active_processors(seq)
+    processors = request_logits_processors(seq)
     return seq.guide is not None or (processors is not None and processors.depends_on_tokens)
 
 

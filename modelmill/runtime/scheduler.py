@@ -284,9 +284,9 @@ class Scheduler:
             )
             most = count + max(limits.min_chunk_tokens, max_prefill)
             return min(self.step_token_budget, most), True
-        return min(self.step_token_budget, self._mixed_tokens(count, chunks)), False
+        return min(self.step_token_budget, self._mixed_step_token_budget(count, chunks)), False
 
-    def _mixed_tokens(self, num_decodes: int, chunks: list[Sequence]) -> int:
+    def _mixed_step_token_budget(self, num_decodes: int, chunks: list[Sequence]) -> int:
         """Most tokens of a step in which prompts join decodes that must not wait for them."""
         if self.adaptive_chunk is None:
             least = num_decodes + self.limits.min_chunk_tokens

@@ -193,7 +193,7 @@ class Sequence:
         self.tokens.append(token)
         self.siblings = beams
 
-    def add_hidden_states(self, state_sum: Any, *, is_first: bool) -> None:
+    def accumulate_pooled_sum(self, state_sum: Any, *, is_first: bool) -> None:
         """Add the sum of the hidden states of further prompt tokens, [H] float64."""
         self.pooled_sum = state_sum if is_first else self.pooled_sum + state_sum
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from modelmill.accept.reference import open_reference
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_hf import GgufAsHf
+from modelmill.checkpoint.gguf_rope_scaling import llama3_factors
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.checkpoint.rope_scaling import llama3_factors
 from modelmill.core.errors import (
     CheckpointError,
     CorruptCheckpoint,

@@ -21,9 +21,9 @@ from modelmill.eval.summarize import (
     HfSummarizer,
     SummaryStore,
     count_equal_texts,
-    engine_facts,
+    engine_fingerprint,
     make_task,
-    reference_facts,
+    reference_fingerprint,
     rouge_differences,
     score_summaries,
     summarize_articles,
@@ -151,7 +151,7 @@ def facts_of(
     artifact = SimpleNamespace(manifest=Manifest(digest))
     engine_core = SimpleNamespace(artifact=artifact, config=RunConfig(**run), device=device)
     engine_core.ops = SimpleNamespace(backends={"linear": ops})
-    return engine_facts(SimpleNamespace(engine_core=engine_core))
+    return engine_fingerprint(SimpleNamespace(engine_core=engine_core))
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_another_reference_is_another_side(tmp_path: Path) -> None:
     from modelmill.checkpoint.open import open_checkpoint
 
     one, other = (open_checkpoint(save_tiny("llama", tmp_path / name)) for name in ("one", "other"))
-    facts = reference_facts(one, "float32", "cpu")
-    assert facts == reference_facts(one, "float32", "cpu")
-    assert facts != reference_facts(one, "bfloat16", "cpu")
-    assert facts != reference_facts(other, "float32", "cpu"), (
+    facts = reference_fingerprint(one, "float32", "cpu")
+    assert facts == reference_fingerprint(one, "float32", "cpu")
+    assert facts != reference_fingerprint(one, "bfloat16", "cpu")
+    assert facts != reference_fingerprint(other, "float32", "cpu"), (
         "files of another time are another checkpoint"
     )
 

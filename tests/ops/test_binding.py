@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -109,7 +111,7 @@ def test_a_binding_chooses_as_a_call_does(op: str, n: int, k: int, hopper: regis
     assert bound is not None
     for rows in ROWS:
         args = positional(op, with_rows(op, named, rows))
-        assert bound.select(rows) is gemm.select(*args), rows
+        assert bound.choice.select(rows) is gemm.select(*args), rows
 
 
 @settings(
@@ -180,7 +182,7 @@ def test_a_class_whose_exact_row_count_decides_is_measured(hopper: registry.Ops)
         *positional("linear_swiglu", operands("linear_swiglu", 1, 22016, 4096))
     )
     large = import_module("modelmill.ops.cuda.gemm_16bit.linear_swiglu").KERNELS[1].run
-    assert [bound.select(rows) is large for rows in (511, 512, 640, 768, 896, 1024)] == [
+    assert [bound.choice.select(rows) is large for rows in (511, 512, 640, 768, 896, 1024)] == [
         False, True, False, True, False, True,
     ]  # fmt: skip
 
@@ -190,9 +192,49 @@ def test_row_classes_end_where_a_range_does(hopper: registry.Ops) -> None:
         *positional("int4_linear", operands("int4_linear", 1, 4096, 4096))
     )
     assert isinstance(bound, BoundGemm)
-    assert bound.edges == row_classes(bound._implementations)
-    assert {1, 8, 16, 32, 64} <= set(bound.edges)
-    assert len(bound.edges) == len(bound.runs)
+    choice = bound.choice
+    assert choice.edges == row_classes(choice._implementations)
+    assert {1, 8, 16, 32, 64} <= set(choice.edges)
+    assert len(choice.edges) == len(choice.runs)
+
+
+def test_a_weight_that_is_dropped_is_freed_at_once(hopper: registry.Ops) -> None:
+    """No cycle of references holds it: the collector does not know the memory of a GPU."""
+    gemm = hopper.linear.with_hook(lambda run: lambda *args: None)
+    weight = DenseWeight(empty(96, 64))
+    stored = weakref.ref(weight.weight)
+    weight.run_gemm(gemm, empty(3, 64), weight.weight, None)
+    assert weight._bound_ops
+    gc.disable()
+    try:
+        del weight
+        assert stored() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("change", ["output dtype", "misaligned scales", "no bias"])
+def test_what_a_binding_did_not_check_is_checked_in_the_call(
+    change: str, hopper: registry.Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selected: list[object] = []
+    op = "linear" if change == "no bias" else "w8a8_linear"
+    gemm = getattr(hopper, op).with_hook(lambda run: lambda *args: None)
+    args = positional(op, operands(op, 100, 64, 64))
+    bound = gemm.bind(*args)
+    assert bound is not None
+    monkeypatch.setattr(gemm, "select", lambda *args: selected.append(args) or (lambda *_: None))
+    bound.call(*args)
+    assert not selected
+    if change == "no bias":
+        bound.call(*args[:2])
+    elif change == "output dtype":
+        bound.call(args[0]._replace(dtype=torch.float32))
+    else:
+        scales = args[0].x_scale
+        wide = torch.empty(len(scales) + 1, dtype=scales.dtype)
+        bound.call(args[0]._replace(x_scale=wide[1:]))
+    assert len(selected) == 1
 
 
 def test_a_weight_binds_once_and_again_for_other_ops(hopper: registry.Ops) -> None:

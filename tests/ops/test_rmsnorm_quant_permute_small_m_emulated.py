@@ -20,7 +20,7 @@ BF, HF, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3
 EPS = 1e-5
 
 
-def per_column(width: int, columns: int, way: str) -> rmsnorm_quant_permute.PerColumn:
+def per_column(width: int, columns: int, way: str) -> tuple[torch.Tensor | None, ...]:
     """Factor, zero-point, order: some columns twice, some never, some of the values none.
 
     way: what a factor is for.

@@ -34,7 +34,7 @@ TESTS = (
 
 
 def run(context: VerifyContext) -> VerifyResult:
-    """Facts, engines in fewer bits, times, and the tests against plain references."""
+    """RunFingerprint, engines in fewer bits, times, and the tests against plain references."""
     one = _open_segmenter(context, "float32", "none")
     rows = [*_reference_facts(context, one)]
     others = {

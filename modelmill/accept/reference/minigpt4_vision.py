@@ -77,7 +77,7 @@ class MiniGpt4VisionReference(VisionReference):
             yield stage
         query_output = stage.expected[0]
         out = self._linear("llama_proj", query_output)
-        yield _linear_stage("image_embedder.proj", None, "proj", query_output, out)
+        yield _flattened_linear_stage("image_embedder.proj", None, "proj", query_output, out)
 
     def _vit_stages(self, x: Tensor) -> Iterator[ReferenceStage]:
         kernel, bias = (
@@ -107,12 +107,14 @@ class MiniGpt4VisionReference(VisionReference):
                 f"{engine_name}.norm1", i, "vision_encoder.norm1", (stream,), (normed,)
             )
             q, k, v = self._linear(f"{file_name}.attn.qkv", normed).chunk(3, -1)
-            yield _linear_stage(
+            yield _flattened_linear_stage(
                 f"{engine_name}.attn.qkv", i, "vision_encoder.qkv", normed, torch.cat((q, k, v), -1)
             )
             inner = _attention(q, k, v, int(self.vision_config["heads"]))
             mixed = self._linear(f"{file_name}.attn.proj", inner)
-            yield _linear_stage(f"{engine_name}.attn.proj", i, "vision_encoder.proj", inner, mixed)
+            yield _flattened_linear_stage(
+                f"{engine_name}.attn.proj", i, "vision_encoder.proj", inner, mixed
+            )
             yield ReferenceStage(
                 f"{engine_name}.attn", i, "vision_encoder.attn", (normed,), (mixed,)
             )
@@ -123,9 +125,11 @@ class MiniGpt4VisionReference(VisionReference):
                 f"{engine_name}.norm2", i, "vision_encoder.norm2", (stream,), (normed,)
             )
             inner = self._linear(f"{file_name}.mlp.fc1", normed)
-            yield _linear_stage(f"{engine_name}.mlp.fc1", i, "vision_encoder.fc1", normed, inner)
+            yield _flattened_linear_stage(
+                f"{engine_name}.mlp.fc1", i, "vision_encoder.fc1", normed, inner
+            )
             out = self._linear(f"{file_name}.mlp.fc2", F.gelu(inner))
-            yield _linear_stage(
+            yield _flattened_linear_stage(
                 f"{engine_name}.mlp.fc2", i, "vision_encoder.fc2", F.gelu(inner), out
             )
             yield ReferenceStage(f"{engine_name}.mlp", i, "vision_encoder.mlp", (normed,), (out,))
@@ -170,12 +174,14 @@ class MiniGpt4VisionReference(VisionReference):
                     yield stage
                 x = stage.expected[0]
             inner = self._linear(f"{file_name}.intermediate_query.dense", x)
-            yield _linear_stage(
+            yield _flattened_linear_stage(
                 f"{engine_name}.intermediate_query.dense", i, "qformer.up", x, inner
             )
             names = (f"{engine_name}.output_query", f"{file_name}.output_query")
             out = self._linear(f"{names[1]}.dense", F.gelu(inner))
-            yield _linear_stage(f"{names[0]}.dense", i, "qformer.down", F.gelu(inner), out)
+            yield _flattened_linear_stage(
+                f"{names[0]}.dense", i, "qformer.down", F.gelu(inner), out
+            )
             x = self._output_norm(names, F.gelu(inner), x, i, "feed_forward")
             yield ReferenceStage(engine_name, i, "qformer.layer", (before, image_features), (x,))
 
@@ -195,7 +201,7 @@ class MiniGpt4VisionReference(VisionReference):
             name: self._linear(f"{file_name}.self.{name}", value) for name, value in inputs.items()
         }
         for name, value in inputs.items():
-            yield _linear_stage(
+            yield _flattened_linear_stage(
                 f"{engine_name}.self.{name}",
                 layer,
                 f"qformer.{attention_name}.{name}",
@@ -206,7 +212,7 @@ class MiniGpt4VisionReference(VisionReference):
             made["query"], made["key"], made["value"], int(self.qformer_config["heads"])
         )
         dense = self._linear(f"{file_name}.output.dense", mixed)
-        yield _linear_stage(
+        yield _flattened_linear_stage(
             f"{engine_name}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense
         )
         out = self._output_norm(
@@ -261,7 +267,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return torch.cat(out, -1)
 
 
-def _linear_stage(
+def _flattened_linear_stage(
     path: str, layer: int | None, module: str, x: Tensor, expected: Tensor
 ) -> ReferenceStage:
     """Return the stage of a linear layer alone; it reads rows."""

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.checkpoint.rope_scaling import (
+from modelmill.checkpoint.gguf_rope_scaling import (
     from_factors,
     from_metadata,
     from_tensor,
