@@ -100,16 +100,10 @@ class EngineCore:
         self.num_pages = capacity.num_kv_pages(
             model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes
         )
-        max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        num_slots = self.num_pages * self.page_size
-        self.request_limits = RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
+        self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
-        limits = scheduler_limits(model, config, on_gpu=cuda)
-        max_idle_pages = capacity.max_idle_pages(
-            config, self.num_pages, self.page_bytes, self.device
-        )
-        self.scheduler = Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
+        self.scheduler = self._make_scheduler(width)
         # one page more than the pool has: kernels write the padding rows' keys and values there
         shape: KVShape = model.kv  # type: ignore[assignment]
         kv = KVCache.allocate(shape, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)
@@ -135,19 +129,34 @@ class EngineCore:
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
         self._finalizer = _finalizer(self, tp_workers)
-        parts = (
+        self.input_processor = InputProcessor(
             self.output_processor,
             self.vision_runner,
             self.rope_length_source,
             self.request_limits,
+            seed=config.seed,
+            digest=digest,
         )
-        self.input_processor = InputProcessor(*parts, seed=config.seed, digest=digest)
         self._events: list[TokenOutput] = []
         self._pending: PendingStep | None = None
         self._steps_since_oom = self._num_steps = 0
         self._last_output_time = 0.0
         # times steps for AdaptiveChunk; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
+
+    def _make_request_limits(self) -> RequestLimits:
+        """What a request may ask of this engine core."""
+        max_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        num_slots = self.num_pages * self.page_size
+        return RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
+
+    def _make_scheduler(self, width: int) -> Scheduler:
+        """The scheduler of the KV pages; ``width``: pages of the longest sequence."""
+        limits = scheduler_limits(self.model, self.config, on_gpu=self.device.startswith("cuda"))
+        max_idle_pages = capacity.max_idle_pages(
+            self.config, self.num_pages, self.page_bytes, self.device
+        )
+        return Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:

@@ -24,7 +24,8 @@ QUIET = [
 ]
 
 
-def ignore_progress(done: int, total: int) -> None:
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    assert stage
     assert 0 <= done <= max(total, done)
 
 
