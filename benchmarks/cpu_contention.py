@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
+from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.serve_command import serve_command  # noqa: E402
 
 OPENMP_SETTINGS: dict[str, dict[str, str]] = {
@@ -197,6 +198,8 @@ def main() -> None:
     facts = {
         "device": f"{cpu_name()}, {torch.get_num_threads()} threads",
         "engine": options.engine.name,
+        "commit": git_commit(),
+        **host_facts(),
     }
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     for use in options.uses:
@@ -219,7 +222,7 @@ def main() -> None:
         append_rows(
             options.out,
             [{**r, "facts": {**facts, "versions": versions}} for r in rows],
-            portable_command("busy_neighbour", sys.argv[1:]),
+            portable_command("cpu_contention", sys.argv[1:]),
         )
 
 
@@ -238,7 +241,7 @@ def row(
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Return p50/p90 in ms per machine state and length, and ours over the best other."""
+    """Print p50/p90 in ms per machine state and length, and ours over the best other."""
     print(
         f"{rows[0]['use']:<10}{'':>20}"
         + "".join(f"{name:>18}" for name in OPENMP_SETTINGS)
