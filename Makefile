@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels lint format clean
+.PHONY: demo demo-sam quantization test test-all test-half test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels command-line site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -107,6 +107,19 @@ performance: $(VENV)/.test
 # docs/quantization.md and its plot from benchmarks/results and docs/quantization.story.md; after new rows or new text
 quantization: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
+
+# docs/cli: a page for each command, from its help
+command-line: $(VENV)/.test
+	$(BIN)/python -m tools.command_line_pages
+
+# the site of docs/, in out/site, in a .venv of its own; `make site SERVE=1` shows it at http://127.0.0.1:8000
+site: .venv-docs/.ready
+	.venv-docs/bin/python -m mkdocs $(if $(SERVE),serve,build --strict -d $(OUT)/site)
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q -c constraints.txt 'mkdocs-material>=9.6,<9.9' 'mkdocstrings[python]>=1.0,<1.1'
+	@touch $@
 
 # docs/kernels.md from the heads of the kernel files and benchmarks/results; after a new kernel, head or row
 kernels: $(VENV)/.test

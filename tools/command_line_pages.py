@@ -1,0 +1,70 @@
+"""``python -m tools.command_line_pages``: write docs/cli from the help pages.
+
+A page is what ``modelmill VERB --help`` prints at a fixed width, so that names, defaults and texts
+have one source. docs/command-line.md, written by hand, links to them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelmill.cli.help_page import verb_page
+from modelmill.cli.main import verbs
+from modelmill.core.registry import find_module
+from tools import generated_page
+
+FOLDER = Path("docs/cli")
+WIDTH = 100
+NOTE = "<!-- Made by `make command-line` from `modelmill {verb} --help`. -->"
+
+
+def render() -> dict[Path, str]:
+    """Every page by its path below the repository."""
+    pages = {}
+    for name in verbs():
+        module = find_module("modelmill.cli", name)
+        assert module is not None
+        verb = name.replace("_", "-")
+        text = verb_page(name, module, WIDTH).rstrip()
+        pages[FOLDER / f"{verb}.md"] = (
+            f"{NOTE.format(verb=verb)}\n\n# modelmill {verb}\n\n```text\n{text}\n```\n"
+        )
+    return pages
+
+
+def stale(root: Path) -> list[Path]:
+    """Pages that are not what the help gives, and those of verbs that no longer exist."""
+    pages = render()
+    changed = [path for path, text in pages.items() if _read(root / path) != text]
+    return changed + [path for path in _existing(root) if path not in pages]
+
+
+def write(root: Path) -> list[Path]:
+    """Write every page, delete those of verbs that no longer exist; the pages' paths."""
+    pages = render()
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for path in _existing(root):
+        if path not in pages:
+            (root / path).unlink()
+    for path, text in pages.items():
+        (root / path).write_text(text, encoding="utf-8")
+    return list(pages)
+
+
+def _existing(root: Path) -> list[Path]:
+    return sorted(path.relative_to(root) for path in (root / FOLDER).glob("*.md"))
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages; with ``--check`` only say which are stale."""
+    return generated_page.run(argv, __doc__, "command-line", stale, write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
