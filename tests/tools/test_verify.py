@@ -124,7 +124,8 @@ def test_a_broken_result_file_is_as_good_as_none(tmp_path: Path) -> None:
 
 
 def test_what_has_not_run_is_not_hidden() -> None:
-    page = report.render({"1": ("One", None), "2": ("Two", make_result([Fact("a", "b")]))})
+    items = {"1": ("One", None), "2": ("Two", make_result([Fact("a", "b")]))}
+    page = report.render(items)["verification.md"]
     assert "| 1 | One | not run |" in page
 
 
@@ -183,3 +184,13 @@ def test_the_relaid_config_counts_w1_and_w2_together() -> None:
     )
     assert not config["use_dynamic_ntk"]
     assert not config["use_logn_attn"]
+
+
+def test_a_long_item_has_a_page_of_its_own() -> None:
+    facts = [Fact(f"promise {number}", "measured") for number in range(300)]
+    pages = report.render({"1": ("One", None), "2": ("Two", make_result(facts))})
+    assert set(pages) == {"verification.md", "verification-2.md"}
+    assert "(verification-2.md)" in pages["verification.md"]
+    assert "promise 7 " not in pages["verification.md"]
+    assert pages["verification-2.md"].startswith("# Verification, 2. Two")
+    assert "promise 299" in pages["verification-2.md"]

@@ -1,4 +1,4 @@
-"""docs/trust.md names tests that exist."""
+"""docs/trust.md and docs/trust-faults.md name tests that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIST = (ROOT / "docs/trust.md").read_text()
+LIST = "".join((ROOT / "docs" / name).read_text() for name in ("trust.md", "trust-faults.md"))
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", LIST)))
 
 

@@ -40,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     context = VerifyContext(options.out.resolve(), shared, result.source_digest(PACKAGE))
     results = {number: _run_item(number, item, context, options) for number, item in items.items()}
     DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(report.render({n: (items[n].TITLE, r) for n, r in results.items()}))
-    context.log(f"wrote {DOCUMENT.relative_to(ROOT)}")
+    for name, text in report.render({n: (items[n].TITLE, r) for n, r in results.items()}).items():
+        (DOCUMENT.parent / name).write_text(text)
+        context.log(f"wrote {(DOCUMENT.parent / name).relative_to(ROOT)}")
     bad = [n for n, r in results.items() if r is not None and not r.ok]
     missing = [n for n, r in results.items() if r is None]
     if bad:

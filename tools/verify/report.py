@@ -15,8 +15,29 @@ its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmar
 """  # noqa: E501
 
 
-def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
-    """The page. items: number → (title, result or None where it has not run for these sources)."""
+MAX_SECTION = 4_000
+"""Characters of an item's section; a longer one has a page of its own."""
+
+Items = Mapping[str, tuple[str, VerifyResult | None]]
+"""By number: title, and result or None where it has not run for these sources."""
+
+
+def render(items: Items) -> dict[str, str]:
+    """The pages by name: verification.md, and verification-N.md of each item that is long."""
+    pages = {"verification.md": _main_page(items)}
+    for number, (title, result) in items.items():
+        text = "\n".join(section(number, title, result))
+        if len(text) > MAX_SECTION:
+            pages[own_page(number)] = text.replace("##", "# Verification,", 1).rstrip() + "\n"
+    return pages
+
+
+def own_page(number: str) -> str:
+    """Name of the page of a long item."""
+    return f"verification-{number}.md"
+
+
+def _main_page(items: Items) -> str:
     lines = [HEAD, "| item | promise | outcome |", "|---|---|---|"]
     for number, (title, result) in items.items():
         lines.append(f"| {number} | {cell(title)} | {outcome_word(result)} |")
@@ -30,7 +51,10 @@ def render(items: Mapping[str, tuple[str, VerifyResult | None]]) -> str:
             "much.\n"
         )
     for number, (title, result) in items.items():
-        lines += section(number, title, result)
+        text = section(number, title, result)
+        if len("\n".join(text)) > MAX_SECTION:
+            text = [text[0], "", f"On [a page of its own]({own_page(number)}).", ""]
+        lines += text
     return "\n".join(lines).rstrip() + "\n"
 
 
