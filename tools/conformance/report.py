@@ -42,7 +42,8 @@ def section(name: str, title: str, result: SuiteResult, device: str) -> list[str
     """One suite: its facts, what failed, what was left out, how it was made."""
     lines = [f"## {name}", "", f"{title}.", ""]
     if result.facts:
-        lines += [*[f"* {label}: {value}" for label, value in result.facts.items()], ""]
+        facts = [f"| {label} | {value} |" for label, value in result.facts.items()]
+        lines += ["| measured | |", "|---|---|", *facts, ""]
     lines += _table("failed", "seen", result.failed) + _table("excluded", "why", result.excluded)
     lines += [f"* {note}" for note in result.notes]
     command = f"`python -m tools.conformance --only {name}`"
