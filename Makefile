@@ -100,11 +100,13 @@ conformance: .venv-conformance/.ready
 	.venv-conformance/bin/python -m pip install -q --no-deps -r tools/conformance/requirements.txt
 	@touch $@
 
-# docs/performance.md and its plots from benchmarks/results and docs/performance.story.md; after new rows or new text
+# docs/performance.md and its plots from benchmarks/results and tools/performance/page.template.md, docs/notes/README.md from
+# the notes; after new rows, text or notes. It measures nothing: docs/reproduce.md has the commands that do
 performance: $(VENV)/.test
 	$(BIN)/python -m tools.performance
 
-# docs/quantization.md and its plot from benchmarks/results and docs/quantization.story.md; after new rows or new text
+# docs/quantization.md and its plots from benchmarks/results and tools/quantization.template.md; after new rows or new text.
+# It measures nothing: benchmarks/quantization.py does
 quantization: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
 

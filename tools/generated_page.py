@@ -14,7 +14,7 @@ def run(
     argv: Sequence[str] | None, description: str | None, target: str,
     stale: Callable[[Path], Iterable[object]], write: Callable[[Path], Iterable[object]],
 ) -> int:  # fmt: skip
-    """Exit code: 0, or with --check 1 where a file is not what its rows and story give.
+    """Exit code: 0, or with --check 1 where a file is not what its template and rows give.
 
     description: what the tool does; target: of make, which writes. stale and write name the files,
     below a root.

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from tools import generated_page
 from tools.kernel_heads import OPS, KernelHead, read_heads
-from tools.performance.ops_table import LAUNCH_BOUND_BYTES
-from tools.performance.rows import Row, read_rows
+from tools.performance.rows import LAUNCH_BOUND_BYTES, Row, read_rows
 
 PAGE = Path("docs/kernels.md")
 RESULTS = Path("benchmarks/results")

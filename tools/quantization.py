@@ -11,15 +11,13 @@ from tools import generated_page
 from tools import quantization_speed as speed
 from tools import quantization_targets as marks
 from tools import quantization_trace as trace
+from tools.performance.provenance import provenance_line
 from tools.performance.rows import read_rows
 
-STORY, PAGE = Path("docs/quantization.story.md"), Path("docs/quantization.md")
+TEMPLATE, PAGE = Path("tools/quantization.template.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
-NOTE = (
-    "<!-- Made by `make quantization` from quantization.story.md and benchmarks/results: "
-    "change those. -->"
-)
+NOTE = f"<!-- Made by `make quantization` from {TEMPLATE} and {RESULTS.parent}: change those. -->"
 ALL_TOKENS = 16_384  # tokens of a measurement that the page shows
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # a checkpoint whose weights were never rounded; all other rows are of the first
@@ -81,7 +79,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def render(
-    story: str,
+    template: str,
     rows: Sequence[Row],
     steps: Sequence[Row] = (),
     second: Sequence[Row] = (),
@@ -91,18 +89,24 @@ def render(
 
     steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace.
     """
-    text = story.replace("{{ table }}", "\n".join(table(rows)))
-    text = text.replace("{{ marks }}", "\n".join(marks.targets_table(rows)))
-    text = text.replace("{{ second table }}", "\n".join(table(second)))
-    text = text.replace(
-        "{{ plot }}", f"![Size on disk and what it costs]({PLOT.relative_to('docs')})"
-    )
-    text = text.replace("{{ speed }}", "\n".join(speed.table(steps)))
-    text = text.replace(
-        "{{ speed plot }}", f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})"
-    )
-    text = text.replace("{{ trace }}", "\n".join(trace.table(served)))
+    parts = {
+        "table": "\n".join([*table(rows), *_provenance(rows)]),
+        "marks": "\n".join(marks.targets_table(rows)),
+        "second table": "\n".join([*table(second), *_provenance(second)]),
+        "plot": f"![Size on disk and what it costs]({PLOT.relative_to('docs')})",
+        "speed": "\n".join([*speed.table(steps), *_provenance(speed.shown(steps))]),
+        "speed plot": f"![Speed and what it costs]({speed.PLOT.relative_to('docs')})",
+        "trace": "\n".join([*trace.table(served), *_provenance(served)]),
+    }
+    text = template
+    for mark, part in parts.items():
+        text = text.replace(f"{{{{ {mark} }}}}", part)
     return f"{NOTE}\n\n{text.strip()}\n"
+
+
+def _provenance(rows: Sequence[Row]) -> list[str]:
+    """A line of device, versions, dates and commits; the page names the commands."""
+    return ["", provenance_line(rows, commands=False)] if rows else []
 
 
 def draw_plot(rows: Sequence[Row], file: Path) -> None:
@@ -132,17 +136,17 @@ def draw_plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def stale(root: Path) -> list[Path]:
-    """The page where it is not what story and rows give."""
+    """The page where it is not what template and rows give."""
     fresh = (root / PAGE).exists() and (root / PAGE).read_text("utf-8") == render_page(root)
     return [] if fresh else [PAGE]
 
 
 def render_page(root: Path) -> str:
-    """The page as story and rows give it."""
+    """The page as template and rows give it."""
     results, steps = root / RESULTS, speed.step_rows(root / speed.RESULTS)
     served = trace.newest(trace.core_rows(root / speed.RESULTS))
     return render(
-        (root / STORY).read_text("utf-8"),
+        (root / TEMPLATE).read_text("utf-8"),
         select_rows(results),
         steps,
         select_rows(results, second=True),
@@ -151,7 +155,7 @@ def render_page(root: Path) -> str:
 
 
 def write(root: Path) -> list[Path]:
-    """The page and its plots from story and rows; the page's path."""
+    """The page and its plots from template and rows; the page's path."""
     rows, steps = select_rows(root / RESULTS), speed.step_rows(root / speed.RESULTS)
     (root / PAGE).write_text(render_page(root), "utf-8")
     draw_plot(rows, root / PLOT)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.performance.rows import read_rows
+from tools.performance.runs import H200, on_device
 
 RESULTS = Path("benchmarks/results/h200.jsonl")
 PLOT = Path("docs/img/quantization-speed.svg")
@@ -16,8 +17,8 @@ Row = Mapping[str, Any]
 class SpeedLine(NamedTuple):
     """A line of the table.
 
-    The options of model_step.py (shape, weights, cache dtype, batch, context or prompt tokens), the
-    milliseconds that vLLM 0.25.1 took on another day, and the target.
+    The options of model_step.py (shape, weights, cache dtype, batch, context or prompt tokens), and
+    the target.
     """
 
     shape: str
@@ -25,29 +26,28 @@ class SpeedLine(NamedTuple):
     kv: str
     batch: int
     tokens: int
-    peer: float | None
     target: float | None
     prefill: bool = False
 
 
 SPEED_LINES = (
-    SpeedLine("llama-7b", "dense", "auto", 1, 128, None, None),
-    SpeedLine("llama-7b", "int8", "auto", 1, 128, None, 2.2),
-    SpeedLine("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6),
-    SpeedLine("llama-7b", "int4-g64", "auto", 1, 128, None, None),
-    SpeedLine("llama-7b", "int4-g32", "auto", 1, 128, None, None),
-    SpeedLine("llama-7b", "smoothquant", "auto", 1, 128, 3.48, 2.4),
-    SpeedLine("llama-7b", "fp8", "auto", 1, 128, None, None),
-    SpeedLine("qwen-7b", "fp8", "auto", 1, 128, 3.47, 2.6),
-    SpeedLine("llama-7b", "rptq-w8a8", "auto", 1, 128, None, 2.5),
-    SpeedLine("llama-7b", "rptq-w4a8", "auto", 1, 128, None, 1.9),
-    SpeedLine("llama-7b", "dense", "auto", 64, 1024, None, None),
-    SpeedLine("llama-7b", "smoothquant", "auto", 64, 1024, 12.5, None),
-    SpeedLine("llama-7b", "smoothquant", "int8", 64, 1024, None, None),
-    SpeedLine("llama-7b", "int4", "auto", 64, 1024, 13.4, None),
-    SpeedLine("llama-7b", "int4", "int8", 64, 1024, None, 7.5),
-    SpeedLine("llama-7b", "smoothquant", "auto", 1, 1024, 17.8, 16.0, prefill=True),
-    SpeedLine("llama-7b", "fp8", "auto", 1, 1024, None, 16.0, prefill=True),
+    SpeedLine("llama-7b", "dense", "auto", 1, 128, None),
+    SpeedLine("llama-7b", "int8", "auto", 1, 128, 2.2),
+    SpeedLine("llama-7b", "int4", "auto", 1, 128, 1.6),
+    SpeedLine("llama-7b", "int4-g64", "auto", 1, 128, None),
+    SpeedLine("llama-7b", "int4-g32", "auto", 1, 128, None),
+    SpeedLine("llama-7b", "smoothquant", "auto", 1, 128, 2.4),
+    SpeedLine("llama-7b", "fp8", "auto", 1, 128, None),
+    SpeedLine("qwen-7b", "fp8", "auto", 1, 128, 2.6),
+    SpeedLine("llama-7b", "rptq-w8a8", "auto", 1, 128, 2.5),
+    SpeedLine("llama-7b", "rptq-w4a8", "auto", 1, 128, 1.9),
+    SpeedLine("llama-7b", "dense", "auto", 64, 1024, None),
+    SpeedLine("llama-7b", "smoothquant", "auto", 64, 1024, None),
+    SpeedLine("llama-7b", "smoothquant", "int8", 64, 1024, None),
+    SpeedLine("llama-7b", "int4", "auto", 64, 1024, None),
+    SpeedLine("llama-7b", "int4", "int8", 64, 1024, 7.5),
+    SpeedLine("llama-7b", "smoothquant", "auto", 1, 1024, 16.0, prefill=True),
+    SpeedLine("llama-7b", "fp8", "auto", 1, 1024, 16.0, prefill=True),
 )
 # Weights here → builds whose perplexity stands for them in the plot, the first that was measured.
 BUILDS = {
@@ -63,8 +63,8 @@ BUILDS = {
 
 
 def step_rows(file: Path) -> list[Row]:
-    """The rows of whole steps."""
-    rows = read_rows(file)
+    """The rows of whole steps on one H200."""
+    rows = [row for row in on_device(read_rows(file), H200) if "tp" not in row]
     return [
         row for row in rows if str(row.get("figure", "")).startswith("step.") and "shape" in row
     ]
@@ -89,7 +89,7 @@ def newest(rows: Sequence[Row], line: SpeedLine) -> Row | None:
 def table(rows: Sequence[Row]) -> list[str]:
     """Markdown lines."""
     lines = [
-        "| step | weights | KV | floor, ms | must | measured, ms | | vLLM 0.25.1, another day |",
+        "| step | weights | KV | floor, ms | must | measured, ms | | commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for line in SPEED_LINES:
@@ -112,10 +112,15 @@ def table(rows: Sequence[Row]) -> list[str]:
             what, f"`{line.weights}`", line.kv,
             f"{row['floor_ms']:.3g}" if "floor_ms" in row else "–",
             "–" if line.target is None else f"{line.target:g}", cell, state,
-            "–" if line.peer is None else f"{line.peer:g}",
+            str(row.get("commit") or "none"),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows that the table shows."""
+    return [row for line in SPEED_LINES if (row := newest(rows, line)) is not None]
 
 
 def points(rows: Sequence[Row], accuracy: Sequence[Row]) -> list[tuple[str, float, float]]:

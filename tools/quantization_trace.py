@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.performance.rows import read_rows
+from tools.performance.runs import H200, on_device
 
 TARGET_RATIO = 1.6
 """Times bfloat16's requests a second that W8A8 with int8 keys and values must reach."""
@@ -14,8 +15,8 @@ Row = Mapping[str, Any]
 
 
 def core_rows(file: Path) -> list[Row]:
-    """The rows of the loop alone."""
-    rows = read_rows(file)
+    """The rows of the loop alone on one H200."""
+    rows = on_device(read_rows(file), H200)
     return [row for row in rows if row.get("figure") == "trace.loop_s" and "weights" in row]
 
 

@@ -4,7 +4,7 @@ The driver chooses the division per kernel from its shared-memory size. An SM ch
 idle. A kernel started early by PDL (``pdl``) while the previous kernel is still running inherits
 the previous division, and keeps it as long as it occupies the SMs; fewer of its blocks than
 intended then run at once. Therefore all kernels that follow each other in a layer request the same
-carveout (measured in docs/performance.md).
+carveout (docs/notes/one-carveout-for-kernels-that-follow.md).
 """
 
 from __future__ import annotations

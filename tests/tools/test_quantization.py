@@ -1,4 +1,4 @@
-"""The page on quantization is what its story and the rows give."""
+"""The page on quantization is what its template and the rows give."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ GOOD = {
     "key": "a", "options": "-q int8", "tokens": 16384, "perplexity": 20.5, "excess": 0.0125,
     "mean_kl": 0.25,
     "agreement": 0.75, "bytes": 3 << 20, "kv_cache_dtype": "int8",
+    "device": "AMD EPYC", "date": "2026-01-02T03", "command": "python benchmarks/quantization.py",
 }  # fmt: skip
 
 
@@ -24,9 +25,9 @@ def test_the_page_of_the_repository_is_fresh() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for folder in ("docs/img", "benchmarks/results"):
+    for folder in ("docs/img", "benchmarks/results", "tools"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / quantization.STORY, tmp_path / quantization.STORY)
+    shutil.copy(ROOT / quantization.TEMPLATE, tmp_path / quantization.TEMPLATE)
     return tmp_path
 
 
@@ -52,7 +53,10 @@ def test_written_once_and_stale_after_a_new_row(
 
 def test_the_newest_row_counts_and_the_best_stands_first(root: Path) -> None:
     other = {**GOOD, "key": "b", "options": "-q int4", "excess": 0.5}
-    refused = {"key": "c", "options": "-q fp8", "tokens": 16384, "accepted": False}
+    refused = {
+        "key": "c", "options": "-q fp8", "tokens": 16384, "accepted": False,
+        **{name: GOOD[name] for name in ("device", "date", "command")},
+    }  # fmt: skip
     lay(root, refused, other, {**GOOD, "excess": 0.9}, GOOD, {**GOOD, "key": "d", "tokens": 512})
     rows = quantization.select_rows(root / quantization.RESULTS)
     assert [row["key"] for row in rows] == ["a", "b", "c"]

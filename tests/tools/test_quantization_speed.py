@@ -10,14 +10,14 @@ import pytest
 
 from tools import quantization_speed as speed
 
-LINE = speed.SpeedLine("llama-7b", "int4", "auto", 1, 128, 3.67, 1.6)
+LINE = speed.SpeedLine("llama-7b", "int4", "auto", 1, 128, 1.6)
 
 
 def row(**changed: Any) -> dict[str, Any]:
     """A row as benchmarks/model_step.py writes it."""
     plain = {
         "figure": "step.decode_ms", "batch": 1, "context": 128, "value": 1.5, "floor_ms": 0.9,
-        "shape": "llama-7b",
+        "shape": "llama-7b", "device": "NVIDIA H200", "commit": "abc1234",
         "weights": "int4", "kv": "auto", "date": "2026-01-01",
         "command": "python benchmarks/model_step.py llama-7b -q int4",
         "spread": {"min": 1.4, "max": 1.625},
@@ -44,7 +44,7 @@ def test_a_line_of_the_table(value: float, state: str) -> None:
     (line,) = speed.table([row(value=value)])[2:]
     assert (
         line == f"| 1 × 128 | `int4` | auto | 0.9 | 1.6 | **{value:.3g}** (1.4 … 1.62) | {state} | "
-        "3.67 |"
+        "abc1234 |"
     )
 
 
@@ -67,3 +67,5 @@ def test_only_rows_of_steps_are_read(tmp_path: Path) -> None:
     )
     assert len(speed.step_rows(file)) == 2
     assert speed.step_rows(tmp_path / "none.jsonl") == []
+    file.write_text(json.dumps(row(device="NVIDIA H100")) + "\n" + json.dumps(row(tp=1)) + "\n")
+    assert speed.step_rows(file) == [], "another device, and a run over several GPUs"

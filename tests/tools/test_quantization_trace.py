@@ -15,7 +15,7 @@ def row(
     """A row as benchmarks/trace_steps.py writes it."""
     plain = {
         "figure": "trace.loop_s", "value": value, "weights": weights, "kv": kv, "mixed": 768,
-        "date": "2026-01-02",
+        "date": "2026-01-02", "device": "NVIDIA H200",
         "requests_per_s": 500 / value, "command": "python benchmarks/trace_steps.py one",
     }  # fmt: skip
     return plain | changed

@@ -1,1 +1,1 @@
-"""docs/performance.md from the rows in benchmarks/results and the story written beside it."""
+"""docs/performance.md and its plots from benchmarks/results, and the index of docs/notes."""

@@ -1,4 +1,4 @@
-"""``python -m tools.performance``: write docs/performance.md and plots, or ``--check``."""
+"""``python -m tools.performance``: docs/performance.md, plots, index of notes; or ``--check``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.performance.page import stale_files, write
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or with --check 1 where a file is not what the rows and the story give."""
+    """Exit code: 0, or with --check 1 where a file is not what template, notes and rows give."""
     return generated_page.run(argv, __doc__, "performance", stale_files, write)
 
 

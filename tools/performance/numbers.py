@@ -9,3 +9,10 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{digits}f}"
+
+
+def against_target(value: float, target: float | None) -> str:
+    """The number, with a digit more where it would look like the target and is not."""
+    text = number(value)
+    looks_equal = target is not None and value != target and float(text.replace(",", "")) == target
+    return f"{value:.4g}" if looks_equal else text

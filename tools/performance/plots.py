@@ -7,18 +7,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.targets import TARGETS
+from tools.performance.cpu_table import WORKLOADS as CPU_WORKLOADS
+from tools.performance.cpu_table import cpu_groups
 from tools.performance.numbers import number
-from tools.performance.rows import (
-    Row,
-    cpu_groups,
-    kernels,
-    make_target_line,
-    row_unit,
-    rows_by_state,
-)
+from tools.performance.rows import Row, kernels, row_unit, rows_by_state
+from tools.performance.vllm_tables import WORKLOADS, vllm_summaries
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
 """(label, value by series) from top to bottom."""
@@ -31,44 +27,22 @@ FAST_RATIO = 50
 
 Cases that no variant brings here are too small for the tensor cores: not shown.
 """
-DRAWING_VERSION = 4
+DRAWING_VERSION = 5
 """To be raised where this file draws the same data in another way: files drawn before are then
 stale.
 """
-_COLOURS = {
-    "floor": "#999999", "must": "#c0392b", "dream": "#e67e22", "modelmill": "#1f77b4",
-    "vLLM": "#2ca02c",
-    "transformers": "#9467bd", "llama.cpp": "#2ca02c", "first": "#aec7e8",
-}  # fmt: skip
+TARGET_COLOUR = "#c0392b"
 
 
 def speed(rows: Sequence[Row]) -> Bars:
-    """Every line of the speed table: floor, ours and the peer over what must be reached."""
-    bars = []
-    for work, target in TARGETS.items():
-        line = make_target_line(work, rows)
-        if line.newest is None:
-            continue
-        values = {
-            "modelmill": line.newest.value / target.required,
-            "dream": target.stretch_goal / target.required,
-        }
-        if target.floor is not None:
-            values["floor"] = target.floor / target.required
-        if (
-            line.first is not None
-            and line.first is not line.newest
-            and line.first.row["date"] != line.newest.row["date"]
-        ):
-            values["first"] = line.first.value / target.required
-        if line.beside_peer is not None:
-            values |= {
-                name: each.value / target.required
-                for name, each in line.peers.items()
-                if name in _COLOURS
-            }
-        bars.append((target.title, values))
-    return bars
+    """How many times as fast as vLLM: the median over the cards, and the least favourable run."""
+    return [
+        (
+            WORKLOADS[work],
+            {"median over cards": summary.ratio, "least favourable run": summary.worst.ratio},
+        )
+        for work, summary in vllm_summaries(rows).items()
+    ]
 
 
 def code_states(rows: Sequence[Row]) -> Bars:
@@ -116,11 +90,15 @@ def _is_compute_bound(row: Row) -> bool:
 
 
 def cpu(rows: Sequence[Row]) -> Bars:
-    """Ours over llama.cpp by engine and work."""
+    """Times llama.cpp's speed by engine and work, medians over the runs."""
     return [
-        (f"{engine.replace('`', '')}: {work}", {"modelmill": pair.after["ratio"]})
-        for engine, works in cpu_groups(rows).items()
-        for work, pair in works.items()
+        (
+            f"{label.replace('`', '')}: {title}",
+            {"median over runs": median(row["ratio"] for row in by_work[work])},
+        )
+        for label, by_work in cpu_groups(rows).items()
+        for work, title in CPU_WORKLOADS.items()
+        if work in by_work
     ]
 
 
@@ -138,12 +116,10 @@ def file_digest(path: Path) -> str:
     return match.group(1) if match else ""
 
 
-def draw_svg(
-    path: Path, bars: Bars, plot_type: str, title: str, axis: str, target: float | None = None
-) -> None:
-    """Write an SVG, byte-identical for the same data.
+def draw_svg(path: Path, bars: Bars, title: str, axis: str, target: float | None = None) -> None:
+    """Write an SVG of bars, byte-identical for the same data.
 
-    plot_type: "dots" or "bars"; target: a line across all.
+    target: a line across all.
 
     Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
     """
@@ -162,9 +138,9 @@ def draw_svg(
         figure, axes = pyplot.subplots(
             figsize=(9, 0.8 + 0.28 * max(len(bars), 3)), layout="constrained"
         )
-        (_dots if plot_type == "dots" else _bars)(axes, bars)
+        _draw_bars(axes, bars)
         if target is not None:
-            axes.axvline(target, color=_COLOURS["must"], linewidth=1)
+            axes.axvline(target, color=TARGET_COLOUR, linewidth=1)
         axes.set_yticks(range(len(bars)), [label for label, _ in bars])
         for label, (_, values) in zip(axes.get_yticklabels(), bars, strict=True):
             label.set_fontweight("normal" if values else "bold")
@@ -179,20 +155,7 @@ def draw_svg(
         pyplot.close(figure)
 
 
-def _dots(axes: Any, bars: Bars) -> None:
-    markers = {"floor": "|", "dream": "|"}
-    for name in dict.fromkeys(name for _, values in bars for name in values):
-        places = [(values[name], line) for line, (_, values) in enumerate(bars) if name in values]
-        axes.scatter(
-            [x for x, _ in places], [y for _, y in places], label=name, color=_COLOURS.get(name),
-            zorder=3,
-            marker=markers.get(name, "o"), s=90 if name in markers else 36,
-        )  # fmt: skip
-    axes.set_xlim(left=0)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _bars(axes: Any, bars: Bars) -> None:
+def _draw_bars(axes: Any, bars: Bars) -> None:
     names = list(dict.fromkeys(name for _, values in bars for name in values))
     height = 0.8 / max(len(names), 1)
     for place, name in enumerate(names):

@@ -1,10 +1,9 @@
-"""The measured rows, and the newest, the first and the paired ones of each figure."""
+"""The measured rows, and the newest of each figure."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ RENAMED_OPS = {
 }
 """Ops under the names that rows measured before November 2026 have, and what they are called now.
 """
-_LATENCIES = {
-    "decode": "latency.per_token_ms",
-    "gpt2": "latency.per_token_ms",
-    "first": "latency.first_token_ms",
-}
+LAUNCH_BOUND_BYTES = 4e6
+"""Bytes, a microsecond of a GPU's memory.
+
+A case that moves fewer is its launch's: it says nothing about memory.
+"""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -50,106 +49,6 @@ def read_rows(path: Path) -> list[Row]:
                 row["op"] = RENAMED_OPS[row["op"]]
             rows.append(row)
     return rows
-
-
-@dataclass(frozen=True)
-class MeasuredFigure:
-    """A figure with the least and most of its runs (None where a row kept none)."""
-
-    value: float
-    min: float | None
-    max: float | None
-    runs: int | None
-    row: Row
-
-    @staticmethod
-    def from_row(row: Row) -> MeasuredFigure:
-        """The figure of a row of ``benchmarks/table.py`` or ``modelmill bench``."""
-        spread = row.get("spread") or {}
-        return MeasuredFigure(
-            row["value"], spread.get("min"), spread.get("max"), spread.get("runs"), row
-        )
-
-
-@dataclass(frozen=True)
-class TargetLine:
-    """What is known of one line of the speed table.
-
-    newest and first: figures by date. beside_peer, peers: the engine and others in the newest run
-    that has both, measured by the same statistic.
-    """
-
-    newest: MeasuredFigure | None
-    first: MeasuredFigure | None
-    beside_peer: MeasuredFigure | None
-    peers: Mapping[str, MeasuredFigure]
-
-
-def make_target_line(workload: str, rows: Sequence[Row]) -> TargetLine:
-    """The line of a work of ``benchmarks/targets.py``.
-
-    Rows of ``table.py`` come before ``modelmill bench``.
-    """
-    tables = [
-        row
-        for row in rows
-        if row.get("bench") == "table" and row["work"] == workload and _is_plain_row(row)
-    ]
-    our_rows = [row for row in tables if row["subject"] == OURS]
-    benches = [row for row in rows if _is_bench_row(workload, row)]
-    first = min([*our_rows, *benches], key=_date, default=None)
-    newest = max(our_rows or benches, key=_date, default=None)
-    others = {row["run"] for row in tables if not str(row["subject"]).startswith(OURS)}
-    beside = max((row for row in our_rows if row["run"] in others), key=_date, default=None)
-    run = None if beside is None else beside["run"]
-    peers = {
-        row["subject"]: MeasuredFigure.from_row(row)
-        for row in tables
-        if row["run"] == run and row["subject"] != OURS
-    }
-    return TargetLine(
-        _measured_or_none(newest), _measured_or_none(first), _measured_or_none(beside), peers
-    )
-
-
-def _date(row: Row) -> str:
-    return str(row["date"])
-
-
-def _is_plain_row(row: Row) -> bool:
-    """Return whether a ``table.py`` row is of the whole model, default weights and kept code.
-
-    Rows of several GPUs have their own table (``cards_table``).
-    """
-    return not {"layers", "weights", "tried", "card"} & row.keys()
-
-
-def _measured_or_none(row: Row | None) -> MeasuredFigure | None:
-    return None if row is None else MeasuredFigure.from_row(row)
-
-
-def _is_bench_row(work: str, row: Row) -> bool:
-    """Return whether a ``modelmill bench`` row with plain options on one GPU measures this work."""
-    if row.get("subject", OURS) != OURS or "engine" not in row:
-        return False
-    command, figure = str(row.get("command", "")), row.get("figure")
-    if any(each in command for each in ("--tp", "--kv", "--kernel", "-q ")):
-        return False
-    gpt2 = str(row["engine"]).startswith("gpt2")
-    phase, _, size = work.partition("-")
-    if phase == "startup":
-        return figure == "startup.total_s" and not gpt2
-    if phase == "trace":
-        return (
-            figure == "throughput.seconds"
-            and "--trace" in command
-            and "--num-prompts" not in command
-        )
-    if figure != _LATENCIES.get(phase) or gpt2 != (phase == "gpt2"):
-        return False
-    batch, _, prompt = size.rpartition("x")
-    shape = row["shape"]
-    return (shape["batch"], shape["input"]) == (int(batch or 1), int(prompt))
 
 
 def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
@@ -194,62 +93,3 @@ def workload_text(row: Row) -> str:
 def row_unit(row: Row) -> str:
     """The row's unit, or what its figure's name ends in."""
     return str(row.get("unit") or str(row.get("figure", "")).rpartition("_")[2])
-
-
-@dataclass(frozen=True)
-class BeforeAfter:
-    """Return the newest row of a figure, and the newest whose note says it predates the changes."""
-
-    before: Row | None
-    after: Row
-
-
-def cpu_groups(rows: Iterable[Row]) -> dict[str, dict[str, BeforeAfter]]:
-    """Rows of ``benchmarks/llamacpp_peer.py`` by engine and work."""
-    groups: dict[str, dict[str, dict[bool, Row]]] = {}
-    for row in rows:
-        if row.get("op") == "llamacpp_peer" and (row["phase"], row["prompt"]) in CPU_WORKLOADS:
-            work = CPU_WORKLOADS[row["phase"], row["prompt"]]
-            before = str(row.get("note", "")).startswith("before ")
-            groups.setdefault(cpu_engine(row), {}).setdefault(work, {})[before] = row
-    ordered = {
-        engine: {w: works[w] for w in CPU_WORKLOADS.values() if w in works}
-        for engine, works in groups.items()
-    }
-    return {
-        engine: {
-            work: BeforeAfter(each.get(True), each[False])
-            for work, each in works.items()
-            if False in each
-        }
-        for engine, works in ordered.items()
-    }
-
-
-CPU_WORKLOADS = {
-    ("decode", 16): "decode after 16 tokens",
-    ("decode", 512): "decode after 512 tokens",
-    ("prefill", 512): "prefill of 512 tokens",
-}
-
-
-DEFAULT_CPU = "AMD EPYC (family 26 model 2)"
-
-
-def cpu_engine(row: Row) -> str:
-    """Describe how a row's engine was built, on which other machine, and what else ran."""
-    engine = row["engine"]
-    flags = [f"-q {engine['quantization']}"] if engine["quantization"] != "none" else []
-    flags += ["--quantize-head"] if engine["quantize_head"] else []
-    flags += [f"--dtype {engine['dtype']}"]
-    processor = row["device"].replace("(R)", "").partition(", ")[0]
-    maker = processor.partition(" (")[0]
-    machine = (
-        ""
-        if processor == DEFAULT_CPU
-        else f", {processor if DEFAULT_CPU.startswith(maker) else maker}"
-    )
-    busy = {0: "", 1: ", one other process busy"}.get(
-        row["busy"], f", {row['busy']} other processes busy"
-    )
-    return f"`{' '.join(flags)}`{machine}{busy}"

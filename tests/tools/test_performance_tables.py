@@ -1,0 +1,206 @@
+"""The tables of docs/performance.md: ratios of one run, medians, and which rows are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tools.performance import cpu_table, gpu_tables, plots, provenance, runs, vllm_tables
+from tools.performance.rows import Row
+
+H200 = {"device": "NVIDIA H200", "versions": {"modelmill": "0.1.0", "numpy": "2"}}
+
+
+def mark(subject: str, value: float, run: str, **changed: Any) -> dict[str, Any]:
+    """A row of ``benchmarks/table.py marks`` that can carry a claim."""
+    return {
+        **H200, "bench": "table", "part": "marks", "work": "first-4096", "subject": subject,
+        "value": value, "run": run, "device_id": f"GPU-{run[0]}", "commit": "abc1234",
+        "date": "2026-01-02T03", "command": "python benchmarks/table.py marks --out x.jsonl",
+        **changed,
+    }  # fmt: skip
+
+
+def pair(engine: float, peer: float, run: str, **changed: Any) -> list[dict[str, Any]]:
+    return [mark("modelmill", engine, run, **changed), mark("vLLM", peer, run, **changed)]
+
+
+def line_of(lines: list[str], title: str) -> str:
+    [line] = [line for line in lines if line.startswith(f"| {title}")]
+    return line
+
+
+def test_a_claim_is_a_median_over_cards_beside_its_least_favourable_run() -> None:
+    rows = [*pair(80.0, 100.0, "a1"), *pair(90.0, 99.0, "b1"), *pair(70.0, 105.0, "c1")]
+    lines = vllm_tables.vllm_table(rows)
+    assert line_of(lines, "first token, 1 × 4,096").endswith(
+        "| 73.7 | 84 | **80.0** | ✓, missed on 1 | 100 | **1.25** | 1.10 | 3 |"
+    )
+    assert lines[-1] == (
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02; commit abc1234; "
+        "`python benchmarks/table.py marks`"
+    )
+    assert plots.speed(rows) == [
+        ("first token, 1 × 4,096, ms", {"median over cards": 1.25, "least favourable run": 1.1})
+    ]
+
+
+def test_of_a_card_the_newest_run_counts() -> None:
+    rows = [*pair(80.0, 100.0, "a2", date="2026-01-03"), *pair(50.0, 100.0, "a1")]
+    assert "| **80.0** | ✓ | 100 | **1.25** | 1.25 | 1 |" in vllm_tables.vllm_table(rows)[2]
+
+
+def test_a_missed_target_is_told_and_does_not_look_reached() -> None:
+    assert "| **84.01** | missed |" in vllm_tables.vllm_table(pair(84.01, 90.0, "a"))[2]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"commit": None}, {"device_id": None}, {"device": "NVIDIA H100"}, {"layers": 2},
+        {"weights": "uniform"}, {"tried": "an idea"}, {"part": "first"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_carry_no_claim_are_refused(changed: dict[str, Any]) -> None:
+    assert len(vllm_tables.vllm_table(pair(80.0, 100.0, "a", **changed))) == 2
+
+
+def test_sides_of_two_runs_make_no_ratio() -> None:
+    rows = [mark("vLLM", 100.0, "a1"), mark("modelmill", 80.0, "a2")]
+    assert len(vllm_tables.vllm_table(rows)) == 2
+
+
+def test_a_trace_counts_in_one_order_and_arrival_stands_first() -> None:
+    trace = {"part": "trace"}
+    longest = pair(28.0, 34.0, "a2", work="trace-500-longest-first", order="longest-first", **trace)
+    arrival = pair(30.0, 35.0, "a3", work="trace-500", order="arrival", **trace)
+    unnamed = pair(20.0, 35.0, "a4", work="trace-500", date="2026-02-02", **trace)
+    lines = vllm_tables.vllm_table([*longest, *arrival, *unnamed])
+    assert "order of arrival" in lines[2]
+    assert "| **30.0** | missed | 35.0 |" in lines[2]
+    assert "both sides" in lines[3]
+
+
+def test_more_cards_are_marked_and_drawn_weights_stand_apart() -> None:
+    unnamed = {"commit": None, "device_id": None}
+    rows = [
+        *pair(83.0, 100.0, "a", card=1, **unnamed), *pair(85.5, 90.0, "b", card=2, **unnamed),
+        *pair(81.0, 90.0, "c", card=2, weights="uniform", **unnamed),
+        *pair(50.0, 90.0, "d", card=1, tried="an idea", **unnamed), *pair(1.0, 2.0, "e"),
+    ]  # fmt: skip
+    lines = vllm_tables.more_cards_table(rows)
+    assert "| uniform within 0.001 | 81.0 | 90.0 | 1.11 | 1.11 | 1 |" in lines[2]
+    assert "| normal, 1/√inputs | 84.2 | 95.0 | 1.13 | 1.05 | 2 |" in lines[3]
+    assert "**no commit**" in lines[-1]
+
+
+def peer_row(bench: str, subject: str, value: float, date: str, **more: Any) -> dict[str, Any]:
+    """A row of ``benchmarks/sam.py`` or ``minigpt4.py``."""
+    row = {"bench": bench, "subject": subject, "value": value, "date": date, "command": "python x"}
+    return {**H200, **row, **more}
+
+
+def test_runs_beside_transformers_give_a_median_and_the_least() -> None:
+    encoder = {"work": "encoder", "batch": 1}
+    rows = [
+        peer_row("sam", "bfloat16", 10.0, "2026-01-01", **encoder),
+        peer_row("sam", "transformers", 40.0, "2026-01-01", **encoder),
+        peer_row("sam", "bfloat16", 20.0, "2026-01-02", **encoder),
+        peer_row("sam", "transformers", 40.0, "2026-01-02", **encoder),
+        peer_row("sam", "bfloat16", 1.0, "2026-01-03", **encoder),
+        peer_row("sam", "bfloat16", 1.0, "2026-01-02", depth=2, **encoder),
+        peer_row("minigpt4", "bfloat16", 800.0, "2026-01-01", work="many", pictures=64)
+        | {"requests_per_s": 50.0},
+        peer_row("minigpt4", "transformers", 1600.0, "2026-01-01", work="many", pictures=64)
+        | {"requests_per_s": 25.0},
+        peer_row("minigpt4", "bfloat16", 8.0, "2026-01-01", work="eyes", pictures=16),
+        peer_row("minigpt4", "transformers", 16.0, "2026-01-01", work="eyes", pictures=16),
+    ]
+    lines = gpu_tables.transformers_table(rows)
+    assert line_of(lines, "Segment Anything").endswith(
+        "| 12.5 | **15.0** | missed | 40.0 | **3.00** | 2.00 | 2 |"
+    )
+    assert line_of(lines, "… 64 such requests").endswith(
+        "| 60 | **50.0** | missed | 25.0 | **2.00** | 2.00 | 1 |"
+    ), "a rate: more is better"
+    assert "| **8.00** |  | 16.0 |" in line_of(lines, "MiniGPT-4, vision encoder")
+    assert "**no commit**" in lines[-1]
+
+
+def test_without_a_peer_the_newest_row_stands_with_its_commit() -> None:
+    rows = [
+        peer_row("sam", "bfloat16", 3.5, "2026-01-02", work="click", commit="abc1234"),
+        peer_row("sam", "bfloat16", 1.0, "2026-01-01", work="click"),
+    ]
+    lines = gpu_tables.alone_table(rows)
+    assert lines[2].endswith("| 3 | **3.50** | missed | 2026-01-02 | abc1234 |")
+
+
+def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
+    step = {**H200, "figure": "step.decode_ms", "batch": 1, "context": 128, "command": "python x"}
+    step["date"] = "2026-01-02"
+    total = {**step, "figure": "sum.us", "tokens": 1, "width": 4096, "device": "NVIDIA H200 x2"}
+    loop = {**step, "figure": "loop.decode_ms", "batch": 64, "context": 1024}
+    rows: list[Row] = [
+        {**step, "tp": 1, "value": 3.6}, {**step, "tp": 2, "value": 2.4}, {**step, "value": 9.9},
+        {**total, "tp": 2, "value": 2.86, "nccl_us": 11.3},
+        {**loop, "tp": 1, "value": 10.2}, {**loop, "tp": 2, "value": 6.1},
+    ]  # fmt: skip
+    lines = gpu_tables.parallel_table(rows)
+    assert lines[:4] == [
+        "| work | 1 GPU | 2 GPUs |",
+        "|---|---|---|",
+        "| decode, batch 1, context 128, ms/step | 3.60 | 2.40 (**1.50** ×) |",
+        "| all-reduce and norm, 1 × 4096, µs (NCCL) |  | **2.86** (11.3) |",
+    ]
+    assert not any("loop" in line for line in lines), "10.2 ms lie below the floor of the step"
+
+
+def cpu_row(speed: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str, Any]:
+    """A row of ``benchmarks/llamacpp_peer.py``."""
+    engine = {"dtype": "bfloat16", "quantization": "int8", "quantize_head": False}
+    return {
+        "op": "llamacpp_peer", "phase": "decode", "prompt": prompt, "engine": engine, "busy": 0,
+        "device": "AMD EPYC (family 26 model 2), 2 cores", "ours": speed, "ratio": ratio,
+        "note": note, "date": "2026-01-02", "command": "python x.py a.engine --note 'a b'",
+    }  # fmt: skip
+
+
+def test_a_cpu_line_is_the_median_of_its_runs_and_older_code_is_left_out() -> None:
+    rows = [
+        cpu_row(150, 1.1), cpu_row(170, 0.9), cpu_row(215, 1.6), cpu_row(9, 0.1, "before threads"),
+        cpu_row(9, 0.1, "at 7eb01cf, in turn"), cpu_row(50, 0.8, prompt=512),
+    ]  # fmt: skip
+    lines = cpu_table.cpu_table(rows)
+    assert lines[2] == (
+        "| `-q int8 --dtype bfloat16`, Zen 5 | **1.10** (least 0.90); 170 t/s | "
+        "**0.80** missed; 50 t/s | – | 3 |"
+    )
+    assert lines[-1].endswith("**no commit**; `python x.py a.engine`")
+    assert plots.cpu(rows)[0][1] == {"median over runs": 1.1}
+    busy = cpu_row(60, 2.0) | {"busy": 1, "device": "another processor, 2 cores"}
+    assert list(cpu_table.cpu_groups([busy])) == [
+        "`-q int8 --dtype bfloat16`, another processor, one other process busy"
+    ]
+
+
+def test_a_claim_needs_a_commit_and_a_card() -> None:
+    row = mark("modelmill", 1.0, "a")
+    assert runs.can_carry_a_claim(row)
+    assert not runs.can_carry_a_claim({**row, "commit": ""})
+    assert not runs.can_carry_a_claim({**row, "device_id": None})
+
+
+def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -> None:
+    rows = [
+        mark("modelmill", 1.0, "a", date="2026-01-05", command="python t.py marks --blocks 3"),
+        mark("modelmill", 1.0, "a", command="python t.py marks --no-check --save s.jsonl"),
+        mark("modelmill", 1.0, "a", command="modelmill bench x.engine --commit f", commit=None),
+    ]
+    assert provenance.provenance_line(rows) == (
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02 to 2026-01-05; abc1234, **no commit**; "
+        "`python t.py marks --blocks 3`, `modelmill bench x.engine`"
+    )
+    assert provenance.provenance_line(rows[:1], commands=False).endswith("; commit abc1234")

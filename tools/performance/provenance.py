@@ -1,0 +1,66 @@
+"""Where a table's figures come from, in one line below it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+
+from tools.performance.rows import Row
+
+UNSHOWN_OPTIONS = ("--out", "--save", "--commit", "--work", "--note")
+UNSHOWN_FLAGS = ("--no-check",)
+UNSHOWN_VERSIONS = ("numpy", "python")
+NO_COMMIT = "**no commit**"
+
+
+def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
+    """Device, versions, dates, commits and, unless a page names them by itself, commands of rows.
+
+    Where rows name no commit the line says so: they carry no new claim. Of each script and part the
+    newest row's command stands for all; every row has its own.
+    """
+    devices = _unique(str(row["device"]).partition(", ")[0] for row in rows)
+    versions = _unique(
+        f"{name} {version}"
+        for row in rows
+        for name, version in row.get("versions", {}).items()
+        if name not in UNSHOWN_VERSIONS
+    )
+    dates = sorted({str(row["date"])[:10] for row in rows})
+    commits = _unique(str(row.get("commit") or NO_COMMIT) for row in rows)
+    by_script = {
+        script_and_part(str(row["command"])): f"`{shown_command(str(row['command']))}`"
+        for row in sorted(rows, key=lambda row: str(row["date"]))
+    }
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    label = "" if NO_COMMIT in commits else "commit " if len(commits) == 1 else "commits "
+    parts = [devices, versions, [when], [label + ", ".join(commits)]]
+    parts += [list(by_script.values())] if commands else []
+    return "; ".join(", ".join(part) for part in parts)
+
+
+def script_and_part(command: str) -> str:
+    """A command's script and, where a word follows that is no option or file, that word."""
+    words = shlex.split(command)
+    count = 2 if words[0] == "python" else 1
+    part = words[count : count + 1]
+    return " ".join(words[:count] + [word for word in part if word.isalpha()])
+
+
+def shown_command(command: str) -> str:
+    """A row's command without what says where its output went."""
+    words = shlex.split(command)
+    shown = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in UNSHOWN_OPTIONS:
+            skip = True
+        elif word not in UNSHOWN_FLAGS:
+            shown.append(word)
+    return " ".join(shown)
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

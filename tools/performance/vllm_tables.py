@@ -1,0 +1,132 @@
+"""Qwen-7B's shape on one GPU beside vLLM: the claims, and older runs that carry none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from benchmarks.make_checkpoint import NORMAL, UNIFORM
+from benchmarks.targets import TARGETS
+from tools.performance.numbers import against_target, number
+from tools.performance.provenance import provenance_line
+from tools.performance.rows import OURS, Row
+from tools.performance.runs import (
+    H200,
+    Summary,
+    can_carry_a_claim,
+    newest_per_card,
+    on_device,
+    paired_runs,
+)
+
+PEER = "vLLM"
+WORKLOADS = {
+    "decode-1x128": "decode, 1 × 128, ms/token",
+    "decode-1x512": "decode, 1 × 512, ms/token",
+    "decode-1x1024": "decode, 1 × 1,024, ms/token",
+    "decode-1x4096": "decode, 1 × 4,096, ms/token",
+    "decode-8x1024": "decode, 8 × 1,024, ms/step",
+    "decode-64x128": "decode, 64 × 128, ms/step",
+    "decode-64x1024": "decode, 64 × 1,024, ms/step",
+    "first-128": "first token, 1 × 128, ms",
+    "first-512": "first token, 1 × 512, ms",
+    "first-1024": "first token, 1 × 1,024, ms",
+    "first-4096": "first token, 1 × 4,096, ms",
+    "trace-500": "trace, 500 requests in order of arrival, s",
+    "trace-500-longest-first": "the same, longest answers first on both sides, s",
+}
+TRACE_ORDERS = {"trace-500": "arrival", "trace-500-longest-first": "longest-first"}
+"""Order in which both sides are handed the trace; rows that name none compared two orders."""
+UNMARKED_WORKLOADS = ("first-1024", "first-4096")
+WEIGHT_INITS = {UNIFORM: "uniform within 0.001", NORMAL: "normal, 1/√inputs"}
+
+
+def vllm_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
+    """By work, the newest run of each card; only rows that name commit and card.
+
+    Left out: fewer layers, other weights, code that was tried and dropped, and first tokens that
+    were not measured in blocks, as vLLM's references were.
+    """
+    plain = [
+        row
+        for row in on_device(rows, H200)
+        if row.get("bench") == "table"
+        and row.get("part") in ("marks", "trace")
+        and can_carry_a_claim(row)
+        and not {"layers", "weights", "tried"} & row.keys()
+    ]
+    summaries = {}
+    for work in WORKLOADS:
+        measured = [
+            row
+            for row in plain
+            if row["work"] == work
+            and (work not in TRACE_ORDERS or row.get("order") == TRACE_ORDERS[work])
+        ]
+        runs = newest_per_card(paired_runs(measured, OURS, PEER))
+        if runs:
+            summaries[work] = Summary(runs)
+    return summaries
+
+
+def vllm_table(rows: Sequence[Row]) -> list[str]:
+    """Medians over the cards, the median of the runs' ratios, and the least favourable run."""
+    summaries = vllm_summaries(rows)
+    lines = [
+        f"| batch × prompt | floor | must | modelmill | | {PEER} | × as fast | least | cards |",
+        "|---" * 9 + "|",
+    ]
+    for work, summary in summaries.items():
+        target = TARGETS.get(work)
+        required = None if target is None else target.required
+        reached = "" if required is None else _verdict(summary, required)
+        cells = (
+            WORKLOADS[work],
+            "–" if target is None or target.floor is None else f"{target.floor:g}",
+            "–" if required is None else f"{required:g}",
+            f"**{against_target(summary.engine_value, required)}**",
+            reached, number(summary.peer_value), f"**{summary.ratio:.2f}**",
+            f"{summary.worst.ratio:.2f}", str(len(summary.runs)),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    used = [row for summary in summaries.values() for row in summary.rows]
+    return [*lines, "", provenance_line(used)] if used else lines
+
+
+def _verdict(summary: Summary, required: float) -> str:
+    """Whether the median reaches the target, and on how many cards it was missed all the same."""
+    missed = sum(float(run.engine["value"]) > required for run in summary.runs)
+    if summary.engine_value > required:
+        return "missed"
+    return f"✓, missed on {missed}" if missed else "✓"
+
+
+def more_cards_table(rows: Sequence[Row]) -> list[str]:
+    """First tokens of rows with a ``card`` number, which name no commit: marked, for the spread."""
+    measured = [
+        row
+        for row in on_device(rows, H200)
+        if row.get("bench") == "table" and "card" in row and "tried" not in row
+    ]
+    lines = [
+        f"| batch × prompt | weights | modelmill | {PEER} | × as fast | least | cards |",
+        "|---" * 7 + "|",
+    ]
+    used: list[Row] = []
+    for work in UNMARKED_WORKLOADS:
+        for weights, label in WEIGHT_INITS.items():
+            drawn = [
+                row
+                for row in measured
+                if row["work"] == work and row.get("weights", NORMAL) == weights
+            ]
+            runs = newest_per_card(paired_runs(drawn, OURS, PEER), lambda row: row["card"])
+            if runs:
+                summary = Summary(runs)
+                used += summary.rows
+                cells = (
+                    WORKLOADS[work], label, number(summary.engine_value),
+                    number(summary.peer_value), f"{summary.ratio:.2f}",
+                    f"{summary.worst.ratio:.2f}", str(len(runs)),
+                )  # fmt: skip
+                lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", provenance_line(used)] if used else lines
