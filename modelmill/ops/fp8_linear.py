@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.linear_cases import linear_case
 from modelmill.ops.quant_types import quantize_per_row
-from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
+from modelmill.ops.w8a8_linear import (
+    Linear8BitInputs,
+    case_args,
+    case_shapes,
+    linear_8bit_problem,
+    quantized_inputs,
+)
 
 DECLARATION = OpDeclaration(
     inputs=Linear8BitInputs, problem=linear_8bit_problem, per_call="x_scale"
@@ -40,45 +47,11 @@ def fp8_linear(inputs: Linear8BitInputs) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of w8a8_linear, each with fp8 and with floating-point activations."""
-    shapes = [
-        (1, 576, 1536),
-        (5, 100, 33),
-        (33, 576, 96),
-        (1, 1536, 576),
-        (2, 65, 7),
-        (7, 64, 48),
-        (20, 33, 50),
-    ]
-    if device != "cpu":
-        shapes += [
-            (1, 4096, 12288),
-            (1, 4096, 4096),
-            (1, 11008, 4096),
-            (8, 4096, 4096),
-            (64, 4096, 4096),
-        ]
-        shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
-    for rows, k, n in shapes:
-        for is_fp8 in (True, False):
-            args: dict[str, Any] = random_inputs(
-                rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33
-            )
-            if not is_fp8:
-                args |= {
-                    "x": randn(rows, k, device=device, dtype=dtype, seed=rows + k),
-                    "x_scale": None,
-                }
-            args |= {
-                "dtype": dtype,
-                "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None,
-            }
-            moved = (
-                nbytes(args["x"], args["weight"], args["scale"], args["bias"])
-                + rows * n * dtype.itemsize
-            )
-            yield Case(
-                f"{rows}x{k}->{n}-{'8x8' if is_fp8 else '16x8'}", args, moved, 2 * rows * k * n
-            )
+    for rows, k, n in case_shapes(device):
+        args = case_args(random_inputs, rows, k, n, device=device, dtype=dtype)
+        yield linear_case(args, suffix="-8x8")
+        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
+        yield linear_case(args | {"x": x, "x_scale": None}, suffix="-16x8")
 
 
 def random_inputs(
@@ -87,8 +60,5 @@ def random_inputs(
     """Seeded x, weight and their scales."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     weight32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight, scale = quantize_per_row(weight32 if per_channel else weight32.flatten(), FP8)
-    values, x_scale = quantize_per_row(x if per_token else x.flatten(), FP8)
-    tensors = {"x": values.view(rows, k), "weight": weight.view(n, k)}
-    tensors |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    weight = quantize_per_row(weight32 if per_channel else weight32.flatten(), FP8)
+    return quantized_inputs(x if per_token else x.flatten(), weight, (rows, k, n), device)

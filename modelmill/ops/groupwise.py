@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, randn
 from modelmill.ops.kernel_range import GemmProblem, gemm_problem
 from modelmill.ops.linear import linear
+from modelmill.ops.linear_cases import linear_case
 
 PACK_COLUMNS = 32  # columns that are packed together; a group size is a multiple of it
 
@@ -34,15 +35,9 @@ class GroupwiseLinearInputs(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-def groupwise_problem(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    bias: torch.Tensor | None = None,
-) -> GemmProblem:
+def groupwise_problem(*operands: Any) -> GemmProblem:
     """The product of ``GroupwiseLinearInputs``."""
+    x, weight, scale, offset, group, bias = GroupwiseLinearInputs(*operands)
     return gemm_problem(x, weight, scale, bias, group=group, offset=offset)
 
 
@@ -75,6 +70,37 @@ def matmul_reference(
     return (out if bias is None else out + bias).to(x.dtype)
 
 
+def dequantize_codes(
+    unpack: Callable[[torch.Tensor, int], torch.Tensor],
+    zero_point: int,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    group: int,
+    columns: int,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Dequantize to [N, columns]; a floating-point weight is already dequantized.
+
+    Args:
+        unpack: makes codes [N, columns] of the weight and ``columns``.
+        zero_point: the code of 0 where there are no offsets.
+        weight: see ``GroupwiseLinearInputs``, and so are scale, offset and group.
+        scale: of the weight.
+        offset: of the weight.
+        group: of the weight.
+        columns: K.
+        dtype: of the result and the arithmetic.
+    """
+    if weight.is_floating_point():
+        return weight.to(dtype)
+    codes = unpack(weight, columns).to(dtype)
+    step = expand_groups(scale, group, columns, dtype)
+    if offset is None:
+        return (codes - zero_point) * step
+    return codes * step + expand_groups(offset, group, columns, dtype)
+
+
 def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """Expand values per group [N, ⌈columns/group⌉] to values per column [N, columns]."""
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
@@ -85,18 +111,21 @@ def cases_for_shapes(
     random_weight: RandomWeight,
     device: str,
     dtype: torch.dtype,
+    *,
+    gated: bool = False,
 ) -> Iterator[Case]:
-    """Cases of (rows, K, N, group): symmetric where rows is 5, with a bias where N is odd."""
+    """Cases of (rows, K, columns of the output, group).
+
+    They are symmetric where rows is 5, with a bias where the columns are odd. gated: the weight has
+    two rows for each column.
+    """
     for rows, k, n, group in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
+        weight_rows = 2 * n if gated else n
+        x_seed = rows + k + (0 if gated else n)
         args = {
-            "x": x,
-            **random_weight(n, k, group, device=device, symmetric=rows == 5),
+            "x": randn(rows, k, device=device, dtype=dtype, seed=x_seed),
+            **random_weight(weight_rows, k, group, device=device, symmetric=rows == 5),
             "group": group,
+            "bias": randn(weight_rows, device=device, dtype=dtype, seed=n) if n % 2 else None,
         }
-        args["bias"] = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = (
-            nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor)))
-            + rows * n * x.element_size()
-        )
-        yield Case(f"{rows}x{k}->{n} g{group}", args, moved, 2 * rows * k * n)
+        yield linear_case(args, gated=gated, suffix=f" g{group}")

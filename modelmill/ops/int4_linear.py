@@ -9,6 +9,7 @@ that a kernel can multiply with the codes directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,7 @@ from modelmill.ops.groupwise import (
     PACK_COLUMNS,
     GroupwiseLinearInputs,
     cases_for_shapes,
-    expand_groups,
+    dequantize_codes,
     groupwise_problem,
     matmul_reference,
 )
@@ -42,26 +43,6 @@ def int4_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     return matmul_reference(inputs, dequantize_weight)
 
 
-def dequantize_weight(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    columns: int,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
-    if weight.is_floating_point():
-        return weight.to(dtype)
-    values = unpack_codes(weight, columns).to(dtype)
-    step = expand_groups(scale, group, columns, dtype)
-    return (
-        (values - ZERO_POINT) * step
-        if offset is None
-        else values * step + expand_groups(offset, group, columns, dtype)
-    )
-
-
 def packed_bytes(columns: int) -> int:
     """Bytes of a packed row of ``columns`` 4-bit codes."""
     return -(-columns // PACK_COLUMNS) * (PACK_COLUMNS // 2)
@@ -80,6 +61,10 @@ def unpack_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Unpack the result of ``pack_codes`` to [N, columns] uint8."""
     runs = weight.view(weight.shape[0], -1, 1, PACK_COLUMNS // 2)
     return torch.cat([runs & 15, runs >> 4], 2).view(weight.shape[0], -1)[:, :columns]
+
+
+# to [N, columns], of weight, scale, offset, group, columns and the result's dtype
+dequantize_weight = functools.partial(dequantize_codes, unpack_codes, ZERO_POINT)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

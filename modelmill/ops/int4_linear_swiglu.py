@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.groupwise import GroupwiseLinearInputs, cases_for_shapes, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear, random_weight
 from modelmill.ops.silu_mul import silu_mul
 
@@ -45,18 +45,4 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (64, 4096, 11008, 128),
         ]
         shapes += [(1, 1056, 104, 32), (1, 4096, 11008, 64)]
-    for rows, k, inner, group in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        args = {
-            "x": x,
-            **random_weight(2 * inner, k, group, device=device, symmetric=rows == 5),
-            "group": group,
-        }
-        args["bias"] = (
-            randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
-        )
-        moved = (
-            nbytes(*(a for a in args.values() if isinstance(a, torch.Tensor)))
-            + rows * inner * x.element_size()
-        )
-        yield Case(f"{rows}x{k}->2x{inner} g{group}", args, moved, 4 * rows * k * inner)
+    yield from cases_for_shapes(shapes, random_weight, device, dtype, gated=True)

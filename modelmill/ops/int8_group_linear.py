@@ -7,6 +7,7 @@ multiple of 32 columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from modelmill.ops.groupwise import (
     PACK_COLUMNS,
     GroupwiseLinearInputs,
     cases_for_shapes,
-    expand_groups,
+    dequantize_codes,
     groupwise_problem,
     matmul_reference,
 )
@@ -39,24 +40,18 @@ def int8_group_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     return matmul_reference(inputs, dequantize_weight)
 
 
-def dequantize_weight(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    columns: int,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
-    if weight.is_floating_point():
-        return weight.to(dtype)
-    values = weight[:, :columns].to(dtype) * expand_groups(scale, group, columns, dtype)
-    return values if offset is None else values + expand_groups(offset, group, columns, dtype)
-
-
 def pad_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pad int8 codes [N, K] with zeros to [N, ⌈K/32⌉·32]."""
     return F.pad(codes, (0, -codes.shape[1] % PACK_COLUMNS)).contiguous()
+
+
+def unpad_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """The reverse: codes [N, columns]."""
+    return weight[:, :columns]
+
+
+# to [N, columns], of weight, scale, offset, group, columns and the result's dtype
+dequantize_weight = functools.partial(dequantize_codes, unpad_codes, 0)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

@@ -6,15 +6,16 @@ Activations stay floating point.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import gemm_problem
 from modelmill.ops.linear import linear
+from modelmill.ops.linear_cases import dense_args, linear_case
 
 DECLARATION = OpDeclaration(problem=gemm_problem, operands=("x", "weight", "scale", "bias"))
 
@@ -112,16 +113,21 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (1, 11008, 4096),
             (8, 4096, 4096),
         ]
+    yield from cases_for_shapes(shapes, device, dtype)
+
+
+def cases_for_shapes(
+    shapes: Sequence[tuple[int, int, int]], device: str, dtype: torch.dtype, *, gated: bool = False
+) -> Iterator[Case]:
+    """Cases of (rows, K, columns of the output), with a bias where these are odd."""
     for rows, k, n in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
-        q, scale = quantize(
-            randn(n, k, device=device, dtype=torch.float32, seed=k + n, scale=k**-0.5)
+        x_seed = rows + k + (0 if gated else n)
+        args = dense_args(
+            rows, k, n, device=device, dtype=dtype, x_seed=x_seed, has_bias=n % 2 == 1, gated=gated
         )
-        bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = nbytes(x, q, scale, bias) + rows * n * x.element_size()
-        yield Case(
-            f"{rows}x{k}->{n}",
-            {"x": x, "weight": q, "scale": scale, "bias": bias},
-            moved,
-            2 * rows * k * n,
+        weight_rows = args["weight"].shape[0]
+        weight32 = randn(
+            weight_rows, k, device=device, dtype=torch.float32, seed=k + n, scale=k**-0.5
         )
+        args["weight"], args["scale"] = quantize(weight32)
+        yield linear_case(args, gated=gated)

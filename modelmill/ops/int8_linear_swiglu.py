@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.int8_linear import int8_linear, quantize
+from modelmill.ops.int8_linear import cases_for_shapes, int8_linear
 from modelmill.ops.kernel_range import gemm_problem
 from modelmill.ops.silu_mul import silu_mul
 
@@ -41,12 +41,4 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     shapes = [(1, 576, 1536), (5, 100, 33), (1, 65, 7), (16, 128, 64)]
     if device != "cpu":
         shapes += [(1, 4096, 11008), (8, 4096, 11008)]
-    for rows, k, inner in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        q, scale = quantize(
-            randn(2 * inner, k, device=device, dtype=torch.float32, seed=k + inner, scale=k**-0.5)
-        )
-        bias = randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
-        moved = nbytes(x, q, scale, bias) + rows * inner * x.element_size()
-        args = {"x": x, "weight": q, "scale": scale, "bias": bias}
-        yield Case(f"{rows}x{k}->2x{inner}", args, moved, 4 * rows * k * inner)
+    yield from cases_for_shapes(shapes, device, dtype, gated=True)

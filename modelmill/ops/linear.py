@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import dense_problem
+from modelmill.ops.linear_cases import dense_args, linear_case
 
 DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
 
@@ -53,10 +54,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (64, 4096, 4096),
         ]
     for rows, k, n in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k + n)
-        weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
-        bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
-        moved = nbytes(x, weight, bias) + rows * n * x.element_size()
-        yield Case(
-            f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n
+        yield linear_case(
+            dense_args(
+                rows, k, n, device=device, dtype=dtype, x_seed=rows + k + n, has_bias=n % 2 == 1
+            )
         )

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import GemmProblem, dense_problem
 from modelmill.ops.linear import linear
+from modelmill.ops.linear_cases import dense_args, linear_case
 
 
 def _problem(
@@ -62,10 +63,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (1000, 520, 328),
         ]
     for rows, k, n in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
-        residual = randn(rows, n, device=device, dtype=dtype, seed=rows + n, scale=3.0)
-        bias = randn(n, device=device, dtype=dtype, seed=n) if n % 16 else None
-        moved = nbytes(x, weight, bias) + 2 * nbytes(residual)
-        args = {"x": x, "weight": weight, "residual": residual, "bias": bias}
-        yield Case(f"{rows}x{k}->{n}", args, moved, 2 * rows * k * n, writes=("residual",))
+        args = dense_args(
+            rows, k, n, device=device, dtype=dtype, x_seed=rows + k, has_bias=n % 16 != 0
+        )
+        args["residual"] = randn(rows, n, device=device, dtype=dtype, seed=rows + n, scale=3.0)
+        yield linear_case(args, writes=("residual",))

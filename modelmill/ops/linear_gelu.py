@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
 from modelmill.ops.kernel_range import dense_problem
 from modelmill.ops.linear import linear
+from modelmill.ops.linear_cases import dense_args, linear_case
 
 DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
 
@@ -41,10 +42,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     if device != "cpu":
         shapes += [(4096, 1280, 5120)]
     for rows, k, n in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        weight = randn(n, k, device=device, dtype=dtype, seed=k + n, scale=k**-0.5)
-        bias = randn(n, device=device, dtype=dtype, seed=n) if rows != 5 else None
-        moved = nbytes(x, weight, bias) + rows * n * x.element_size()
-        yield Case(
-            f"{rows}x{k}->{n}", {"x": x, "weight": weight, "bias": bias}, moved, 2 * rows * k * n
+        args = dense_args(
+            rows, k, n, device=device, dtype=dtype, x_seed=rows + k, has_bias=rows != 5
         )
+        yield linear_case(args)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import dense_problem
 from modelmill.ops.linear import linear
+from modelmill.ops.linear_cases import dense_args, linear_case
 from modelmill.ops.silu_mul import silu_mul
 
 DECLARATION = OpDeclaration(
@@ -50,13 +51,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ]
         shapes += [(768, 520, 2816)]
     for rows, k, inner in shapes:
-        x = randn(rows, k, device=device, dtype=dtype, seed=rows + k)
-        weight = randn(2 * inner, k, device=device, dtype=dtype, seed=k + inner, scale=k**-0.5)
-        bias = randn(2 * inner, device=device, dtype=dtype, seed=inner) if inner % 2 else None
-        moved = nbytes(x, weight, bias) + rows * inner * x.element_size()
-        yield Case(
-            f"{rows}x{k}->2x{inner}",
-            {"x": x, "weight": weight, "bias": bias},
-            moved,
-            4 * rows * k * inner,
+        odd = inner % 2 == 1
+        sizes = (rows, k, inner)
+        args = dense_args(
+            *sizes, device=device, dtype=dtype, x_seed=rows + k, has_bias=odd, gated=True
         )
+        yield linear_case(args, gated=True)

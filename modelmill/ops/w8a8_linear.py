@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.kernel_range import GemmProblem, gemm_problem
+from modelmill.ops.linear_cases import linear_case
 from modelmill.ops.quant_types import exact_int_matmul, quantize_per_row
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -73,6 +74,12 @@ def w8a8_linear(inputs: Linear8BitInputs) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill; scales per token, row or tensor; odd widths; outlier channels."""
+    for rows, k, n in case_shapes(device):
+        yield linear_case(case_args(random_inputs, rows, k, n, device=device, dtype=dtype))
+
+
+def case_shapes(device: str) -> list[tuple[int, int, int]]:
+    """(rows, K, N) of the cases of the 8-bit products; the 7B shapes only on a GPU."""
     shapes = [
         (1, 576, 1536),
         (5, 100, 33),
@@ -91,19 +98,22 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             (64, 4096, 4096),
         ]
         shapes += [(1024, 4096, 12288), (1000, 4096, 4096)]
-    for rows, k, n in shapes:
-        args: dict[str, Any] = random_inputs(
-            rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33
-        )
-        args |= {
-            "dtype": dtype,
-            "bias": randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None,
-        }
-        moved = (
-            nbytes(args["x"], args["weight"], args["scale"], args["bias"])
-            + rows * n * dtype.itemsize
-        )
-        yield Case(f"{rows}x{k}->{n}", args, moved, 2 * rows * k * n)
+    return shapes
+
+
+def case_args(
+    make_inputs: Callable[..., dict[str, Any]],
+    rows: int,
+    k: int,
+    n: int,
+    *,
+    device: str,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """All arguments of a case, of which ``make_inputs`` makes x, the weight and their scales."""
+    args = make_inputs(rows, k, n, device=device, per_token=rows != 5, per_channel=rows != 33)
+    bias = randn(n, device=device, dtype=dtype, seed=n) if n % 2 else None
+    return args | {"dtype": dtype, "bias": bias}
 
 
 def random_inputs(
@@ -119,9 +129,33 @@ def random_inputs(
     """Seeded x, weight and their scales; channels 0, 40, 80 … of x are scaled by ``outliers``."""
     x = randn(rows, k, device="cpu", dtype=torch.float32, seed=rows + k)
     x[:, ::40] *= outliers
-    w32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
-    weight, scale = quantize(w32) if per_channel else quantize_per_row(w32.flatten(), torch.int8)
-    values, x_scale = quantize_per_row(x if per_token else x.flatten(), torch.int8)
-    tensors = {"x": values.view(rows, k), "weight": weight.view(n, k)}
-    tensors |= {"scale": scale.reshape(-1).expand(n).contiguous(), "x_scale": x_scale.reshape(-1)}
+    weight32 = randn(n, k, device="cpu", dtype=torch.float32, seed=n, scale=k**-0.5)
+    weight = quantize(weight32) if per_channel else None
+    return quantized_inputs(
+        x if per_token else x.flatten(),
+        weight or quantize_per_row(weight32.flatten(), torch.int8),
+        (rows, k, n),
+        device,
+    )
+
+
+def quantized_inputs(
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor],
+    sizes: tuple[int, int, int],
+    device: str,
+) -> dict[str, Any]:
+    """Values of x and of a weight in the same 8 bits, with their scales, on a device.
+
+    Args:
+        x: [T, K] for a scale of each token, [T · K] for one of all; float32.
+        weight: values and scales; one scale serves all N rows.
+        sizes: (T, K, N).
+        device: of the result.
+    """
+    rows, k, n = sizes
+    values, x_scale = quantize_per_row(x, weight[0].dtype)
+    tensors = {"x": values.view(rows, k), "weight": weight[0].view(n, k)}
+    scale = weight[1].reshape(-1).expand(n).contiguous()
+    tensors |= {"scale": scale, "x_scale": x_scale.reshape(-1)}
     return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from modelmill.ops import fp8_linear, w8a8_linear
-from modelmill.ops.case import Case, nbytes
+from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.linear_cases import linear_case
 from modelmill.ops.silu_mul import silu_mul
 from modelmill.ops.w8a8_linear import Linear8BitInputs, linear_8bit_problem
 
@@ -66,8 +67,4 @@ def cases_for_shapes(
                 else None
             )
             args |= {"dtype": dtype, "bias": bias}
-            moved = (
-                nbytes(args["x"], args["weight"], args["scale"], bias)
-                + rows * inner * dtype.itemsize
-            )
-            yield Case(f"{rows}x{k}->2x{inner}-{name}", args, moved, 4 * rows * k * inner)
+            yield linear_case(args, gated=True, suffix=f"-{name}")

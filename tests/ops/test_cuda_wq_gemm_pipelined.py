@@ -197,7 +197,7 @@ def test_wide_rows_of_many_groups_are_served() -> None:
     for tokens in (8, 64):
         x = torch.randn(tokens, 11008, device="cuda", dtype=torch.bfloat16)
         assert registry.serves("int8_group_linear", "cuda", x=x, **args)
-        problem = groupwise_problem(x, **args)
+        problem = groupwise_problem(*GroupwiseLinearInputs(x, **args))
         pipelined = [
             each.range.covers(problem)
             for each in int8_gemm_small_m.kernels(gated=False)

@@ -8,23 +8,22 @@ bfloat16 torch's product is faster from 17 rows on where the processor multiplie
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.linear import AMX_COLUMNS, linear
 
 available = build.available
-_DTYPES = build.DTYPES
+_gemm = GemmFunction("linear", "ppppqqqi")
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, which also serves other dimensions, mixed dtypes and weights with gaps."""
     dtype = x.dtype
     if (
-        dtype not in _DTYPES
+        dtype not in build.DTYPES
         or x.dim() != 2
         or weight.dtype is not dtype
         or not weight.is_contiguous()
@@ -35,13 +34,7 @@ def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None)
         bias is not None and not (bias.is_contiguous() and bias.dtype is dtype)
     ):
         return linear(x, weight, bias)
-    x = x.contiguous()
-    n = weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
-    kernel(out.data_ptr(), x.data_ptr(), weight.data_ptr(), added, rows, k, n, _DTYPES[dtype])
-    return out
+    return _gemm((x.contiguous(), weight, bias), (rows, k, weight.shape[0]), dtype)
 
 
 def prefers_native(dtype: torch.dtype, rows: int, k: int) -> bool:
@@ -62,13 +55,3 @@ def max_native_rows(dtype: torch.dtype) -> int:
         if narrow or (dtype is torch.bfloat16 and build.torch_gemm_is_faster())
         else 1 << 62
     )
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("linear", "ppppqqqi")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("linear", "ppppqqqi", release_gil=True)

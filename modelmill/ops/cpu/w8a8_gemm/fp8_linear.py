@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.fp8_linear import FP8, fp8_linear
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 available = build.available
+_gemm = GemmFunction("fp8_linear", "ppppppqqqqi")
 
 
 def run(inputs: Linear8BitInputs) -> torch.Tensor:
@@ -24,21 +22,6 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
     known = dtype in build.DTYPES and (bias is None or bias.dtype is dtype)
     if not (floats and dtypes_match and packed and known) or x.dim() != 2:
         return fp8_linear(inputs)
-    x = x.contiguous()
-    (rows, k), n = x.shape, weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    pointers = [None if t is None else t.data_ptr() for t in (out, x, weight, scale, x_scale, bias)]
     each = int(x_scale is not None and x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
-    kernel(*pointers, rows, k, n, each, build.DTYPES[dtype])
-    return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("fp8_linear", "ppppppqqqqi")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("fp8_linear", "ppppppqqqqi", release_gil=True)
+    sizes = (*x.shape, weight.shape[0], each)
+    return _gemm((x.contiguous(), weight, scale, x_scale, bias), sizes, dtype)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.rptq_linear import RptqLinearInputs, rptq_linear
 
 available = build.available
-_DTYPES = build.DTYPES
+_gemm = GemmFunction("rptq_linear", "ppppppppqqqqiiii")
 _MAX_GROUP = 1 << 16  # columns whose sum of 255 · 128 stays below 2³¹
 
 
@@ -36,26 +33,8 @@ def run(inputs: RptqLinearInputs) -> torch.Tensor:
         and step.dtype is torch.float32
         and (constant is None or constant.dtype is torch.float32)
     )
-    if not fits or dtype not in _DTYPES or (bias is not None and bias.dtype is not dtype):
+    if not fits or dtype not in build.DTYPES or (bias is not None and bias.dtype is not dtype):
         return rptq_linear(inputs)
-    rows, columns = q.shape
-    n = weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    pointers = [
-        None if t is None else t.data_ptr()
-        for t in (out, q, weight, scale, offset, step, constant, bias)
-    ]
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
-    flags = (_DTYPES[dtype], scale.dtype is torch.float16, packed, step.dim() == 2)
-    kernel(*pointers, rows, columns, n, group, *flags)
-    return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("rptq_linear", "ppppppppqqqqiiii")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("rptq_linear", "ppppppppqqqqiiii", release_gil=True)
+    sizes = (*q.shape, weight.shape[0], group)
+    flags = (scale.dtype is torch.float16, packed, step.dim() == 2)
+    return _gemm((q, weight, scale, offset, step, constant, bias), sizes, dtype, *flags)

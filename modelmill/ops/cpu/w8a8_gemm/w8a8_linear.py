@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.w8a8_linear import Linear8BitInputs, w8a8_linear
 
 available = build.available
+_gemm = GemmFunction("w8a8_linear", "ppppppqqqqi")
 
 
 def run(inputs: Linear8BitInputs) -> torch.Tensor:
@@ -33,22 +31,5 @@ def run(inputs: Linear8BitInputs) -> torch.Tensor:
         or (bias is not None and bias.dtype is not dtype)
     ):
         return w8a8_linear(inputs)
-    x = x.contiguous()
-    (rows, k), n = x.shape, weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    pointers = [t.data_ptr() for t in (out, x, weight, scale, x_scale)]
-    added = None if bias is None else bias.data_ptr()
-    each = int(x_scale.numel() > 1)
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
-    kernel(*pointers, added, rows, k, n, each, build.DTYPES[dtype])
-    return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("w8a8_linear", "ppppppqqqqi")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("w8a8_linear", "ppppppqqqqi", release_gil=True)
+    sizes = (*x.shape, weight.shape[0], int(x_scale.numel() > 1))
+    return _gemm((x.contiguous(), weight, scale, x_scale, bias), sizes, dtype)

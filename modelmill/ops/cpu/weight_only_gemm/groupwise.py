@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
@@ -22,13 +22,17 @@ _DTYPES = build.DTYPES
 DEQUANT_SLICE_BYTES = 2 << 20
 
 
-@dataclass(frozen=True)
 class GroupwiseLinear:
     """The C functions of one width of codes, and the reference that serves what they do not."""
 
-    kernel: str
-    dequant_kernel: str
-    reference: Callable[[GroupwiseLinearInputs], torch.Tensor]
+    def __init__(
+        self,
+        kernel: str,
+        dequant_kernel: str,
+        reference: Callable[[GroupwiseLinearInputs], torch.Tensor],
+    ) -> None:
+        self._gemm = GemmFunction(kernel, "ppppppqqqqii")
+        self._dequant_name, self._reference = dequant_kernel, reference
 
     def run(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
         """As the reference, but that many rows of bfloat16 meet weights rounded to bfloat16."""
@@ -40,21 +44,16 @@ class GroupwiseLinear:
             or group % PACK_COLUMNS
             or not _supports_weight(weight, scale, offset)
         ):
-            return self.reference(inputs)
+            return self._reference(inputs)
         if bias is not None and not (bias.is_contiguous() and bias.dtype is dtype):
-            return self.reference(inputs)
+            return self._reference(inputs)
         x = x.contiguous()
         rows, k = x.shape
         if not prefers_native(dtype, rows, k):
             return self._dequantized_matmul(inputs._replace(x=x))
-        n = weight.shape[0]
-        out = torch.empty(rows, n, dtype=dtype)
-        added = None if bias is None else bias.data_ptr()
-        kernel = _function(self.kernel, "ppppppqqqqii", long=rows > build.SMALL_M_LIMIT)
-        low = None if offset is None else offset.data_ptr()
-        pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr(), scale.data_ptr(), low, added)
-        kernel(*pointers, rows, k, n, group, _DTYPES[dtype], scale.dtype is torch.float16)
-        return out
+        sizes = (rows, k, weight.shape[0], group)
+        half = scale.dtype is torch.float16
+        return self._gemm((x, weight, scale, offset, bias), sizes, dtype, half)
 
     def _dequantized_matmul(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
         """X [T, K] times slices of the widened weight."""
@@ -63,14 +62,13 @@ class GroupwiseLinear:
         step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
         wide = torch.empty(step, k, dtype=x.dtype)
         out = torch.empty(x.shape[0], n, dtype=x.dtype)
-        widen = _function(self.dequant_kernel, "ppppqqqii", long=False)
         for first in range(0, n, step):
             count = min(step, n - first)
             parts = [
                 None if t is None else t[first : first + count].data_ptr()
                 for t in (weight, scale, offset)
             ]
-            widen(
+            self._dequant(
                 wide.data_ptr(),
                 *parts,
                 k,
@@ -82,6 +80,10 @@ class GroupwiseLinear:
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
         return out if bias is None else out.add_(bias)
 
+    @functools.cached_property
+    def _dequant(self) -> Callable[..., Any]:
+        return build.function(self._dequant_name, "ppppqqqii")
+
 
 def _supports_weight(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None
@@ -92,8 +94,3 @@ def _supports_weight(
         and scale.dtype in (torch.float16, torch.float32)
         and all(t.dtype is scale.dtype and t.is_contiguous() for t in grids)
     )
-
-
-@functools.cache
-def _function(name: str, signature: str, *, long: bool) -> Callable[..., Any]:
-    return build.function(name, signature, release_gil=long)

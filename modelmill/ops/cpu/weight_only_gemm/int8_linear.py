@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import GemmFunction
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.int8_linear import int8_linear
 
 available = build.available
 _DTYPES = build.DTYPES
+_gemm = GemmFunction("int8_linear", "pppppqqqi")
 # Weights widened at a time: the copies stay in the cache until the product has read them.
 DEQUANT_SLICE_BYTES = 4 << 20
 
@@ -35,22 +37,7 @@ def run(
     rows, k = x.shape
     if not prefers_native(dtype, rows, k):
         return _dequantized_matmul(x, weight, scale, bias)
-    n = weight.shape[0]
-    out = torch.empty(rows, n, dtype=dtype)
-    added = None if bias is None else bias.data_ptr()
-    kernel = _kernel() if rows <= build.SMALL_M_LIMIT else _kernel_without_gil()
-    kernel(
-        out.data_ptr(),
-        x.data_ptr(),
-        weight.data_ptr(),
-        scale.data_ptr(),
-        added,
-        rows,
-        k,
-        n,
-        _DTYPES[dtype],
-    )
-    return out
+    return _gemm((x, weight, scale, bias), (rows, k, weight.shape[0]), dtype)
 
 
 def _supports_weight(weight: torch.Tensor, scale: torch.Tensor) -> bool:
@@ -78,16 +65,6 @@ def _dequantized_matmul(
     added = None if bias is None else bias.data_ptr()
     _epilogue_kernel()(out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code)
     return out
-
-
-@functools.cache
-def _kernel() -> Callable[..., Any]:
-    return build.function("int8_linear", "pppppqqqi")
-
-
-@functools.cache
-def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("int8_linear", "pppppqqqi", release_gil=True)
 
 
 @functools.cache
