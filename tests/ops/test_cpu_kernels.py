@@ -25,7 +25,7 @@ from modelmill.core.errors import MissingDependency
 from modelmill.ops import int8_group_linear, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu.common import build, prebuilt
-from modelmill.ops.cpu.weight_only_gemm import groupwise
+from modelmill.ops.cpu.common.gemm import gemm_function
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -85,10 +85,10 @@ def _use(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def test_every_product_forgets_the_library_before() -> None:
-    groupwise._function("int4_linear", "ppppppqqqqii", long=False)
-    assert groupwise._function.cache_info().currsize > 0
+    gemm_function("int4_linear", "ppppppqqqqii")
+    assert gemm_function.cache_info().currsize > 0
     _forget()
-    assert groupwise._function.cache_info().currsize == 0
+    assert gemm_function.cache_info().currsize == 0
 
 
 @pytest.fixture(params=list(INSTRUCTION_SETS))

@@ -15,7 +15,7 @@ class GemmFunction:
     """A C function that computes the product of some operands into a new output [T, N]."""
 
     def __init__(self, name: str, signature: str) -> None:
-        """Neither builds nor loads the kernels.
+        """Neither builds nor loads the kernels: a call does.
 
         Args:
             name: of the C function.
@@ -42,14 +42,13 @@ class GemmFunction:
         rows, n = sizes[0], sizes[2]
         out = torch.empty(rows, n, dtype=dtype)
         pointers = [None if t is None else t.data_ptr() for t in (out, *operands)]
-        function = self._without_gil if rows > build.SMALL_M_LIMIT else self._with_gil
+        long = rows > build.SMALL_M_LIMIT
+        function = gemm_function(self.name, self.signature, release_gil=long)
         function(*pointers, *sizes, build.DTYPES[dtype], *flags)
         return out
 
-    @functools.cached_property
-    def _with_gil(self) -> Callable[..., Any]:
-        return build.function(self.name, self.signature)
 
-    @functools.cached_property
-    def _without_gil(self) -> Callable[..., Any]:
-        return build.function(self.name, self.signature, release_gil=True)
+@functools.cache
+def gemm_function(name: str, signature: str, *, release_gil: bool = False) -> Callable[..., Any]:
+    """``build.function``, once."""
+    return build.function(name, signature, release_gil=release_gil)

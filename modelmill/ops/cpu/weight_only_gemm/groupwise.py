@@ -6,14 +6,12 @@ Many rows of bfloat16: a slice of the weights is rounded to bfloat16, then torch
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import GemmFunction
+from modelmill.ops.cpu.common.gemm import GemmFunction, gemm_function
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
@@ -60,6 +58,7 @@ class GroupwiseLinear:
         x, weight, scale, offset, group, bias = inputs
         n, k = weight.shape[0], x.shape[1]
         step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
+        widen = gemm_function(self._dequant_name, "ppppqqqii")
         wide = torch.empty(step, k, dtype=x.dtype)
         out = torch.empty(x.shape[0], n, dtype=x.dtype)
         for first in range(0, n, step):
@@ -68,7 +67,7 @@ class GroupwiseLinear:
                 None if t is None else t[first : first + count].data_ptr()
                 for t in (weight, scale, offset)
             ]
-            self._dequant(
+            widen(
                 wide.data_ptr(),
                 *parts,
                 k,
@@ -79,10 +78,6 @@ class GroupwiseLinear:
             )
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
         return out if bias is None else out.add_(bias)
-
-    @functools.cached_property
-    def _dequant(self) -> Callable[..., Any]:
-        return build.function(self._dequant_name, "ppppqqqii")
 
 
 def _supports_weight(

@@ -6,14 +6,10 @@ of bfloat16: exact bfloat16 copies of a slice of the weights, then torch's block
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.common.gemm import GemmFunction
+from modelmill.ops.cpu.common.gemm import GemmFunction, gemm_function
 from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.int8_linear import int8_linear
 
@@ -56,22 +52,15 @@ def _dequantized_matmul(
     n, k = weight.shape
     code = _DTYPES[x.dtype]
     step = min(n, max(256, DEQUANT_SLICE_BYTES // max(k, 1)))
+    widen = gemm_function("int8_dequant", "ppqi")
     wide = torch.empty(step, k, dtype=x.dtype)
     out = torch.empty(x.shape[0], n, dtype=x.dtype)
     for first in range(0, n, step):
         count = min(step, n - first)
-        _dequant_kernel()(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
+        widen(wide.data_ptr(), weight.data_ptr() + first * k, count * k, code)
         torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
     added = None if bias is None else bias.data_ptr()
-    _epilogue_kernel()(out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code)
+    gemm_function("int8_epilogue", "pppqqi")(
+        out.data_ptr(), scale.data_ptr(), added, x.shape[0], n, code
+    )
     return out
-
-
-@functools.cache
-def _dequant_kernel() -> Callable[..., Any]:
-    return build.function("int8_dequant", "ppqi")
-
-
-@functools.cache
-def _epilogue_kernel() -> Callable[..., Any]:
-    return build.function("int8_epilogue", "pppqqi")

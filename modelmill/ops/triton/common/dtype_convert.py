@@ -11,6 +11,47 @@ _ASSEMBLY = tl.constexpr(not INTERPRETED)
 _MIN_AMAX = tl.constexpr(1e-6)
 
 
+def _int8_to_float16_asm(first: str, second: str) -> str:
+    """PTX that converts four int8 to two pairs of float16 (see ``to_float16``).
+
+    first, second: selectors of prmt, the two bytes of each pair.
+    """
+    return f"""{{
+    .reg .b32 u, c;
+    xor.b32 u, $2, 0x80808080;
+    mov.b32 c, 0x64806480;
+    prmt.b32 $0, u, 0x64646464, {first};
+    prmt.b32 $1, u, 0x64646464, {second};
+    sub.rn.f16x2 $0, $0, c;
+    sub.rn.f16x2 $1, $1, c;
+    }}"""
+
+
+_INT8_TO_FLOAT16 = tl.constexpr(_int8_to_float16_asm("0x4140", "0x4342"))
+_INT8_PAIRS_TO_FLOAT16 = tl.constexpr(_int8_to_float16_asm("0x4240", "0x4341"))
+_FP8_PAIRS_TO_FLOAT16 = tl.constexpr("""{
+    .reg .b32 u;
+    .reg .b16 a, b;
+    prmt.b32 u, $2, 0, 0x3120;
+    mov.b32 {a, b}, u;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+    }""")
+# a byte b with its sign bit flipped, combined with the exponent of 2²³, reads as 2²³ + 128 + b
+_INT8_TO_FLOAT32 = tl.constexpr("""{
+    .reg .b32 u, a<4>;
+    xor.b32 u, $4, 0x80808080;
+    prmt.b32 a0, u, 0x4B000000, 0x7440;
+    prmt.b32 a1, u, 0x4B000000, 0x7441;
+    prmt.b32 a2, u, 0x4B000000, 0x7442;
+    prmt.b32 a3, u, 0x4B000000, 0x7443;
+    add.f32 $0, a0, 0fCB000080;
+    add.f32 $1, a1, 0fCB000080;
+    add.f32 $2, a2, 0fCB000080;
+    add.f32 $3, a3, 0fCB000080;
+    }""")
+
+
 @triton.jit
 def to_float16(x):
     """Convert int8 or fp8 (e4m3) to float16, exactly; other types are returned unchanged.
@@ -22,20 +63,7 @@ def to_float16(x):
     if x.dtype == tl.int8:
         if _ASSEMBLY:
             return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 u, c;
-                xor.b32 u, $2, 0x80808080;
-                mov.b32 c, 0x64806480;
-                prmt.b32 $0, u, 0x64646464, 0x4140;
-                prmt.b32 $1, u, 0x64646464, 0x4342;
-                sub.rn.f16x2 $0, $0, c;
-                sub.rn.f16x2 $1, $1, c;
-                }""",
-                "=r,=r,r",
-                args=[x],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
+                _INT8_TO_FLOAT16, "=r,=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=4
             )
         else:  # noqa: RET505  Triton compiles code after a return too
             return x.to(tl.float16)
@@ -51,38 +79,10 @@ def unpack_pair(pair, dtype: tl.constexpr):
 
     A matrix in shared memory can be read transposed in units of 16 bits, not of 8.
     """
-    if _ASSEMBLY and dtype == tl.int8:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 u, c;
-            xor.b32 u, $2, 0x80808080;
-            mov.b32 c, 0x64806480;
-            prmt.b32 $0, u, 0x64646464, 0x4240;
-            prmt.b32 $1, u, 0x64646464, 0x4341;
-            sub.rn.f16x2 $0, $0, c;
-            sub.rn.f16x2 $1, $1, c;
-            }""",
-            "=r,=r,r",
-            args=[pair],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
     if _ASSEMBLY:
+        asm: tl.constexpr = _INT8_PAIRS_TO_FLOAT16 if dtype == tl.int8 else _FP8_PAIRS_TO_FLOAT16
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 u;
-            .reg .b16 a, b;
-            prmt.b32 u, $2, 0, 0x3120;
-            mov.b32 {a, b}, u;
-            cvt.rn.f16x2.e4m3x2 $0, a;
-            cvt.rn.f16x2.e4m3x2 $1, b;
-            }""",
-            "=r,=r,r",
-            args=[pair],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
+            asm, "=r,=r,r", args=[pair], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     first, second = pair.to(tl.int8), (pair >> 8).to(tl.int8)
     return first.to(dtype, bitcast=True).to(tl.float16), second.to(dtype, bitcast=True).to(
@@ -95,26 +95,18 @@ def to_float32(x):
     """Convert any type to float32; int8 as in ``to_float16``, with the exponent of 2²³."""
     if x.dtype == tl.int8 and _ASSEMBLY:
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 u, a<4>;
-            xor.b32 u, $4, 0x80808080;
-            prmt.b32 a0, u, 0x4B000000, 0x7440;
-            prmt.b32 a1, u, 0x4B000000, 0x7441;
-            prmt.b32 a2, u, 0x4B000000, 0x7442;
-            prmt.b32 a3, u, 0x4B000000, 0x7443;
-            add.f32 $0, a0, 0fCB000080;
-            add.f32 $1, a1, 0fCB000080;
-            add.f32 $2, a2, 0fCB000080;
-            add.f32 $3, a3, 0fCB000080;
-            }""",
-            "=r,=r,=r,=r,r",
-            args=[x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
+            _INT8_TO_FLOAT32, "=r,=r,=r,=r,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
         )
     else:  # noqa: RET505
         return x.to(tl.float32)
+
+
+@triton.jit
+def int8_to_float32(x):
+    """Convert int8 to float32 without the slow conversion unit, not in the interpreter."""
+    return tl.inline_asm_elementwise(
+        _INT8_TO_FLOAT32, "=f,=f,=f,=f,r", args=[x], dtype=tl.float32, is_pure=True, pack=4
+    )
 
 
 @triton.jit

@@ -135,14 +135,6 @@ def _direct_launch(compiled: Any) -> LaunchFunction | None:
 
 def _triton_launch(compiled: Any) -> LaunchFunction:
     """Launch through Triton's own ``compiled[grid]``, without the cached arguments."""
-
-    def launch(
-        grid: tuple[int, int, int],
-        device: int,
-        addresses: list[int],
-        numbers: tuple[Any, ...],
-        rest: tuple[Any, ...],
-    ) -> None:
-        compiled[grid](*addresses, *numbers, *rest)
-
-    return launch
+    return lambda grid, _device, addresses, numbers, rest: compiled[grid](
+        *addresses, *numbers, *rest
+    )

@@ -237,12 +237,12 @@ def _all_reduce_kernel(
         if NORM:
             residual = tl.load(residual32 + word_index)
         source = own + 8 * (region + at)
-        expected_number = number + at * 0
+        expected = number + at * 0
         if KIND == "f32":
             low = tl.inline_asm_elementwise(
                 ASM,
                 CONSTRAINTS,
-                [source, expected_number, stop],
+                [source, expected, stop],
                 dtype=tl.float32,
                 is_pure=False,
                 pack=PACK,
@@ -257,7 +257,7 @@ def _all_reduce_kernel(
             low, high = tl.inline_asm_elementwise(
                 ASM,
                 CONSTRAINTS,
-                [source, expected_number, stop],
+                [source, expected, stop],
                 dtype=(tl.float32, tl.float32),
                 is_pure=False,
                 pack=PACK,
@@ -304,16 +304,11 @@ def _all_gather_kernel(
         local = tl.load(x32 + row * words + at, mask=at < words, other=0)
         region = _region_offset(number, program, RANKS, REGION, PROGRAMS)
         _send_words(addresses, region + rank * (PROGRAMS * REGION) + word, local, number, RANKS)
-        expected_number = number + word * 0
+        expected = number + word * 0
         for peer in tl.static_range(RANKS):
             source = own + 8 * (region + peer * (PROGRAMS * REGION) + word)
             received = tl.inline_asm_elementwise(
-                ASM,
-                CONSTRAINTS,
-                [source, expected_number, stop],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=PACK,
+                ASM, CONSTRAINTS, [source, expected, stop], dtype=tl.int32, is_pure=False, pack=PACK
             )
             first, last = tl.load(starts_ptr + peer) // PER, tl.load(starts_ptr + peer + 1) // PER
             tl.store(out32 + row * width + first + at, received, mask=at < last - first)

@@ -31,6 +31,7 @@ from modelmill.ops.kernel_range import NOT_FLOAT32, ProblemRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.dtype_convert import int8_to_float32
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -63,14 +64,11 @@ def run(
     configs: autotuned launch configs of this device; others are defaults.
     """
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        gemv(x, weight, None, bias, out, configs)
-    else:
-        gemm_small_m(x, weight, None, bias, out, configs)
+    gemm(x, weight, None, bias, out, configs)
     return out
 
 
-def gemv(
+def gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
@@ -78,42 +76,30 @@ def gemv(
     out: torch.Tensor,
     configs: TunedConfigs | None = None,
 ) -> None:
-    """Compute out[0] = x[0] · weightᵀ (· scale) (+ bias).
+    """Compute out = x · weightᵀ (· scale) (+ bias), one row by the GEMV.
 
-    x: [1, K]; weight: [N, K]; scale, bias: [N]. If out has N / 2 columns, it is silu(first half) ·
-    second half.
+    x: [T, K]; weight: [N, K]; scale, bias: [N]. If out has N / 2 columns, it is silu(first half) ·
+    second half. fp8 weights have no GEMV.
     """
-    n, k = weight.shape
-    gated = out.shape[1] != n
-    rows, block, warps = launch_configs.gemv_config(x, weight, configs, gated=gated)
-    _gemv_kernel[(-(-n // rows),)](
-        x, weight, x if scale is None else scale, x if bias is None else bias, out, n, k,
-        weight.stride(0),
-        GATED=gated, SCALE=scale is not None, BIAS=bias is not None, ASSEMBLY=not INTERPRETED,
-        EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
-        **pdl_launch_options(x.device, x.shape[0]),
-    )  # fmt: skip
-
-
-def gemm_small_m(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    configs: TunedConfigs | None = None,
-) -> None:
-    """The same as ``gemv`` for several rows: x [T, K], weight [N, K], scale and bias [N]."""
     tokens, k = x.shape
     n = weight.shape[0]
+    gated = out.shape[1] != n
+    pointers = (x, weight, x if scale is None else scale, x if bias is None else bias, out)
+    epilogue = {"GATED": gated, "SCALE": scale is not None, "BIAS": bias is not None}
+    options = pdl_launch_options(x.device, tokens)
+    if tokens == 1 and weight.dtype != torch.float8_e4m3fn:
+        rows, block, warps = launch_configs.gemv_config(x, weight, configs, gated=gated)
+        _gemv_kernel[(-(-n // rows),)](
+            *pointers, n, k, weight.stride(0), **epilogue, ASSEMBLY=not INTERPRETED,
+            EVEN=k % block == 0, ONCE=k <= block, BLOCK_N=rows, BLOCK_K=block, num_warps=warps,
+            **options,
+        )  # fmt: skip
+        return
     block_t, block_n, block_k, stages, warps = launch_configs.gemm_config(x, weight, configs)
     _gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
-        x, weight, x if scale is None else scale, x if bias is None else bias, out,
-        tokens, n, k, x.stride(0), weight.stride(0), out.stride(0),
-        GATED=out.shape[1] != n, SCALE=scale is not None, BIAS=bias is not None,
+        *pointers, tokens, n, k, x.stride(0), weight.stride(0), out.stride(0), **epilogue,
         EVEN=k % block_k == 0, AHEAD=tokens <= MAX_ROWS, BLOCK_T=block_t, BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_stages=stages, num_warps=warps, **pdl_launch_options(x.device, tokens),
+        BLOCK_K=block_k, num_stages=stages, num_warps=warps, **options,
     )  # fmt: skip
 
 
@@ -196,39 +182,11 @@ def _partial_products(w, x_ptr, inside, WIDEN: tl.constexpr, EVEN: tl.constexpr)
     else:
         x = tl.load(x_ptr, mask=inside, other=0.0)
     if WIDEN:
-        w32 = _int8_to_float32(w)
+        w32 = int8_to_float32(w)
     else:
         w32 = w.to(tl.float32)
     product = w32 * x.to(tl.float32)[None, :]
     return tl.sum(tl.reshape(product, [w.shape[0], w.shape[1] // 8, 8]), axis=2)
-
-
-@triton.jit
-def _int8_to_float32(w):
-    """Convert int8 to float32 without the slow conversion unit.
-
-    A byte b with its sign bit flipped, combined with the exponent of 2²³, reads as the float 2²³ +
-    128 + b.
-    """
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 u, a<4>;
-        xor.b32 u, $4, 0x80808080;
-        prmt.b32 a0, u, 0x4B000000, 0x7440;
-        prmt.b32 a1, u, 0x4B000000, 0x7441;
-        prmt.b32 a2, u, 0x4B000000, 0x7442;
-        prmt.b32 a3, u, 0x4B000000, 0x7443;
-        add.f32 $0, a0, 0fCB000080;
-        add.f32 $1, a1, 0fCB000080;
-        add.f32 $2, a2, 0fCB000080;
-        add.f32 $3, a3, 0fCB000080;
-        }""",
-        "=f,=f,=f,=f,r",
-        [w],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit(do_not_specialize=["tokens"])

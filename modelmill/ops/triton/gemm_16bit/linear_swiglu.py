@@ -10,7 +10,7 @@ from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
-from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm_small_m, gemv
+from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.gemm_16bit.linear import supports as supports
 from modelmill.ops.triton.norm_quantize import silu_mul
 
@@ -33,8 +33,5 @@ def run(
     if x.shape[0] > MAX_ROWS:
         return silu_mul.run(F.linear(x, weight, bias))
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        gemv(x, weight, None, bias, out, configs)
-    else:
-        gemm_small_m(x, weight, None, bias, out, configs)
+    gemm(x, weight, None, bias, out, configs)
     return out

@@ -15,8 +15,8 @@ from modelmill.ops.triton.common.device import DEQUANT_RANGES, supports_fp8
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
-from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m
-from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
+from modelmill.ops.triton.gemm_16bit.linear import gemm
+from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 FP8 = torch.float8_e4m3fn
@@ -62,13 +62,10 @@ def run(inputs: Linear8BitInputs, *, configs: TunedConfigs | None = None) -> tor
             out_dtype=dtype,
             use_fast_accum=True,
         )
+    if x_scale is not None:
+        return gemm_8bit(inputs, configs)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    if x_scale is None:
-        gemm_small_m(x, weight, scale, bias, out)
-    elif is_word_aligned(x, weight):
-        gemv_8bit(x, weight, scale, x_scale, bias, out, configs)
-    else:
-        gemm_8bit(x, weight, scale, x_scale, bias, out, configs)
+    gemm(x, weight, scale, bias, out)
     return out
 
 

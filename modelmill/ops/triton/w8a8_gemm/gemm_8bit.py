@@ -9,10 +9,11 @@ Technique: dp4a GEMV (M = 1), tensor cores with the weight as left operand, auto
     configs, PDL
 Ops: w8a8_linear, fp8_linear
 
-One token: ``gemv_8bit`` keeps a few whole weight rows in flight, as words of four values; four int8
-products are one instruction (dp4a). It uses no tensor cores. Otherwise ``gemm_8bit`` uses tensor
-cores with the weight as the left operand, whose rows fill an instruction that a few tokens would
-leave mostly empty. Scales and bias are applied once, in float32, before the single rounding.
+One token: ``_gemv_8bit_kernel`` keeps a few whole weight rows in flight, as words of four values;
+four int8 products are one instruction (dp4a). It uses no tensor cores. Otherwise
+``_gemm_8bit_kernel`` uses tensor cores with the weight as the left operand, whose rows fill an
+instruction that a few tokens would leave mostly empty. Scales and bias are applied once, in
+float32, before the single rounding.
 """
 
 from __future__ import annotations
@@ -25,24 +26,28 @@ from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED, max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.launch_configs import LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 # tokens up to which a block of weights is loaded before x is available
 PREFETCH_MAX_ROWS = 16
 
 
-def gemm_8bit(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    configs: TunedConfigs | None = None,
-) -> None:
-    """Compute out = (x · weightᵀ) · x_scale · scale (+ bias).
+def gemm_8bit(inputs: Linear8BitInputs, configs: TunedConfigs | None = None) -> torch.Tensor:
+    """Compute (x · weightᵀ) · x_scale · scale (+ bias) of x in 8 bits.
 
-    x: [T, K]; weight: [N, K], the same 8-bit dtype; scale: [N]; x_scale: [T] or [1].
+    Returns:
+        [T, N] of ``dtype``.
     """
+    x, weight = inputs.x, inputs.weight
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=inputs.dtype, device=x.device)
+    launch = _launch_gemv if is_word_aligned(x, weight) else _launch_gemm
+    launch(inputs, out, configs)
+    return out
+
+
+def _launch_gemm(inputs: Linear8BitInputs, out: torch.Tensor, configs: TunedConfigs | None) -> None:
+    x, weight, scale, x_scale, _, bias = inputs
+    assert x_scale is not None, "8-bit activations have a scale"
     tokens, k = x.shape
     n = weight.shape[0]
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))
@@ -130,7 +135,7 @@ def _multiply_add(w, x, total, IS_INT8: tl.constexpr):
 
 
 def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether rows are whole aligned 32-bit words of four values, as ``gemv_8bit`` requires."""
+    """Whether rows are whole aligned 32-bit words of four values, as the GEMV requires."""
     return (
         x.shape[1] % 4 == 0
         and x.shape[0] == 1
@@ -140,16 +145,9 @@ def is_word_aligned(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def gemv_8bit(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    x_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    configs: TunedConfigs | None = None,
-) -> None:
-    """The same for x [1, K], if ``is_word_aligned``."""
+def _launch_gemv(inputs: Linear8BitInputs, out: torch.Tensor, configs: TunedConfigs | None) -> None:
+    """For x [1, K], if ``is_word_aligned``."""
+    x, weight, scale, x_scale, _, bias = inputs
     n, k = weight.shape[0], weight.shape[1] // 4
     is_int8 = x.dtype is torch.int8
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))

@@ -9,7 +9,7 @@ from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
-from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit, gemv_8bit, is_word_aligned
+from modelmill.ops.triton.w8a8_gemm.gemm_8bit import gemm_8bit
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 SUPPORTED_PROBLEMS = (
@@ -37,11 +37,4 @@ def run(inputs: Linear8BitInputs, *, configs: TunedConfigs | None = None) -> tor
 
     configs: autotuned launch configs of this device; others are defaults.
     """
-    x, weight, scale, x_scale, dtype, bias = inputs
-    assert x_scale is not None, "see supports"
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    if is_word_aligned(x, weight):
-        gemv_8bit(x, weight, scale, x_scale, bias, out, configs)
-    else:
-        gemm_8bit(x, weight, scale, x_scale, bias, out, configs)
-    return out
+    return gemm_8bit(inputs, configs)

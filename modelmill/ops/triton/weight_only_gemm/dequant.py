@@ -17,32 +17,21 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 
 _PACK_COLUMNS = 32  # columns that share a scale, at least
 _BLOCK_N, _PACKS_PER_PROGRAM = 2, 64  # per program
 
 
-def dequantize(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Dequantize: scale · code + offset as [N, columns] of ``dtype``.
+def dequantize(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+    """The weight of a product: scale · code + offset as [N, K] of x's dtype.
 
-    Args:
-        weight: [N, ≥ columns] int8.
-        scale: [N, G] or [N].
-        offset: as scale, or None.
-        group: columns that share a scale, a multiple of 32, or all columns.
-        columns: columns of the result.
-        dtype: dtype of the result.
+    A group may also be all columns, with scales [N].
     """
-    n = weight.shape[0]
-    out = torch.empty((n, columns), dtype=dtype, device=weight.device)
+    x, weight, scale, offset, group, _ = inputs
+    n, columns = weight.shape[0], x.shape[1]
+    out = torch.empty((n, columns), dtype=x.dtype, device=weight.device)
     group = group if group < columns else 1 << 30
     fixed = (n, columns, weight.stride(0), scale.stride(0))
     _launcher(
@@ -56,11 +45,14 @@ def dequantize(
     return out
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply_dequantized(inputs: GroupwiseLinearInputs, weight: torch.Tensor) -> torch.Tensor:
     """Compute x [T, K] · weight [N, K]ᵀ + bias [N] with cuBLAS: [T, N] of x's dtype.
 
-    bias may have another dtype.
+    Args:
+        inputs: x, and the bias, which may have another dtype.
+        weight: the dequantized one.
     """
+    x, bias = inputs.x, inputs.bias
     if bias is None or bias.dtype == x.dtype:
         return F.linear(x, weight, bias)
     return (F.linear(x, weight) + bias).to(x.dtype)

@@ -30,7 +30,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import linear
+from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
@@ -43,11 +43,11 @@ MAX_ROWS = 64  # rows of 16-bit x
 
 def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """Run the op; sums in float32."""
+    if len(inputs.x) > MAX_ROWS:
+        return multiply_dequantized(inputs, dequantize_weight(inputs))
     x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
-    if tokens > MAX_ROWS:
-        return linear(x, dequantize_weight(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = _launch_config(tokens, n)
     _int4_gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
@@ -73,17 +73,11 @@ def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
     return 32 if tokens <= 32 else 64, 64, 4, 4
 
 
-def dequantize_weight(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Dequantize to [N, columns] in ``dtype``."""
-    n, width = weight.shape
-    out = torch.empty((n, columns), dtype=dtype, device=weight.device)
+def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+    """The weight of a product as [N, K] of x's dtype."""
+    x, weight, scale, offset, group, _ = inputs
+    (n, width), columns = weight.shape, x.shape[1]
+    out = torch.empty((n, columns), dtype=x.dtype, device=weight.device)
     rows, runs = 2, 64
     fixed = (n, columns, width, weight.stride(0), scale.stride(0))
     _launcher(

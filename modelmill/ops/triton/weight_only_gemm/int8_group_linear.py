@@ -21,7 +21,7 @@ import triton.language as tl
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, multiply_dequantized
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
@@ -33,11 +33,11 @@ MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """Run the op; sums in float32."""
+    if len(inputs.x) > MAX_ROWS:
+        return multiply_dequantized(inputs, dequantize(inputs))
     x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
-    if tokens > MAX_ROWS:
-        return linear(x, dequantize(weight, scale, offset, group, k, x.dtype), bias)
     out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     block_t, block_n, stages, warps = next(
         config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0]

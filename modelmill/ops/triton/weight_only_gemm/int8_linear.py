@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import DEQUANT_RANGES
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.launch_configs import GemmKey, LaunchConfig, TunedConfigs
 from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
-from modelmill.ops.triton.gemm_16bit.linear import gemm_small_m, gemv
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, linear
+from modelmill.ops.triton.gemm_16bit.linear import gemm
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, multiply_dequantized
 
 DEQUANT_MIN_ROWS = 257
 
@@ -47,10 +48,8 @@ def run(
     weight is scaled first.
     """
     if x.shape[0] >= DEQUANT_MIN_ROWS:
-        return linear(x, dequantize(weight, scale, None, x.shape[1], x.shape[1], x.dtype), bias)
+        one_group = GroupwiseLinearInputs(x, weight, scale, None, x.shape[1], bias)
+        return multiply_dequantized(one_group, dequantize(one_group))
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        gemv(x, weight, scale, bias, out, configs)
-    else:
-        gemm_small_m(x, weight, scale, bias, out, configs)
+    gemm(x, weight, scale, bias, out, configs)
     return out

@@ -6,7 +6,7 @@ import torch
 
 from modelmill.ops.kernel_range import NOT_FLOAT32, ProblemRange
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm_small_m, gemv
+from modelmill.ops.triton.gemm_16bit.linear import MAX_ROWS, gemm
 from modelmill.ops.triton.weight_only_gemm.int8_linear import supports as supports
 
 SUPPORTED_PROBLEMS = (ProblemRange(m=(1, 1)), ProblemRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
@@ -17,8 +17,5 @@ def run(
 ) -> torch.Tensor:
     """Run the op: integers in x's dtype; sums, scale and bias in float32."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        gemv(x, weight, scale, bias, out)
-    else:
-        gemm_small_m(x, weight, scale, bias, out)
+    gemm(x, weight, scale, bias, out)
     return out
