@@ -106,6 +106,18 @@ def expand_groups(grid: torch.Tensor, group: int, columns: int, dtype: torch.dty
     return grid.to(dtype).repeat_interleave(group, 1)[:, :columns]
 
 
+def weight_tensors(
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, device: str
+) -> dict[str, torch.Tensor | None]:
+    """A weight as arguments of a case: grids in float16, on a device."""
+    tensors = {
+        "weight": weight,
+        "scale": scale.half(),
+        "offset": None if offset is None else offset.half(),
+    }
+    return {name: None if t is None else t.to(device) for name, t in tensors.items()}
+
+
 def cases_for_shapes(
     shapes: list[tuple[int, int, int, int]],
     random_weight: RandomWeight,

@@ -24,7 +24,9 @@ from modelmill.ops.groupwise import (
     dequantize_codes,
     groupwise_problem,
     matmul_reference,
+    weight_tensors,
 )
+from modelmill.ops.linear_cases import DECODE_7B_SHAPES
 
 DECLARATION = OpDeclaration(inputs=GroupwiseLinearInputs, problem=groupwise_problem)
 
@@ -69,29 +71,12 @@ dequantize_weight = functools.partial(dequantize_codes, unpack_codes, ZERO_POINT
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill; all group sizes; K odd or not a multiple of 32 or of the group."""
-    shapes = [
-        (1, 576, 1536, 128),
-        (5, 100, 33, 32),
-        (33, 576, 96, 64),
-        (1, 1536, 576, 128),
-        (2, 65, 7, 96),
-    ]
-    shapes += [(40, 1056, 97, 128), (70, 544, 65, 64), (65, 99, 40, 32)]
+    shapes = [(1, 576, 1536, 128), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128)]
+    shapes += [(2, 65, 7, 96), (40, 1056, 97, 128), (70, 544, 65, 64), (65, 99, 40, 32)]
     if device != "cpu":
-        shapes += [
-            (1, 4096, 12288, 128),
-            (1, 4096, 4096, 128),
-            (1, 4096, 22016, 128),
-            (1, 11008, 4096, 128),
-        ]
-        shapes += [
-            (8, 4096, 4096, 64),
-            (64, 4096, 4096, 128),
-            (1, 1056, 608, 32),
-            (1, 1120, 608, 64),
-            (20, 992, 64, 32),
-            (132, 4096, 4096, 128),
-        ]
+        shapes += [(*sizes, 128) for sizes in DECODE_7B_SHAPES]
+        shapes += [(8, 4096, 4096, 64), (64, 4096, 4096, 128), (1, 1056, 608, 32)]
+        shapes += [(1, 1120, 608, 64), (20, 992, 64, 32), (132, 4096, 4096, 128)]
     yield from cases_for_shapes(shapes, random_weight, device, dtype)
 
 
@@ -103,9 +88,4 @@ def random_weight(
     codes = torch.randint(0, 16, (n, k), generator=generator)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (0.2 * k**-0.5)
     offset = -scale * (7.5 + torch.randn(scale.shape, generator=generator))
-    tensors = {
-        "weight": pack_codes(codes),
-        "scale": scale.half(),
-        "offset": None if symmetric else offset.half(),
-    }
-    return {name: None if t is None else t.to(device) for name, t in tensors.items()}
+    return weight_tensors(pack_codes(codes), scale, None if symmetric else offset, device)

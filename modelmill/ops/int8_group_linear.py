@@ -22,6 +22,7 @@ from modelmill.ops.groupwise import (
     dequantize_codes,
     groupwise_problem,
     matmul_reference,
+    weight_tensors,
 )
 
 DECLARATION = OpDeclaration(inputs=GroupwiseLinearInputs, problem=groupwise_problem)
@@ -56,22 +57,11 @@ dequantize_weight = functools.partial(dequantize_codes, unpad_codes, 0)
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill; K odd or not a multiple of 32 or of the group."""
-    shapes = [
-        (1, 576, 1536, 32),
-        (5, 100, 33, 32),
-        (33, 576, 96, 64),
-        (1, 1536, 576, 128),
-        (2, 65, 7, 96),
-    ]
-    shapes += [(70, 544, 65, 64), (65, 99, 40, 32)]
+    shapes = [(1, 576, 1536, 32), (5, 100, 33, 32), (33, 576, 96, 64), (1, 1536, 576, 128)]
+    shapes += [(2, 65, 7, 96), (70, 544, 65, 64), (65, 99, 40, 32)]
     if device != "cpu":
-        shapes += [
-            (1, 4096, 12288, 128),
-            (1, 4096, 4096, 64),
-            (1, 11008, 4096, 32),
-            (1, 1056, 608, 32),
-        ]
-        shapes += [(1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
+        shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 64), (1, 11008, 4096, 32)]
+        shapes += [(1, 1056, 608, 32), (1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
         shapes += [(64, 4096, 4096, 128), (132, 4096, 4096, 32)]
     yield from cases_for_shapes(shapes, random_weight, device, dtype)
 
@@ -84,9 +74,4 @@ def random_weight(
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    tensors = {
-        "weight": pad_codes(codes),
-        "scale": scale.half(),
-        "offset": None if symmetric else offset.half(),
-    }
-    return {name: None if t is None else t.to(device) for name, t in tensors.items()}
+    return weight_tensors(pad_codes(codes), scale, None if symmetric else offset, device)

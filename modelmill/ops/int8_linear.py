@@ -15,7 +15,7 @@ from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import gemm_problem
 from modelmill.ops.linear import linear
-from modelmill.ops.linear_cases import dense_args, linear_case
+from modelmill.ops.linear_cases import DECODE_7B_SHAPES, DENSE_SHAPES, dense_args, linear_case
 
 DECLARATION = OpDeclaration(problem=gemm_problem, operands=("x", "weight", "scale", "bias"))
 
@@ -104,15 +104,9 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of linear."""
-    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7)]
+    shapes = DENSE_SHAPES
     if device != "cpu":
-        shapes += [
-            (1, 4096, 12288),
-            (1, 4096, 4096),
-            (1, 4096, 22016),
-            (1, 11008, 4096),
-            (8, 4096, 4096),
-        ]
+        shapes = [*shapes, *DECODE_7B_SHAPES, (8, 4096, 4096)]
     yield from cases_for_shapes(shapes, device, dtype)
 
 

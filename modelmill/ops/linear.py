@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.kernel_range import dense_problem
-from modelmill.ops.linear_cases import dense_args, linear_case
+from modelmill.ops.linear_cases import DECODE_7B_SHAPES, DENSE_SHAPES, dense_args, linear_case
 
 DECLARATION = OpDeclaration(problem=dense_problem, operands=("x", "weight", "bias"))
 
@@ -43,16 +43,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode (one and a few rows) and prefill, odd sizes; the 7B shapes only on a GPU."""
-    shapes = [(1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7)]
+    shapes = DENSE_SHAPES
     if device != "cpu":
-        shapes += [
-            (1, 4096, 12288),
-            (1, 4096, 4096),
-            (1, 4096, 22016),
-            (1, 11008, 4096),
-            (8, 4096, 4096),
-            (64, 4096, 4096),
-        ]
+        shapes = [*shapes, *DECODE_7B_SHAPES, (8, 4096, 4096), (64, 4096, 4096)]
     for rows, k, n in shapes:
         yield linear_case(
             dense_args(

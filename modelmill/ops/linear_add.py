@@ -55,13 +55,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts, odd sizes; the 7B shapes only on a GPU."""
     shapes = [(5, 72, 40), (300, 136, 200), (512, 64, 96)]
     if device != "cpu":
-        shapes += [
-            (1024, 4096, 4096),
-            (1024, 11008, 4096),
-            (4096, 4096, 4096),
-            (4096, 11008, 4096),
-            (1000, 520, 328),
-        ]
+        shapes += [(rows, k, 4096) for rows in (1024, 4096) for k in (4096, 11008)]
+        shapes += [(1000, 520, 328)]
     for rows, k, n in shapes:
         args = dense_args(
             rows, k, n, device=device, dtype=dtype, x_seed=rows + k, has_bias=n % 16 != 0

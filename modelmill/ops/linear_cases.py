@@ -8,6 +8,15 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 
+Shape = tuple[int, int, int]  # rows, K, N
+DENSE_SHAPES: list[Shape] = [
+    (1, 576, 1536), (5, 100, 33), (33, 576, 960), (1, 1536, 576), (2, 65, 7),
+]  # fmt: skip
+# one row of the products of a 7B decoder
+DECODE_7B_SHAPES: list[Shape] = [
+    (1, 4096, 12288), (1, 4096, 4096), (1, 4096, 22016), (1, 11008, 4096),
+]  # fmt: skip
+
 
 def linear_case(
     args: dict[str, Any], *, gated: bool = False, suffix: str = "", writes: tuple[str, ...] = ()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from modelmill.ops import registry
+from modelmill.ops.kernel_range import UNBOUNDED
 from tools.kernel_heads import (
     BACKENDS,
     FIELDS,
@@ -19,6 +21,7 @@ from tools.kernel_heads import (
     read_head,
     read_heads,
 )
+from tools.kernels_page import row_interval
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = read_heads(ROOT)
@@ -106,10 +109,57 @@ def test_native_sources_and_triton_kernels_have_heads() -> None:
     triton = {
         path
         for path in (ROOT / OPS / "triton").rglob("*.py")
-        if "@triton.jit" in path.read_text() and path.parent.name != "common"
+        if re.search(r"^@triton\.jit", path.read_text(), re.MULTILINE)
     }
     assert {path.relative_to(ROOT) for path in native | triton} <= files
     assert len(native) > 60
+
+
+def _row_limits(module: ModuleType) -> list[tuple[int, int | None]]:
+    """(least, most or None) rows of each range that an implementation of a GEMM op states."""
+    ranges = [*getattr(module, "SUPPORTED_PROBLEMS", ())]
+    ranges += [kernel.range for kernel in getattr(module, "KERNELS", ())]
+    limits = [(each.m[0], None if each.m[1] == UNBOUNDED else each.m[1]) for each in ranges]
+    # of an implementation that takes launch configs: its ``run`` chooses among kernels
+    if hasattr(module, "MAX_ROWS"):
+        limits.append((1, module.MAX_ROWS))
+    for name in ("DEQUANT_MIN_ROWS", "SCALED_MM_MIN_ROWS"):
+        if hasattr(module, name):
+            limits.append((getattr(module, name), None))
+    return limits or [(1, None)]
+
+
+GEMM_RANGES = [
+    (op, head)
+    for head in KERNELS
+    for op in head.ops
+    if registry.declarations()[op].problem is not None
+]
+
+
+@pytest.mark.parametrize(("op", "head"), GEMM_RANGES, ids=lambda each: getattr(each, "path", each))
+def test_rows_of_a_range_are_those_of_the_data(op: str, head: KernelHead) -> None:
+    """The M of a head begins and ends where a range of the implementation does."""
+    limits = _row_limits(registry.implementations(op)[head.backend])
+    ends = {most for _, most in limits} | {least - 1 for least, _ in limits}
+    least, most = row_interval(head.range_of(op))
+    assert {least - 1, most} <= ends, (limits, head.range_of(op))
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"), sorted({(op, head.backend) for op, head in GEMM_RANGES}), ids=str
+)
+def test_the_ranges_of_an_op_cover_what_is_served(op: str, backend: str) -> None:
+    """From the least to the largest number of rows, unless a head says what becomes of more."""
+    module = registry.implementations(op)[backend]
+    limits = [(each.m[0], each.m[1]) for each in getattr(module, "SUPPORTED_PROBLEMS", ())]
+    limits = limits or [(1, UNBOUNDED)]
+    heads = [head for named, head in GEMM_RANGES if (named, head.backend) == (op, backend)]
+    shown = [row_interval(head.range_of(op)) for head in heads]
+    assert min(least for least, _ in shown) == min(least for least, _ in limits)
+    if not any("more rows" in head.range_of(op) for head in heads):
+        most = max(UNBOUNDED if most is None else most for _, most in shown)
+        assert most == max(most for _, most in limits)
 
 
 @pytest.mark.parametrize("head", KERNELS, ids=_name)

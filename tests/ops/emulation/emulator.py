@@ -134,16 +134,9 @@ class Emulator:
         return folder
 
     def load_kernel(
-        self,
-        source: str,
-        name: str,
-        macros: tuple[str, ...],
-        threads: int,
-        shared: int,
-        device: int,
-        carveout: int | None = None,
+        self, source: str, name: str, macros: tuple[str, ...], threads: int, shared: int, *_: object
     ) -> EmulatedKernel:
-        """As launch.kernel; how memory is divided does not matter here."""
+        """As launch.load_kernel; the device and how memory is divided do not matter here."""
         assert shared <= MAX_SHARED_BYTES
         assert threads % 32 == 0
         function = getattr(self.library(source, macros), f"emulate_{name}")

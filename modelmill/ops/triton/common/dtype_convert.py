@@ -1,4 +1,12 @@
-"""Conversions between 8-bit and wider values in registers."""
+"""Conversions between 8-bit and wider values in registers.
+
+Computes: int8 and e4m3 as float16 or float32; scales of 8-bit values and their rounding; log2
+Dtypes: int8, e4m3, float16 and float32; other types pass unchanged or are widened
+Layout: elementwise; pairs of 8-bit values in int16
+Range: any shape
+Technique: byte permutations and packed conversions as inline PTX; casts in the interpreter
+Used by: linear.py, paged_decode.py, paged_prefill.py, rope_cache.py
+"""
 
 from __future__ import annotations
 

@@ -118,11 +118,8 @@ def _gemm_8bit_kernel(
     if BIAS:
         out += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(
-        target,
-        out.to(out_ptr.dtype.element_ty),
-        mask=(row < n)[:, None] & (token < tokens)[None, :],
-    )
+    live = (row < n)[:, None] & (token < tokens)[None, :]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

@@ -135,11 +135,8 @@ def _kernel(
     if BIAS:
         out += tl.load(bias_ptr + weight_rows).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    tl.store(
-        target,
-        out.to(out_ptr.dtype.element_ty),
-        mask=(token < tokens)[None, :] & (row < n)[:, None],
-    )
+    live = (token < tokens)[None, :] & (row < n)[:, None]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

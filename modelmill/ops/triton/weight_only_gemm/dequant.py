@@ -5,7 +5,7 @@ Dtypes: int8 to bfloat16, float16 or float32
 Layout: row-major; scales and offsets [N, groups]
 Range: any N and K
 Technique: elementwise, cached launcher
-Used by: int4_linear.py, int8_group_linear.py, int8_linear.py
+Used by: groupwise.py, int4_linear.py, int8_group_linear.py, int8_linear.py
 
 Each weight is rounded once.
 """
@@ -29,19 +29,40 @@ def dequantize(inputs: GroupwiseLinearInputs) -> torch.Tensor:
 
     A group may also be all columns, with scales [N].
     """
-    x, weight, scale, offset, group, _ = inputs
+    (n, columns), group = (len(inputs.weight), inputs.x.shape[1]), inputs.group
+    programs = (-(-n // _BLOCK_N), -(-columns // (_PACK_COLUMNS * _PACKS_PER_PROGRAM)), 1)
+    group = group if group < columns else 1 << 30
+    constants = (group, _PACK_COLUMNS, _BLOCK_N, _PACKS_PER_PROGRAM)
+    return launch_dequantize(_launcher, programs, inputs, (), constants, warps=4)
+
+
+def launch_dequantize(
+    launcher: CachedLauncher,
+    programs: tuple[int, int, int],
+    inputs: GroupwiseLinearInputs,
+    sizes: tuple[int, ...],
+    constants: tuple[int, ...],
+    *,
+    warps: int,
+) -> torch.Tensor:
+    """Dequantize to [N, K] of x's dtype.
+
+    Args:
+        launcher: of a kernel of weight, scale, offset, out; N, K, ``sizes``, strides of weight and
+            scale; whether there is an offset, and ``constants``.
+        programs: the grid.
+        inputs: of the product.
+        sizes: further sizes.
+        constants: further constexprs.
+        warps: of a program.
+    """
+    x, weight, scale, offset = inputs[:4]
     n, columns = weight.shape[0], x.shape[1]
     out = torch.empty((n, columns), dtype=x.dtype, device=weight.device)
-    group = group if group < columns else 1 << 30
-    fixed = (n, columns, weight.stride(0), scale.stride(0))
-    _launcher(
-        (-(-n // _BLOCK_N), -(-columns // (_PACK_COLUMNS * _PACKS_PER_PROGRAM)), 1),
-        (weight, scale, scale if offset is None else offset, out),
-        fixed,
-        fixed,
-        (offset is not None, group, _PACK_COLUMNS, _BLOCK_N, _PACKS_PER_PROGRAM),
-        {"num_warps": 4},
-    )
+    numbers = (n, columns, *sizes, weight.stride(0), scale.stride(0))
+    tensors = (weight, scale, scale if offset is None else offset, out)
+    constexprs = (offset is not None, *constants)
+    launcher(programs, tensors, numbers, numbers, constexprs, {"num_warps": warps})
     return out
 
 

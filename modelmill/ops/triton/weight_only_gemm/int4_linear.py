@@ -26,12 +26,15 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
+from modelmill.ops.triton.weight_only_gemm.dequant import launch_dequantize
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
+from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
@@ -41,10 +44,8 @@ EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
 MAX_ROWS = 64  # rows of 16-bit x
 
 
-def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
-    """Run the op; sums in float32."""
-    if len(inputs.x) > MAX_ROWS:
-        return multiply_dequantized(inputs, dequantize_weight(inputs))
+def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+    """The product of a few rows; sums in float32."""
     x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
@@ -75,20 +76,11 @@ def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
 
 def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """The weight of a product as [N, K] of x's dtype."""
-    x, weight, scale, offset, group, _ = inputs
-    (n, width), columns = weight.shape, x.shape[1]
-    out = torch.empty((n, columns), dtype=x.dtype, device=weight.device)
+    n, width = inputs.weight.shape
     rows, runs = 2, 64
-    fixed = (n, columns, width, weight.stride(0), scale.stride(0))
-    _launcher(
-        (-(-n // rows), -(-width // (16 * runs)), 1),
-        (weight, scale, scale if offset is None else offset, out),
-        fixed,
-        fixed,
-        (offset is not None, ZERO_POINT, group, rows, runs),
-        {"num_warps": 2},
-    )
-    return out
+    programs = (-(-n // rows), -(-width // (16 * runs)), 1)
+    constants = (ZERO_POINT, inputs.group, rows, runs)
+    return launch_dequantize(_launcher, programs, inputs, (width,), constants, warps=2)
 
 
 @triton.jit
@@ -178,3 +170,7 @@ def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
         return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+
+
+KERNELS = kernels(MAX_ROWS, _gemm, dequantize_weight)
+run = run_first(KERNELS, DECLARATION)

@@ -18,11 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.binding import run_first
 from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.int8_group_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, multiply_dequantized
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
+from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product
@@ -31,10 +34,8 @@ LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
 MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
-def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
-    """Run the op; sums in float32."""
-    if len(inputs.x) > MAX_ROWS:
-        return multiply_dequantized(inputs, dequantize(inputs))
+def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+    """The product of a few rows; sums in float32."""
     x, weight, scale, offset, group, bias = inputs
     tokens, k = x.shape
     n = weight.shape[0]
@@ -84,3 +85,7 @@ def _int8_group_gemm_kernel(
         total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+
+
+KERNELS = kernels(MAX_ROWS, _gemm, dequantize)
+run = run_first(KERNELS, DECLARATION)
