@@ -15,26 +15,20 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops import groupwise
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.groupwise import (
-    PACK_COLUMNS,
-    GroupwiseLinearInputs,
-    cases_for_shapes,
-    dequantize_codes,
-    groupwise_problem,
-    matmul_reference,
-    weight_tensors,
-)
 from modelmill.ops.linear_cases import DECODE_7B_SHAPES
 
-DECLARATION = OpDeclaration(inputs=GroupwiseLinearInputs, problem=groupwise_problem)
+DECLARATION = OpDeclaration(
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.groupwise_problem
+)
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 
 
-def int4_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+def int4_linear(inputs: groupwise.GroupwiseLinearInputs) -> torch.Tensor:
     """Compute x · weightᵀ + bias with the weight dequantized; weight: [N, ⌈K/32⌉·16] uint8.
 
     Weights and sums are float32 (float64 if x is).
@@ -42,31 +36,31 @@ def int4_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     Returns:
         [T, N] of x's dtype.
     """
-    return matmul_reference(inputs, dequantize_weight)
+    return groupwise.matmul_reference(inputs, dequantize_weight)
 
 
 def packed_bytes(columns: int) -> int:
     """Bytes of a packed row of ``columns`` 4-bit codes."""
-    return -(-columns // PACK_COLUMNS) * (PACK_COLUMNS // 2)
+    return -(-columns // groupwise.PACK_COLUMNS) * (groupwise.PACK_COLUMNS // 2)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack codes 0…15 [N, K] into [N, ⌈K/32⌉·16] uint8; padding columns are 0."""
     rows, columns = codes.shape
-    full = F.pad(codes.to(torch.uint8), (0, -columns % PACK_COLUMNS)).view(
-        rows, -1, 2, PACK_COLUMNS // 2
+    full = F.pad(codes.to(torch.uint8), (0, -columns % groupwise.PACK_COLUMNS)).view(
+        rows, -1, 2, groupwise.PACK_COLUMNS // 2
     )
     return (full[:, :, 0] | (full[:, :, 1] << 4)).reshape(rows, -1).contiguous()
 
 
 def unpack_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Unpack the result of ``pack_codes`` to [N, columns] uint8."""
-    runs = weight.view(weight.shape[0], -1, 1, PACK_COLUMNS // 2)
+    runs = weight.view(weight.shape[0], -1, 1, groupwise.PACK_COLUMNS // 2)
     return torch.cat([runs & 15, runs >> 4], 2).view(weight.shape[0], -1)[:, :columns]
 
 
 # to [N, columns], of weight, scale, offset, group, columns and the result's dtype
-dequantize_weight = functools.partial(dequantize_codes, unpack_codes, ZERO_POINT)
+dequantize_weight = functools.partial(groupwise.dequantize_codes, unpack_codes, ZERO_POINT)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -77,7 +71,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(*sizes, 128) for sizes in DECODE_7B_SHAPES]
         shapes += [(8, 4096, 4096, 64), (64, 4096, 4096, 128), (1, 1056, 608, 32)]
         shapes += [(1, 1120, 608, 64), (20, 992, 64, 32), (132, 4096, 4096, 128)]
-    yield from cases_for_shapes(shapes, random_weight, device, dtype)
+    yield from groupwise.cases_for_shapes(shapes, random_weight, device, dtype)
 
 
 def random_weight(
@@ -88,4 +82,4 @@ def random_weight(
     codes = torch.randint(0, 16, (n, k), generator=generator)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (0.2 * k**-0.5)
     offset = -scale * (7.5 + torch.randn(scale.shape, generator=generator))
-    return weight_tensors(pack_codes(codes), scale, None if symmetric else offset, device)
+    return groupwise.weight_tensors(pack_codes(codes), scale, None if symmetric else offset, device)

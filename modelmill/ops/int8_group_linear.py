@@ -13,24 +13,18 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops import groupwise
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.groupwise import (
-    PACK_COLUMNS,
-    GroupwiseLinearInputs,
-    cases_for_shapes,
-    dequantize_codes,
-    groupwise_problem,
-    matmul_reference,
-    weight_tensors,
-)
 
-DECLARATION = OpDeclaration(inputs=GroupwiseLinearInputs, problem=groupwise_problem)
+DECLARATION = OpDeclaration(
+    inputs=groupwise.GroupwiseLinearInputs, problem=groupwise.groupwise_problem
+)
 
 TOLERANCE = {torch.float32: 4e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def int8_group_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+def int8_group_linear(inputs: groupwise.GroupwiseLinearInputs) -> torch.Tensor:
     """Compute x · weightᵀ + bias with the weight dequantized; weight: [N, ⌈K/32⌉·32] int8.
 
     Weights and sums are float32 (float64 if x is).
@@ -38,12 +32,12 @@ def int8_group_linear(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     Returns:
         [T, N] of x's dtype.
     """
-    return matmul_reference(inputs, dequantize_weight)
+    return groupwise.matmul_reference(inputs, dequantize_weight)
 
 
 def pad_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pad int8 codes [N, K] with zeros to [N, ⌈K/32⌉·32]."""
-    return F.pad(codes, (0, -codes.shape[1] % PACK_COLUMNS)).contiguous()
+    return F.pad(codes, (0, -codes.shape[1] % groupwise.PACK_COLUMNS)).contiguous()
 
 
 def unpad_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
@@ -52,7 +46,7 @@ def unpad_codes(weight: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 # to [N, columns], of weight, scale, offset, group, columns and the result's dtype
-dequantize_weight = functools.partial(dequantize_codes, unpad_codes, 0)
+dequantize_weight = functools.partial(groupwise.dequantize_codes, unpad_codes, 0)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -63,7 +57,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(1, 4096, 12288, 128), (1, 4096, 4096, 64), (1, 11008, 4096, 32)]
         shapes += [(1, 1056, 608, 32), (1, 1120, 608, 64), (8, 4096, 4096, 64), (20, 992, 64, 32)]
         shapes += [(64, 4096, 4096, 128), (132, 4096, 4096, 32)]
-    yield from cases_for_shapes(shapes, random_weight, device, dtype)
+    yield from groupwise.cases_for_shapes(shapes, random_weight, device, dtype)
 
 
 def random_weight(
@@ -74,4 +68,4 @@ def random_weight(
     codes = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, -(-k // group), generator=generator) + 0.5) * (k**-0.5 / 74)
     offset = scale * (20 * torch.randn(scale.shape, generator=generator))
-    return weight_tensors(pad_codes(codes), scale, None if symmetric else offset, device)
+    return groupwise.weight_tensors(pad_codes(codes), scale, None if symmetric else offset, device)
