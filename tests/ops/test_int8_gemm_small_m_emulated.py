@@ -83,7 +83,7 @@ def test_products(
 
 
 INSIDE = (
-    "return K_TILE == 32 || at.column + K_TILE * k_tile + 64 * load < w.columns;",
+    "return K_TILE == 32 || at.column + K_TILE * k_tile + 64 * load < w.row_length;",
     "return true;",
 )
 SUMS = ("if (OFFSET) total[n][c] += first.y * sums[n][c],", "if (OFFSET)")

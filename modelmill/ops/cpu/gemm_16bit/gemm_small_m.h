@@ -22,34 +22,33 @@ namespace mill {
 constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations per block (L2)
 
 // Dot product traits: weights of type T and activations as floats. A step covers kStep columns in
-// kParts vectors.
-template <class T> struct FloatDot {
-    using Weight = T;
+// kParts vectors. FloatFma: what those with float products share.
+struct FloatFma {
     using Input = float;
     using Vector = vf;
-    static constexpr int kParts = 1, kStep = W;
     static Vector input(const float* p) { return load(p); }
-    static Vector weight(const T* p, int n, int) { return take(p, n); }
     static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
+};
+
+template <class T> struct FloatDot : FloatFma {
+    using Weight = T;
+    static constexpr int kParts = 1, kStep = W;
+    static Vector weight(const T* p, int n, int) { return take(p, n); }
     template <class X> static void pack(float* out, const X* x) { store(out, load(x)); }
 };
 
 #if defined(MILL_AVX512)
 // bfloat16 is the upper half of a float: the even columns of a vector are shifted, the odd ones
 // masked. The activations are packed in that order once.
-struct Bf16SplitDot {
+struct Bf16SplitDot : FloatFma {
     using Weight = bf16;
-    using Input = float;
-    using Vector = vf;
     static constexpr int kParts = 2, kStep = 2 * W;
-    static Vector input(const float* p) { return load(p); }
     static Vector weight(const bf16* p, int n, int part) {
         const __m512i raw =
             n == kStep ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((1u << n) - 1u, p);
         return _mm512_castsi512_ps(part ? _mm512_and_si512(raw, _mm512_set1_epi32(-65536))
                                         : _mm512_slli_epi32(raw, 16));
     }
-    static vf accumulate(Vector w, Vector x, vf acc) { return fma(w, x, acc); }
     static void pack(float* out, const bf16* x) {
         for (int part = 0; part < kParts; part++) store(out + part * W, weight(x, kStep, part));
     }

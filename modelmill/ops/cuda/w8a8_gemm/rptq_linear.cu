@@ -38,18 +38,10 @@ struct Work {
 };
 static_assert(sizeof(Work) == 88, "rptq_linear.py packs 88 bytes");
 
-// This thread's pointers at the first K tile.
-struct ThreadPointers {
-    const uint4 *low, *high;
-    const float2 *grid_low, *grid_high;
-    const uint4* q[M_TILES];  // null: the row does not exist
-};
+using KTile = WeightTile<uint4, LOADS>;
+using Pointers = ThreadPointers<uint4, uint4>;
 
-struct KTile {
-    uint4 low[LOADS], high[LOADS];
-};
-
-__device__ inline void fetch(KTile& tile, const ThreadPointers& at, int k_tile) {
+__device__ inline void fetch(KTile& tile, const Pointers& at, int k_tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         tile.low[i] = load_once(at.low + 4 * (LOADS * k_tile + i));
@@ -79,13 +71,13 @@ __device__ inline void load_q(u32 (&q)[8], const uint4* from, int k_tile) {
     }
 }
 
-__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const ThreadPointers& at,
+__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const Pointers& at,
                            int k_tile, int group, const float* steps, int groups, int tokens) {
     const float2 first = at.grid_low[group], second = at.grid_high[group];
 #pragma unroll
     for (int n = 0; n < M_TILES; ++n) {
         u32 q[8];
-        load_q(q, at.q[n], k_tile);
+        load_q(q, at.x[n], k_tile);
         int part[4] = {}, sums[4] = {};
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
@@ -132,16 +124,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     extern __shared__ float2 grids[];
     const ThreadTile me = thread_tile(w.rows);
     const int width = w.columns / (PACKED ? 32 : 16), k_tiles = w.columns / COLUMNS;
-    ThreadPointers at = {
-        w.weight + me.low * width + me.quad_lane, w.weight + me.high * width + me.quad_lane,
-        grids + me.local_row * (w.groups + 1), grids + (me.local_row + 8) * (w.groups + 1)};
+    Pointers at = {w.weight + me.low * width + me.quad_lane,
+                   w.weight + me.high * width + me.quad_lane, grids + me.local_row * (w.groups + 1),
+                   grids + (me.local_row + 8) * (w.groups + 1)};
     const int part = me.quad_lane * (PACKED ? 2 : 1), row = w.columns / 16;
     if constexpr (M_TILES == 1 && PREFETCH == 1) {
         // this config has no spare registers: adding the thread's offset last saves three
         const uint4* mine = w.q + static_cast<long long>(me.quad) * row + part;
-        at.q[0] = me.quad < w.tokens ? mine : nullptr;
+        at.x[0] = me.quad < w.tokens ? mine : nullptr;
     } else {
-        input_row_pointers(at.q, w.q + part, row, me.quad, w.tokens);
+        input_row_pointers(at.x, w.q + part, row, me.quad, w.tokens);
     }
     float total[M_TILES][4] = {};
     pipelined_k_loop<KTile>(

@@ -24,32 +24,10 @@
 
 constexpr int WORDS = K_TILE / 32;  // of a thread's quarter of a K tile
 
-// Strides are in elements.
-struct Work {
-    const u16* x;
-    const u32* weight;
-    const ScaleT *scale, *offset;  // [N, groups]
-    const u16* bias;               // of x's type, or null
-    u16* out;
-    int tokens, rows, runs, x_stride, groups;
-    int shift;  // log2 of the K tiles that share a scale
-};
-static_assert(sizeof(Work) == 72, "int4_linear.py packs 72 bytes");
+using KTile = WeightTile<u32, WORDS>;  // a thread's quarter of it
+using Pointers = ThreadPointers<u32, u16>;
 
-// This thread's pointers: its quarter of the first K tile of two weight rows, their scales, its
-// rows of x.
-struct ThreadPointers {
-    const u32 *low, *high;
-    const float2 *grid_low, *grid_high;
-    const u16* x[M_TILES];  // null: the row does not exist
-};
-
-// This thread's quarter of a K tile of two weight rows.
-struct KTile {
-    u32 low[WORDS], high[WORDS];
-};
-
-__device__ inline void fetch(KTile& tile, const ThreadPointers& at, int k_tile, bool in_bounds) {
+__device__ inline void fetch(KTile& tile, const Pointers& at, int k_tile, bool in_bounds) {
     if (in_bounds) {
         fetch_words<WORDS>(tile.low, at.low + 4 * WORDS * k_tile);
         fetch_words<WORDS>(tile.high, at.high + 4 * WORDS * k_tile);
@@ -83,7 +61,7 @@ __device__ inline void fetch_x(Four (&to)[1], const u16* from, bool in_bounds) {
 }
 
 // total += 16 weight rows times up to 8 M_TILES rows of x, for one K tile.
-__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const ThreadPointers& at,
+__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const Pointers& at,
                            int k_tile, bool in_bounds, int group) {
     constexpr int WORDS_PER_LOAD = WORDS > 1 ? 2 : 1;  // words per 16 bytes of x
     float part[M_TILES][4] = {}, sums[M_TILES][4] = {};
@@ -124,20 +102,20 @@ __device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    int4_linear(const __grid_constant__ Work w) {
+    int4_linear(const __grid_constant__ WeightOnlyWork w) {
     extern __shared__ float2 grids[];
     const ThreadTile me = thread_tile(w.rows);
-    ThreadPointers at = {w.weight + me.low * w.runs * 4 + me.quad_lane * WORDS,
-                         w.weight + me.high * w.runs * 4 + me.quad_lane * WORDS,
-                         grids + me.local_row * (w.groups + 1),
-                         grids + (me.local_row + 8) * (w.groups + 1)};
+    Pointers at = {w.weight + me.low * w.row_length * 4 + me.quad_lane * WORDS,
+                   w.weight + me.high * w.row_length * 4 + me.quad_lane * WORDS,
+                   grids + me.local_row * (w.groups + 1),
+                   grids + (me.local_row + 8) * (w.groups + 1)};
     // the first column of this thread's quarter
     const int column = K_TILE == 128  ? 32 * me.quad_lane
                        : K_TILE == 64 ? me.quad_lane / 2 * 32 + me.quad_lane % 2 * 8
                                       : 4 * me.quad_lane;
     input_row_pointers(at.x, w.x + column, w.x_stride, me.quad, w.tokens);
-    const int num_tiles = (w.runs - column / 32 + WORDS - 1) / WORDS;
-    const int k_tiles = (w.runs + WORDS - 1) / WORDS;
+    const int num_tiles = (w.row_length - column / 32 + WORDS - 1) / WORDS;
+    const int k_tiles = (w.row_length + WORDS - 1) / WORDS;
     float total[M_TILES][4] = {};
     pipelined_k_loop<KTile>(
         me.warp_k, k_tiles,

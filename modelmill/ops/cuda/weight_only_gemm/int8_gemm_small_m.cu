@@ -26,37 +26,18 @@ constexpr int WORDS = K_TILE / 16;  // of a thread's quarter of a K tile
 constexpr int LOADS = WORDS == 2 ? 1 : WORDS / 4;
 constexpr int EACH = WORDS / LOADS;  // words per load
 
-struct Work {
-    const u16* x;
-    const u32* weight;
-    const ScaleT *scale, *offset;  // [N, groups]
-    const u16* bias;               // of x's type, or null
-    u16* out;
-    int tokens, rows, columns, x_stride, groups;  // columns: a multiple of 32
-    int shift;                                    // log2 of the K tiles that share a scale
-};
-static_assert(sizeof(Work) == 72, "int8_gemm_small_m.py packs 72 bytes");
-
-// This thread's pointers: first load of the first K tile of its two weight rows, their scales, its
-// rows of x.
-struct ThreadPointers {
-    const u32 *low, *high;
-    const float2 *grid_low, *grid_high;
-    const u16* x[M_TILES];  // null: the row does not exist
-    int column;             // first column
-};
-
-// This thread's quarter of a K tile of two weight rows.
-struct KTile {
-    u32 low[WORDS], high[WORDS];
+using KTile = WeightTile<u32, WORDS>;  // a thread's quarter of it
+struct Pointers : ThreadPointers<u32, u16> {
+    int column;  // first column
 };
 
 // Whether this thread's load of a K tile is inside the matrix.
-__device__ inline bool in_bounds(const Work& w, const ThreadPointers& at, int k_tile, int load) {
-    return K_TILE == 32 || at.column + K_TILE * k_tile + 64 * load < w.columns;
+__device__ inline bool in_bounds(const WeightOnlyWork& w, const Pointers& at, int k_tile,
+                                 int load) {
+    return K_TILE == 32 || at.column + K_TILE * k_tile + 64 * load < w.row_length;
 }
 
-__device__ inline void fetch(KTile& tile, const Work& w, const ThreadPointers& at, int k_tile) {
+__device__ inline void fetch(KTile& tile, const WeightOnlyWork& w, const Pointers& at, int k_tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
         u32 *low = tile.low + EACH * i, *high = tile.high + EACH * i;
@@ -71,8 +52,8 @@ __device__ inline void fetch(KTile& tile, const Work& w, const ThreadPointers& a
 }
 
 // total += 16 weight rows times up to 8 M_TILES rows of x, for one K tile.
-__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const Work& w,
-                           const ThreadPointers& at, int k_tile) {
+__device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const WeightOnlyWork& w,
+                           const Pointers& at, int k_tile) {
     float part[M_TILES][4] = {}, sums[M_TILES][4] = {};
 #pragma unroll
     for (int j = 0; j < WORDS; j += 2) {
@@ -116,19 +97,19 @@ __device__ inline void add(float (&total)[M_TILES][4], const KTile& tile, const 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    int8_gemm_small_m(const __grid_constant__ Work w) {
+    int8_gemm_small_m(const __grid_constant__ WeightOnlyWork w) {
     extern __shared__ __align__(16) unsigned char shared[];
     float2* grids = reinterpret_cast<float2*>(shared);
     const ThreadTile me = thread_tile(w.rows);
-    ThreadPointers at = {w.weight + me.low * (w.columns / 4) + me.quad_lane * EACH,
-                         w.weight + me.high * (w.columns / 4) + me.quad_lane * EACH,
-                         grids + me.local_row * (w.groups + 1),
-                         grids + (me.local_row + 8) * (w.groups + 1)};
+    Pointers at = {{w.weight + me.low * (w.row_length / 4) + me.quad_lane * EACH,
+                    w.weight + me.high * (w.row_length / 4) + me.quad_lane * EACH,
+                    grids + me.local_row * (w.groups + 1),
+                    grids + (me.local_row + 8) * (w.groups + 1)}};
     at.column = 4 * EACH * me.quad_lane;
     input_row_pointers(at.x, w.x + at.column, w.x_stride, me.quad, w.tokens);
     float total[M_TILES][4] = {};
     pipelined_k_loop<KTile>(
-        me.warp_k, (w.columns + K_TILE - 1) / K_TILE,
+        me.warp_k, (w.row_length + K_TILE - 1) / K_TILE,
         [&](KTile& tile, int k_tile) { fetch(tile, w, at, k_tile); },
         [&] {
             stage_scales(grids, w.scale, OFFSET ? w.offset : nullptr, nullptr, w.rows, w.groups);

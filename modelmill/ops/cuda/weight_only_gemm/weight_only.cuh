@@ -43,6 +43,33 @@ __device__ __forceinline__ ThreadTile thread_tile(int rows) {
             row_of(local_row + 8, rows)};
 }
 
+// Arguments of a kernel whose x has 16 bits; strides are in elements.
+struct WeightOnlyWork {
+    const u16* x;
+    const u32* weight;
+    const ScaleT *scale, *offset;  // [N, groups]
+    const u16* bias;               // of x's type, or null
+    u16* out;
+    int tokens, rows;
+    int row_length;  // K in columns; of packed codes in runs of 32 columns
+    int x_stride, groups;
+    int shift;  // log2 of the K tiles that share a scale
+};
+static_assert(sizeof(WeightOnlyWork) == 72, "int4_linear.py, int8_gemm_small_m.py pack 72 bytes");
+
+// A thread's pointers: its part of the first K tile of two weight rows, their scales, its rows of x
+// (null: the row does not exist).
+template <typename Word, typename X> struct ThreadPointers {
+    const Word *low, *high;
+    const float2 *grid_low, *grid_high;
+    const X* x[M_TILES];
+};
+
+// A thread's part of a K tile of two weight rows.
+template <typename Word, int COUNT> struct WeightTile {
+    Word low[COUNT], high[COUNT];
+};
+
 // Pointers to this thread's rows of x, `stride` apart; null where the row does not exist.
 template <typename T>
 __device__ __forceinline__ void input_row_pointers(const T* (&rows_out)[M_TILES], const T* x,
