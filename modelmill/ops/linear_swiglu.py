@@ -45,9 +45,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         shapes += [(rows, 4096, 11008) for rows in (1, 8, 32, 64, 4096)]
         shapes += [(768, 520, 2816)]
     for rows, k, inner in shapes:
-        odd = inner % 2 == 1
-        sizes = (rows, k, inner)
         args = dense_args(
-            *sizes, device=device, dtype=dtype, x_seed=rows + k, has_bias=odd, gated=True
+            rows,
+            k,
+            inner,
+            device=device,
+            dtype=dtype,
+            x_seed=rows + k,
+            has_bias=inner % 2 == 1,
+            gated=True,
         )
         yield linear_case(args, gated=True)

@@ -37,6 +37,7 @@ requires_emulation = pytest.mark.skipif(
 FLAGS = ("-O1", "-std=c++17", "-ffp-contract=off", "-w", "-Wno-psabi", "-fPIC", f"-I{HERE}")
 MAX_SHARED_BYTES = 227 << 10
 ORDERS = 6  # of events: a mistake may stay unseen in any one of them
+Dims = tuple[int, ...]
 BYTES = {
     torch.uint8: 1,
     torch.int8: 1,
@@ -192,12 +193,7 @@ def memory_ranges(*tensors: torch.Tensor | None) -> list[tuple[int, int]]:
 
 
 def tensor_map(
-    address: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzled: bool = True,
+    address: int, dtype: torch.dtype, sizes: Dims, strides: Dims, box: Dims, swizzled: bool = True
 ) -> bytes:
     """As launch.tensor_map, for async_copy.cpp: the demands of the driver, then the numbers as they
     are.
