@@ -5,6 +5,7 @@ dtype.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def test_every_fault_is_out_of_bounds(
 def test_nan_is_out_of_bounds() -> None:
     row = compare_tensors("q", torch.tensor([float("nan")]), torch.ones(1))
     assert len(module_bound("linear", "bfloat16", "int8").violations(row)) == 3
+
+
+def test_each_number_that_is_nan_is_out_of_bounds() -> None:
+    nan = float("nan")
+    metrics = replace(compare_tensors("q", torch.ones(1), torch.ones(1)), rel_l2=nan, gain=nan)
+    assert len(module_bound("linear", "bfloat16", "int8").violations(metrics)) == 2
+
+
+@pytest.mark.parametrize("arithmetic", ["norm", "linear", "attention"])
+def test_float32_is_exact_to_more_than_four_digits(arithmetic: str) -> None:
+    expected = torch.randn(64, 64)
+    row = compare_tensors("q", expected + 1e-4 * torch.randn(64, 64), expected)
+    assert module_bound(arithmetic, "float32").violations(row)
 
 
 def test_what_is_not_published_says_so() -> None:

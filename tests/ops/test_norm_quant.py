@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from modelmill.ops import registry
 from modelmill.ops.add_rms_norm_quant import add_rms_norm_quant
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.quantize import quantize
 from modelmill.ops.rms_norm_quant import quant_modes, quant_range, rms_norm_quant
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -93,6 +94,14 @@ def test_every_form_agrees_with_the_reference(
                 )
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_are_the_references_however_small(device: str) -> None:
+    """test_implementations counts errors below one as absolute, and most scales are below."""
+    x, spec = _rows(5, 64, torch.float32, device, 0), ActQuantSpec(torch.int8)
+    for run in _variants("quantize", device):
+        _agree("quantize", run(x, spec), quantize(x, spec), torch.float32, torch.int8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -143,6 +143,16 @@ def test_salt_and_inserts_keep_prefixes_apart() -> None:
         assert tiny.drain(engine)[-1].cached_tokens == hit
 
 
+def test_all_full_pages_of_an_answer_are_found_by_what_goes_on_after_it() -> None:
+    """Pages of 16 tokens: the prompt ends amid the third, which is cached once it is full."""
+    engine = tiny.make_engine()
+    prompt = tiny.prompts(1, 40, 40)[0]
+    engine.add(Request(id="a", prompt=prompt, params=tiny.params(max_tokens=30, ignore_eos=True)))
+    answer = tiny.output_ids(tiny.drain(engine))["a", 0]
+    engine.add(Request(id="b", prompt=(*prompt, *answer), params=tiny.params(max_tokens=1)))
+    assert tiny.drain(engine)[-1].cached_tokens == 64
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(overlap: bool) -> None:
     model = tiny.decoder()
