@@ -39,16 +39,23 @@ def untimed(engine: EngineCore) -> list[tuple[int, int, bool]]:
     return observed
 
 
+def of_length(name: str, prompt: tuple[int, ...], max_tokens: int) -> Request:
+    """A request whose answer has exactly ``max_tokens``."""
+    return Request(
+        id=name, prompt=prompt, params=tiny.params(max_tokens=max_tokens, ignore_eos=True)
+    )
+
+
 def test_prompts_join_running_answers_in_pieces() -> None:
     engine = tiny.make_engine(
         tiny.decoder(max_len=512), max_mixed_tokens=10, max_num_batched_tokens=4096
     )
     steps = plans(engine)
-    engine.add(Request(id="a", prompt=(5, 6), params=tiny.params(max_tokens=30, ignore_eos=True)))
+    engine.add(of_length("a", (5, 6), 30))
     engine.step()
     assert steps == [[2]]
     long = tuple(range(5, 30)) * 8
-    engine.add(Request(id="b", prompt=long, params=tiny.params(max_tokens=2, ignore_eos=True)))
+    engine.add(of_length("b", long, 2))
     tiny.drain(engine)
     assert [1, MIN_CHUNK_TOKENS] in steps
     assert all(sum(counts) <= 1 + MIN_CHUNK_TOKENS for counts in steps)
@@ -74,35 +81,17 @@ def test_answers_that_are_read_flow_on_a_cpu(mixed: int | None, most: Callable[[
     engine.scheduler.set_interactive(mixed, on_gpu=False)
     untimed(engine)
     steps = plans(engine)
-    engine.add(
-        Request(
-            id="first",
-            prompt=tuple(range(5, 25)),
-            params=tiny.params(max_tokens=60, ignore_eos=True),
-        )
-    )
+    engine.add(of_length("first", tuple(range(5, 25)), 60))
     engine.step()
     for number in range(3):
         prompt = (6 + number, *range(5, 95), *range(5, 14))
-        engine.add(
-            Request(
-                id=f"with-{number}",
-                prompt=prompt,
-                params=tiny.params(max_tokens=60, ignore_eos=True),
-            )
-        )
+        engine.add(of_length(f"with-{number}", prompt, 60))
     engine.step()
     assert steps == [[20], [1, 100, 100, 100]]
     for _ in range(4):
         engine.step()
     del steps[:]
-    engine.add(
-        Request(
-            id="late",
-            prompt=tuple(range(5, 95)) * 2,
-            params=tiny.params(max_tokens=3, ignore_eos=True),
-        )
-    )
+    engine.add(of_length("late", tuple(range(5, 95)) * 2, 3))
     tiny.drain(engine)
     assert steps[0] == [1, 1, 1, 1, most(4) - 4]
     assert all(sum(counts) <= most(counts.count(1)) for counts in steps)
@@ -158,25 +147,13 @@ def test_steps_are_timed_with_what_was_in_them(ahead: bool) -> None:
     engine = tiny.make_engine(tiny.decoder(max_len=512), max_num_batched_tokens=4096, overlap=ahead)
     engine.scheduler.set_interactive(None, on_gpu=False)
     observed = untimed(engine)
-    engine.add(
-        Request(
-            id="first",
-            prompt=tuple(range(5, 25)),
-            params=tiny.params(max_tokens=40, ignore_eos=True),
-        )
-    )
+    engine.add(of_length("first", tuple(range(5, 25)), 40))
     for _ in range(6):
         engine.step()
     assert observed[0] == (0, 20, True)
     assert set(observed[4:]) == {(1, 1, False)}
     del observed[:]
-    engine.add(
-        Request(
-            id="late",
-            prompt=tuple(range(54, 4, -1)),
-            params=tiny.params(max_tokens=3, ignore_eos=True),
-        )
-    )
+    engine.add(of_length("late", tuple(range(54, 4, -1)), 3))
     tiny.drain(engine)
     assert (1, 1 + CPU_CHUNK_TOKENS, False) in observed
     assert sum(tokens - rows for rows, tokens, _ in observed) == 50
@@ -199,13 +176,7 @@ def test_pieces_shrink_where_steps_with_them_take_long() -> None:
     for _ in range(30):
         engine.step()
     assert pace.size_for(20) == 20
-    engine.add(
-        Request(
-            id="late",
-            prompt=tuple(range(5, 95)) * 5,
-            params=tiny.params(max_tokens=3, ignore_eos=True),
-        )
-    )
+    engine.add(of_length("late", tuple(range(5, 95)) * 5, 3))
     for _ in range(30):
         engine.step()
     assert pace.size == CPU_CHUNK_TOKENS
@@ -225,9 +196,7 @@ def test_the_limit_is_not_for_the_steps_of_searches() -> None:
     engine = tiny.make_engine(max_mixed_tokens=1, max_num_seqs=200, max_num_batched_tokens=400)
     steps = plans(engine)
     options = tiny.params(num_beams=30, n=1, max_tokens=4, temperature=0.0)
-    engine.add(
-        Request(id="single", prompt=(5, 9), params=tiny.params(max_tokens=20, ignore_eos=True))
-    )
+    engine.add(of_length("single", (5, 9), 20))
     for number in range(6):
         engine.add(Request(id=f"beams-{number}", prompt=(5, 6, 7 + number), params=options))
     ended = {
