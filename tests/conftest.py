@@ -1,14 +1,22 @@
-"""Shared fixtures: the folder with real data beside the checkout, and a seeded torch."""
+"""Shared fixtures: the folder with real data beside the checkout, engines and a service that are
+made once for all folders, and a seeded torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from modelmill.core import env
 from tests import optional_extras
 from tests.full_only import is_full_only
+
+if TYPE_CHECKING:  # it needs the extra serve, without which tests are skipped and not this file
+    from tests.serve.segment_service import SegmentService
+    from tests.serve.service_thread import ServiceThread
 
 try:
     from hypothesis import HealthCheck, settings
@@ -16,6 +24,11 @@ except ImportError:  # a GPU machine may have only pytest
     settings = None  # type: ignore[assignment, misc]
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# OpenMP's threads spin at every barrier unless its variable is set before torch is imported, which
+# costs several times the tests' own seconds where two halves of them share the cores.
+with env.passive_wait_imports():
+    import torch
 
 if settings is not None:
     # The same examples in every run, however slow the machine is; --hypothesis-profile=search draws
@@ -83,8 +96,47 @@ def shared() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine of a trained LLaMA of 260 thousand parameters, in float32 and accepted; read only."""
+    from tests.stories import build_stories
+
+    return build_stories(shared, tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture(scope="session")
+def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Engine of a small SAM with seeded weights; read only."""
+    from modelmill.core.config import BuildConfig
+    from modelmill.llm import build_engine
+    from tests.models.sam_seeded import small_file
+
+    folder = tmp_path_factory.mktemp("sam")
+    config = BuildConfig(dtype="float32", target="cpu")
+    build_engine(small_file(folder), folder / "sam.engine", config, check=False)
+    return folder / "sam.engine"
+
+
+@pytest.fixture(scope="session")
+def running(stories: Path) -> Iterator[ServiceThread]:
+    """The service of ``stories``, with a worker process; called without a socket."""
+    from tests.serve.service_thread import ServiceThread
+
+    service = ServiceThread(stories)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="session")
+def running_with_sam(stories: Path, sam: Path) -> Iterator[SegmentService]:
+    """As ``running``, with a second worker for ``sam``."""
+    from tests.serve.segment_service import SegmentService
+
+    service = SegmentService(stories, sam)
+    yield service
+    service.close()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    import torch
-
     torch.manual_seed(0)

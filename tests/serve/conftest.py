@@ -1,56 +1,20 @@
-"""A real, tiny engine that all tests of the server share."""
+"""The engine of the tests of the server through the class for Python, and a command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from modelmill.cli.main import execute
-from modelmill.core.config import BuildConfig
-from modelmill.llm import LLM, build_engine
-from tests.models.sam_seeded import small_file
+from modelmill.llm import LLM
 from tests.optional_extras import skip_if_extra_missing
-from tests.stories import build_stories
-
-if TYPE_CHECKING:  # it wants the extra serve, and without it tests are skipped, not this file
-    from tests.serve.service_thread import ServiceThread
-
-
-@pytest.fixture(scope="session")
-def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained LLaMA of 260 thousand parameters, in float32."""
-    return build_stories(shared, tmp_path_factory.mktemp("serve"))
-
-
-@pytest.fixture(scope="session")
-def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small SAM with seeded weights."""
-    folder = tmp_path_factory.mktemp("sam")
-    build_engine(
-        small_file(folder),
-        folder / "sam.engine",
-        BuildConfig(dtype="float32", target="cpu"),
-        check=False,
-    )
-    return folder / "sam.engine"
-
-
-@pytest.fixture(scope="session")
-def running(stories: Path) -> Iterator[ServiceThread]:
-    """Its service, with a worker process; called without a socket."""
-    from tests.serve.service_thread import ServiceThread
-
-    service = ServiceThread(stories)
-    yield service
-    service.close()
 
 
 @pytest.fixture(scope="session")
 def llm(stories: Path) -> LLM:
-    """The same engine through the class for Python."""
+    """The engine ``stories`` through the class for Python."""
     return LLM(stories, device="cpu", threads=1, chat_template="chatml", kv_cache_bytes=8 << 20)
 
 

@@ -41,10 +41,8 @@ EVERYTHING = {
 
 
 @pytest.fixture(scope="module")
-def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:
-    service = SegmentService(stories, sam)
-    yield service
-    service.close()
+def seeing(running_with_sam: SegmentService) -> SegmentService:
+    return running_with_sam
 
 
 @pytest.fixture(scope="module")

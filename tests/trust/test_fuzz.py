@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.serve.asgi_client import Response
-from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tests.serve.segment_service import SegmentService
 from tests.serve.service_thread import ServiceThread
 from tests.trust.test_serving import idle
@@ -22,10 +19,8 @@ COUNT = 600
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
-    service = SegmentService(stories, sam)
-    yield service
-    service.close()
+def running(running_with_sam: SegmentService) -> SegmentService:
+    return running_with_sam
 
 
 def hunt(running: ServiceThread, seed: int, count: int) -> None:

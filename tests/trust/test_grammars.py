@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,20 +11,12 @@ import pytest
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.text.grammar import check_grammar
-from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.service_thread import ServiceThread
 from tests.trust.error_lines import check_one_line
 from tests.trust.test_serving import CHAT, idle, refusal
 from tests.wait import time_limit
 
 MB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
-    service = ServiceThread(stories)
-    yield service
-    service.close()
 
 
 def schema(number: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from modelmill.serve.service import ServiceLimits
-from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
 from tests.trust.error_lines import check_one_line
 
@@ -28,7 +27,7 @@ SIZE = (120, 80)
 
 
 @pytest.fixture(scope="module")
-def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
+def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:
     service = SegmentService(
         stories,
         sam,
@@ -284,7 +283,7 @@ def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
     assert worker.memory_info().rss - before < 64 << 20
 
 
-def test_the_key_is_needed_here_too(stories: Path, sam: Path) -> None:  # noqa: F811
+def test_the_key_is_needed_here_too(stories: Path, sam: Path) -> None:
     service = SegmentService(stories, sam, ServiceLimits(api_keys=("secret",)))
     try:
         assert service.post("/v1/segment", {"image": GOOD}).status == 401

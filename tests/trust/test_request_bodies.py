@@ -10,7 +10,6 @@ import json
 import random
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
 from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client
-from tests.serve.conftest import sam, stories  # noqa: F401  the engines that tests of the server share
 from tests.serve.segment_service import SegmentService
 from tests.trust.request_cost import (
     MAX_BLOCKED_SECONDS,
@@ -50,8 +48,8 @@ ISSUE: list[tuple[str, str, str, int]] = [
 
 
 @pytest.fixture(scope="module")
-def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
-    service = SegmentService(stories, sam)
+def running(running_with_sam: SegmentService) -> Iterator[SegmentService]:
+    service = running_with_sam
     measure_request(
         service,
         "/tokenize",
@@ -61,7 +59,6 @@ def running(stories: Path, sam: Path) -> Iterator[SegmentService]:  # noqa: F811
     warmup.freeze_gc()
     yield service
     gc.unfreeze()
-    service.close()
 
 
 def check(running: SegmentService, path: str, data: bytes) -> None:

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from modelmill.serve.app import make_app
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.text.chat import TemplateChat
 from tests.serve.asgi_client import Client
-from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.service_thread import ServiceThread
 from tests.trust.error_lines import check_one_line
 from tests.wait import time_limit, wait_until
@@ -31,13 +29,6 @@ CHAT = {
     "max_tokens": 4,
     "temperature": 0,
 }
-
-
-@pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
-    service = ServiceThread(stories)
-    yield service
-    service.close()
 
 
 @pytest.fixture(autouse=True)

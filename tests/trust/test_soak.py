@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.serve.conftest import sam, stories  # noqa: F401
 from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
 from tools.soak.memory_trend import fit_trend
 from tools.soak.server import SoakServer
@@ -30,8 +29,8 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 
 def test_rough_treatment_leaves_the_server_as_it_was(
-    stories: Path,  # noqa: F811
-    sam: Path,  # noqa: F811
+    stories: Path,
+    sam: Path,
     tmp_path: Path,
 ) -> None:
     """Hostile requests, clients that leave, everything at once: the same workers, nothing runs,
@@ -57,7 +56,7 @@ def test_rough_treatment_leaves_the_server_as_it_was(
     [shutdown.check_killed_while_loading, shutdown.check_server_killed],
     ids=lambda check: check.__name__,
 )
-def test_kills(stories: Path, check_shutdown: object) -> None:  # noqa: F811
+def test_kills(stories: Path, check_shutdown: object) -> None:
     result = check_shutdown(stories, QUIET)  # type: ignore[operator]
     assert result["ok"], result
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +19,6 @@ from modelmill.serve import http_protocol, stream
 from modelmill.serve.app import make_app
 from modelmill.serve.server import http_server, open_socket
 from modelmill.serve.service import Service, ServiceLimits
-from tests.serve.conftest import stories  # noqa: F401  the engine that tests of the server share
 from tests.serve.server_process import read_all
 from tests.serve.service_thread import ServiceThread
 from tests.trust.test_serving import COMPLETION, given_up, idle
@@ -96,13 +94,6 @@ class Port:
                 return read_all(sock)
             except ConnectionError:
                 return b"reset"
-
-
-@pytest.fixture(scope="module")
-def running(stories: Path) -> Iterator[ServiceThread]:  # noqa: F811
-    service = ServiceThread(stories)
-    yield service
-    service.close()
 
 
 @pytest.fixture
