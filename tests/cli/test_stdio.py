@@ -58,7 +58,8 @@ def test_tables_without_sequences(engine: Path, checkpoint: Path, tmp_path: Path
     assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_answer_ends_where_no_client_reads_it(engine: Path) -> None:
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "JSON"])
+def test_an_answer_ends_where_no_client_reads_it(engine: Path, form: tuple[str, ...]) -> None:
     words = (
         "run",
         engine,
@@ -69,11 +70,12 @@ def test_an_answer_ends_where_no_client_reads_it(engine: Path) -> None:
         400,
         "--temperature",
         0,
+        *form,
     )
     done = leaving(*words)
     assert done.returncode == 0, done.stderr
-    assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
-    assert leaving(*words, "--json").returncode == 0
+    if not form:
+        assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
 
 
 def test_intermediate_output_without_a_reader(checkpoint: Path, tmp_path: Path) -> None:

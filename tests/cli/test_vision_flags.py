@@ -10,6 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from modelmill.cli.main import execute
 from modelmill.cli.vision_flags import MiniGPT4Files
 from modelmill.core.errors import UsageError
 from tests.models.minigpt4_seeded import write_checkpoint
@@ -20,6 +21,15 @@ Cli = Callable[..., tuple[int, Any, str]]
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("vision") / "files", shared)
+
+
+@pytest.fixture(scope="module")
+def unchecked_engine(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built through the command line, without acceptance."""
+    out = tmp_path_factory.mktemp("unchecked") / "mini.engine"
+    words = ["build", str(parts), "-o", str(out), "--dtype", "float32", "--no-check", "--quiet"]
+    assert execute(words) == 0
+    return out
 
 
 @pytest.fixture
@@ -56,19 +66,17 @@ def test_built_asked_and_compared(parts: Path, photo: Path, tmp_path: Path, cli:
 
 
 def test_talked_with(
-    parts: Path, photo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    unchecked_engine: Path, photo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import io
     import sys
 
-    engine = tmp_path / "mini.engine"
-    code, _, err = cli("build", parts, "-o", engine, "--dtype", "float32", "--no-check", "--json")
-    assert code == 0, err
     lines = f"Look.\n/image {photo}\nAnd this?\n/image {tmp_path / 'nothing.png'}\nBye.\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, out, err = cli(
-        "chat", engine, "--image", photo, "--max-tokens", "3", "--temperature", "0", "--json"
-    )
+        "chat", unchecked_engine, "--image", photo, "--max-tokens", "3", "--temperature", "0",
+        "--json",
+    )  # fmt: skip
     assert code == 0, err
     users = [each["content"] for each in out["messages"] if each["role"] == "user"]
     part_types = [[part["type"] for part in c] if isinstance(c, list) else "text" for c in users]
@@ -77,11 +85,13 @@ def test_talked_with(
 
 
 @pytest.mark.parametrize("bad", [b"", b"no picture", b"\x89PNG\r\n\x1a\n"])
-def test_what_is_no_picture_is_one_line(parts: Path, tmp_path: Path, cli: Cli, bad: bytes) -> None:
-    engine = tmp_path / "mini.engine"
-    assert cli("build", parts, "-o", engine, "--no-check", "--json")[0] == 0
+def test_what_is_no_picture_is_one_line(
+    unchecked_engine: Path, tmp_path: Path, cli: Cli, bad: bytes
+) -> None:
     (tmp_path / "bad.png").write_bytes(bad)
-    code, _, err = cli("run", engine, "--image", tmp_path / "bad.png", "--prompt", "What?")
+    code, _, err = cli(
+        "run", unchecked_engine, "--image", tmp_path / "bad.png", "--prompt", "What?"
+    )
     assert code == 2
     assert "bad.png" in err
     assert len(err.strip().splitlines()) == 1

@@ -58,10 +58,26 @@ def test_threads_sleep_at_once(code: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", env.OPENMP_WAIT_VARS)
+def test_a_users_own_word_is_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for each in env.OPENMP_WAIT_VARS:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "7")
+    monkeypatch.setattr(env, "_values_read", {})
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    env.set_passive_waiting()
+    assert env.openmp_wait_settings() == {name: "7"}
+    with env.passive_wait_imports():
+        assert env.openmp_wait_settings() == {name: "7"}
+
+
 def test_a_users_own_word_stands() -> None:
     count, printed = spins(COMMAND, GOMP_SPINCOUNT="77")
     assert count == "77"
     assert '"waiting": "GOMP_SPINCOUNT=77"' in printed
+
+
+def test_a_users_own_word_stands_for_the_library() -> None:
     assert spins(LIBRARY, OMP_WAIT_POLICY="ACTIVE")[0] not in (None, "0")
 
 

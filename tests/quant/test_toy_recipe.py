@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -118,10 +119,21 @@ toy.ToyWeight.matmul = without_offset
 """,
 }
 DRIVER = """
-import sys
+import contextlib, io, json, sys
 import modelmill.quant
 modelmill.quant.__path__.append(sys.argv.pop(1))
 from modelmill.cli.main import execute
+"""
+EXECUTE_EACH = """
+results = []
+for words in json.loads(sys.argv[1]):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        code = execute(words)
+    results.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(results))
 """
 FAULT_IMPORTS = """
 from dataclasses import replace
@@ -142,22 +154,33 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("hf"))
 
 
-def command_line(folder: Path, *words: object, fault: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command line in a process of its own, with the toy's folder in the package's path."""
-    code = f"{DRIVER}{FAULT_IMPORTS if fault else ''}{fault}\nsys.exit(execute(sys.argv[1:]))"
+class Result(NamedTuple):
+    """Of a command line."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command_lines(folder: Path, *lines: tuple[object, ...], fault: str = "") -> list[Result]:
+    """Run command lines in a process of their own, with the toy's folder in the package's path."""
+    code = f"{DRIVER}{FAULT_IMPORTS if fault else ''}{fault}{EXECUTE_EACH}"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "1", "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, "-c", code, str(folder), *map(str, words)],
+    words = json.dumps([list(map(str, line)) for line in lines])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), words],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env=env,
         check=False,
     )
+    assert done.returncode == 0, done.stderr
+    return [Result(*each) for each in json.loads(done.stdout)]
 
 
 def test_its_flag_appears_in_help(folder: Path) -> None:
-    shown = command_line(folder, "build", "--help").stdout
+    shown = command_lines(folder, ("build", "--help"))[0].out
     assert "--levels" in shown
     assert "levels of a row (toy)" in shown
     assert "rptq, toy, keep, auto" in " ".join(shown.split())
@@ -166,19 +189,22 @@ def test_its_flag_appears_in_help(folder: Path) -> None:
 def test_it_builds_is_accepted_and_runs(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
     engine = tmp_path / "e"
     words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
-    built = command_line(folder, *words, "-q", "toy", "--levels", 256, "--json")
-    assert built.returncode == 0, built.stderr
-    report = json.loads(built.stdout)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
+    more = ("--max-tokens", 4, "--device", "cpu", "--json")
+    built, ran = command_lines(
+        folder,
+        (*words, "-q", "toy", "--levels", 256, "--json"),
+        ("run", engine, "--file", prompts, *more),
+    )
+    assert built.code == 0, built.err
+    report = json.loads(built.out)
     assert report["acceptance"]["accepted"]
     assert report["plan"]["build"]["levels"] == 256
     assert report["plan"]["bytes_by_format"].keys() == {"toy", "plain", "dense"}
     compared = {row["name"]: row["tolerance"] for row in report["acceptance"]["layers"]}
     assert any(name.endswith("down_proj.weight.worst_block") for name in compared)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
-    more = ("--max-tokens", 4, "--device", "cpu", "--json")
-    ran = command_line(folder, "run", engine, "--file", prompts, *more)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -187,16 +213,15 @@ def test_acceptance_finds_a_fault_in_its_format(
 ) -> None:
     engine = tmp_path / "e"
     words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
-    refused = command_line(folder, *words, "-q", "toy", fault=FAULTS[fault])
-    assert refused.returncode not in (0, 2)
-    assert "bug at layer 0, module attn.q_proj: rel_l2" in refused.stderr
+    [refused] = command_lines(folder, (*words, "-q", "toy"), fault=FAULTS[fault])
+    assert refused.code not in (0, 2)
+    assert "bug at layer 0, module attn.q_proj: rel_l2" in refused.err
     assert not engine.exists()
 
 
 def test_its_option_is_refused_by_other_recipes_and_checked(folder: Path, checkpoint: Path) -> None:
     words = ("build", checkpoint, "--dry-run", "--levels")
-    other = command_line(folder, *words, 64, "-q", "int8")
-    assert other.returncode == 2
-    assert "--levels is for -q toy, not for -q int8; leave it out" in other.stderr
-    unknown = command_line(folder, *words, 100, "-q", "toy")
-    assert unknown.returncode == 2
+    other, unknown = command_lines(folder, (*words, 64, "-q", "int8"), (*words, 100, "-q", "toy"))
+    assert other.code == 2
+    assert "--levels is for -q toy, not for -q int8; leave it out" in other.err
+    assert unknown.code == 2

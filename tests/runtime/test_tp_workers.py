@@ -228,24 +228,27 @@ def endless(engine_core: EngineCore) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], name: str) -> None:
-    engine_core = open_engine(engines(name), 3)
+def check_killed_rank_is_reported(engine_core: EngineCore, rank: str, after_steps: int) -> Any:
+    """Kill the last rank, e.g. "2 of 3", amid an answer; the rank workers, which have failed."""
     endless(engine_core)
-    for _ in range(4):
+    for _ in range(after_steps):
         engine_core.step()
     workers: Any = engine_core.model_runner.tp_workers
-    workers._processes[1].kill()
-    with (
-        time_limit(),
-        pytest.raises(
-            RankError, match=r"^rank 2 of 3 was killed by signal 9; open the engine again$"
-        ),
-    ):
+    workers._processes[-1].kill()
+    message = f"^rank {rank} was killed by signal 9; open the engine again$"
+    with time_limit(), pytest.raises(RankError, match=message):
         tiny.drain(engine_core)
-    with pytest.raises(RankError, match="rank 2 of 3"):
+    return workers
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_rank_is_one_clear_error(engines: Callable[[str], Path], ranks: int) -> None:
+    engine_core = open_engine(engines("llama"), ranks)
+    rank = f"{ranks - 1} of {ranks}"
+    workers = check_killed_rank_is_reported(engine_core, rank, after_steps=4)
+    with pytest.raises(RankError, match=f"rank {rank}"):
         engine_core.step()
-    with pytest.raises(RankError, match="rank 2 of 3"):
+    with pytest.raises(RankError, match=f"rank {rank}"):
         TokenScorer(engine_core).logits([[1, 2]])
     engine_core.close()
     assert all(process.poll() is not None for process in workers._processes)
@@ -371,18 +374,7 @@ def test_a_rank_killed_on_gpus(engines: Callable[[str], Path]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     engine_core = on_gpus(engines("llama"), 2)
-    endless(engine_core)
-    for _ in range(20):
-        engine_core.step()
-    workers: Any = engine_core.model_runner.tp_workers
-    workers._processes[0].kill()
-    with (
-        time_limit(),
-        pytest.raises(
-            RankError, match=r"^rank 1 of 2 was killed by signal 9; open the engine again$"
-        ),
-    ):
-        tiny.drain(engine_core)
+    check_killed_rank_is_reported(engine_core, "1 of 2", after_steps=20)
     engine_core.close()
     torch.cuda.synchronize()
     # the GPU is free for another engine

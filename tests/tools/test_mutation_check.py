@@ -28,7 +28,10 @@ def test_names_are_unique() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
 
 
-def test_a_fault_is_planted_seen_and_removed(tmp_path: Path) -> None:
+def test_a_fault_is_planted_seen_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half of pytest's start
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')\n"
     )
@@ -45,7 +48,10 @@ def test_a_fault_is_planted_seen_and_removed(tmp_path: Path) -> None:
     assert (tmp_path / "code.py").read_text() == "ONE = 1\n"
 
 
-def test_a_test_that_fails_without_the_fault_is_no_proof(tmp_path: Path) -> None:
+def test_a_test_that_fails_without_the_fault_is_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half of pytest's start
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--quick', action='store_true')\n"
     )
