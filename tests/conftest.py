@@ -4,6 +4,7 @@ made once for all folders, and a seeded torch.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (left_out if is_full_only(item.nodeid) else selected).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = selected
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector of garbage what was imported: it reads all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

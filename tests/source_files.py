@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +34,30 @@ def parse(path: Path) -> ast.Module:
         except SystemError:  # CPython gh-106905: another thread parsed at the same time
             continue
     return ast.parse(path.read_text())
+
+
+def each_file(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make one test of a check of a file, which names every file that fails.
+
+    A case per file would cost more than the checks.
+    """
+
+    def decorate(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            errors: list[str] = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    errors.append(f"{path.relative_to(REPOSITORY)}: {error}")
+            if errors:
+                raise AssertionError("\n".join(errors))
+
+        test.__name__ = check.__name__
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
 
 
 @cache

@@ -6,10 +6,8 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from modelmill.ops.registry import declarations
-from tests.source_files import facts, parse
+from tests.source_files import each_file, facts, parse
 
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
 
@@ -158,7 +156,7 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(files())
 def test_imports_go_down(path: Path) -> None:
     """No file imports a room that its floor may not see."""
     here = room(path)
@@ -179,7 +177,7 @@ def test_imports_go_down(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(files())
 def test_foreign_packages_have_one_home(path: Path) -> None:
     """A foreign package is imported in its home only; pickle and remote code nowhere; the
     environment in core/env.
@@ -223,7 +221,7 @@ def test_variants_know_nothing_of_ours() -> None:
                 assert allowed, f"{path.name}:{line} imports {name}"
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(files())
 def test_ranks_meet_in_one_room(path: Path) -> None:
     """torch.distributed is imported in ``parallel`` only, and no module sets up the default
     process group.
@@ -237,7 +235,7 @@ def test_ranks_meet_in_one_room(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+@each_file(files())
 def test_functions_fit_on_a_screen(path: Path) -> None:
     """A function's body has fewer than 60 lines; kernels may have more."""
     if path.is_relative_to(ROOT / "ops" / "triton"):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_files import each_file
+
 ROOT = Path(__file__).resolve().parents[2] / "modelmill"
 # what unpickles, and what sends objects between processes by pickling them
 MODULES = {
@@ -108,9 +110,7 @@ def faults(source: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
-)
+@each_file(sorted(ROOT.rglob("*.py")))
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
     assert faults(path.read_text()) == []
 
