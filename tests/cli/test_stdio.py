@@ -58,8 +58,8 @@ def test_tables_without_sequences(engine: Path, checkpoint: Path, tmp_path: Path
     assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "JSON"])
-def test_an_answer_ends_where_no_client_reads_it(engine: Path, form: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "JSON"])
+def test_an_answer_ends_where_no_client_reads_it(engine: Path, flags: tuple[str, ...]) -> None:
     words = (
         "run",
         engine,
@@ -70,11 +70,11 @@ def test_an_answer_ends_where_no_client_reads_it(engine: Path, form: tuple[str, 
         400,
         "--temperature",
         0,
-        *form,
+        *flags,
     )
     done = leaving(*words)
     assert done.returncode == 0, done.stderr
-    if not form:
+    if not flags:
         assert " 1 answer tokens " in done.stderr or " 2 answer tokens " in done.stderr
 
 
