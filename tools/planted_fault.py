@@ -26,8 +26,8 @@ TENSOR = "layers.1.attn.o_proj.weight"
 def scaled(target: str) -> contextlib.ExitStack:
     """Patches of the builder under which the tensor ``target`` is multiplied."""
     patches = contextlib.ExitStack()
-    for found in pkgutil.iter_modules(modelmill.builder.__path__):
-        module = importlib.import_module(f"modelmill.builder.{found.name}")
+    for info in pkgutil.iter_modules(modelmill.builder.__path__):
+        module = importlib.import_module(f"modelmill.builder.{info.name}")
         real: Any = getattr(module, "apply_rule", None)
         if real is not None:
             patches.enter_context(mock.patch.object(module, "apply_rule", _scaling(real, target)))

@@ -21,7 +21,7 @@ from modelmill.cli.options import collect_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+ISSUE_TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 OTHERS = [*(ROOT / "docker").rglob("*.y*ml"), ROOT / ".pre-commit-config.yaml"]
@@ -29,7 +29,7 @@ MAKE_TARGETS = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").r
 SERVE_FLAGS = {f"--{name}" for flag in collect_flags(serve.Args) for name in flag.names}
 
 
-@pytest.mark.parametrize("path", [*WORKFLOWS, *FORMS, *MANIFESTS, *OTHERS], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*WORKFLOWS, *ISSUE_TEMPLATES, *MANIFESTS, *OTHERS], ids=lambda p: p.name)
 def test_every_file_is_valid_yaml(path: Path) -> None:
     assert all(yaml.safe_load_all(path.read_text()))
 
@@ -54,10 +54,10 @@ def test_the_workflows_cover_lint_tests_docs_release_and_gpu() -> None:
     assert {"lint", "tests", "docs", "release", "nightly-gpu", "versions"} <= names
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", ISSUE_TEMPLATES, ids=lambda p: p.name)
 def test_issue_forms_have_fields_with_labels(path: Path) -> None:
-    form = yaml.safe_load(path.read_text())
-    for item in form.get("body", []):
+    template = yaml.safe_load(path.read_text())
+    for item in template.get("body", []):
         assert item["type"] in ("input", "textarea", "markdown", "dropdown", "checkboxes")
         assert item["attributes"]["label"]
 

@@ -38,9 +38,9 @@ def test_rows_of_another_device_or_without_a_commit_do_not_count() -> None:
 
 def test_a_trace_counts_in_the_order_of_arrival_only() -> None:
     trace = {"work": "trace-500", "unit": "s"}
-    ours, peer = _row("modelmill", 2, **trace), _row("vLLM", 3, **trace)
-    assert not readme_chart.read_pairs([ours, peer])
-    assert readme_chart.read_pairs([{**ours, "order": "arrival"}, {**peer, "order": "arrival"}])
+    engine, peer = _row("modelmill", 2, **trace), _row("vLLM", 3, **trace)
+    assert not readme_chart.read_pairs([engine, peer])
+    assert readme_chart.read_pairs([{**engine, "order": "arrival"}, {**peer, "order": "arrival"}])
 
 
 def test_the_drawing_is_valid_svg_with_both_times() -> None:
