@@ -44,13 +44,15 @@ from modelmill.eval.report import device_name, versions  # noqa: E402
 from modelmill.eval.targets import greedy_request  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.models.minigpt4 import IMAGE_MEAN, IMAGE_STD  # noqa: E402
+from modelmill.nn.layer_stack import find_layer  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.synthetic_step import fill_random_weights  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 
 VISION_ENCODER = {"width": 1408, "depth": 39, "heads": 16, "inner": 6144, "image": 224, "patch": 14}
 QFORMER = {
-    "width": 768, "depth": 12, "heads": 12, "inner": 3072, "seen": 1408, "every": 2, "queries": 32,
+    "width": 768, "depth": 12, "heads": 12, "inner": 3072, "image_width": 1408,
+    "cross_attention_frequency": 2, "queries": 32,
 }  # fmt: skip
 TEXT, NEW_TOKENS, TOKENS_BEFORE_IMAGE, MANY_REQUESTS = 100, 100, 40, 64
 """Tokens of text and of an answer; how many of the text stand before the picture; requests at once.
@@ -85,7 +87,10 @@ def make_config(
     config = (
         LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
     )
-    return config | {"model_type": "minigpt4", "reader": {"tower": tower, "qformer": qformer}}
+    return config | {
+        "model_type": "minigpt4",
+        "image_embedder": {"vision_encoder": tower, "qformer": qformer},
+    }
 
 
 def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
@@ -101,7 +106,7 @@ def random_model(name: str, config: dict[str, Any], device: str) -> nn.Module:
         quantizers |= {
             name: weight_quantizer("smoothquant")
             for name in linears
-            if name.startswith("image_embedder.visual_encoder.blocks.")
+            if (place := find_layer(model, name)) is not None and place.stack.recipe == "tower"
         }
     elif tower:
         raise SystemExit(f"{name}: behind the + may stand int8-tower")
@@ -117,7 +122,10 @@ def random_images(count: int, seed: int, side: int) -> torch.Tensor:
 def modelmill_side(name: str, config: dict[str, Any], device: str) -> MiniGPT4Side:
     """A loop around a drawn model."""
     model = random_model(name, config, device)
-    queries, side = config["reader"]["qformer"]["queries"], config["reader"]["tower"]["image"]
+    queries, side = (
+        config["image_embedder"]["qformer"]["queries"],
+        config["image_embedder"]["vision_encoder"]["image"],
+    )
     length = TEXT + queries + NEW_TOKENS
     page = 16
     size = model.kv.page_bytes(page, torch.bfloat16)  # type: ignore[union-attr, operator]
@@ -177,12 +185,12 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
 
     from benchmarks.synthetic_shapes import randomize_weights
 
-    tower, qformer = config["reader"]["tower"], config["reader"]["qformer"]
+    tower, qformer = config["image_embedder"]["vision_encoder"], config["image_embedder"]["qformer"]
     text = transformers.LlamaConfig(
         **{
             k: v
             for k, v in config.items()
-            if k not in ("reader", "model_type", "architectures", "torch_dtype")
+            if k not in ("image_embedder", "model_type", "architectures", "torch_dtype")
         }
     )
     vision = transformers.Blip2VisionConfig(
@@ -194,8 +202,8 @@ def transformers_side(config: dict[str, Any], device: str) -> MiniGPT4Side:
     asking = transformers.Blip2QFormerConfig(
         hidden_size=qformer["width"], num_hidden_layers=qformer["depth"],
         num_attention_heads=qformer["heads"],
-        intermediate_size=qformer["inner"], encoder_hidden_size=qformer["seen"],
-        cross_attention_frequency=qformer["every"], layer_norm_eps=1e-12,
+        intermediate_size=qformer["inner"], encoder_hidden_size=qformer["image_width"],
+        cross_attention_frequency=qformer["cross_attention_frequency"], layer_norm_eps=1e-12,
     )  # fmt: skip
     words = {
         "text_config": text.to_dict(),

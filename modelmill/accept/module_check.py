@@ -75,7 +75,9 @@ class ModuleCheck:
             "an engine core made by EngineCore.open knows its artifact"
         )
         self.dtype = engine_core.artifact.manifest.build["dtype"]
-        self.weight_formats = language_formats(engine_core.artifact.manifest.weight_formats)
+        self.weight_formats = language_formats(
+            engine_core.model, engine_core.artifact.manifest.weight_formats
+        )
         layers = engine_core.model_runner.model.get_submodule("layers")
         self.specs = [layer_spec(layer) for layer in layers.children()]
         for spec, layer in zip(self.specs, layers.children(), strict=True):
@@ -303,8 +305,9 @@ class ModuleCheck:
         spec, step, tokens = self._module(name), args[-1], q.shape[0]
         assert isinstance(spec, CacheSpec), f"{name} writes to the KV cache"
         slots, size = step.slots, step.kv.page_size
-        k = step.kv.k[layer][slots // size, :, slots % size]
-        v = step.kv.v[layer][slots // size, :, slots % size]
+        cache = sum(any(each.caches) for each in self.specs[:layer])
+        k = step.kv.k[cache][slots // size, :, slots % size]
+        v = step.kv.v[cache][slots // size, :, slots % size]
         compared = (
             ("q", q, spec.reference[0], spec.arithmetic),
             ("k", k, spec.keys, spec.arithmetic),

@@ -9,7 +9,6 @@ tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,63 +17,57 @@ from modelmill.accept.finding import Finding
 from modelmill.accept.quantized_reference import input_quantizer
 from modelmill.accept.reference import Affine
 from modelmill.accept.tolerances import block_bound, weight_bound
+from modelmill.nn.layer_stack import image_linears
 from modelmill.nn.linear import Linear
-
-# (layer or None, name of the path within it)
-LocatePath: TypeAlias = Callable[[str], tuple[int | None, str]]
 
 
 class EngineMatrices(Mapping[str, Affine]):
-    """The dequantized matrices of quantized linear layers by path, on the CPU in float32.
+    """The dequantized matrices of an encoder's quantized linear layers by path.
 
-    Each is dequantized when it is read, since ViT-H's together are 2.5 GB. Biases are excluded:
-    they are never quantized, and the reference's own are compared.
+    On the CPU in float32. Each is dequantized when it is read, since ViT-H's together are 2.5 GB.
+    Biases are excluded: they are never quantized, and the reference's own are compared.
     """
 
-    def __init__(self, model: nn.Module, path_prefix: str = "") -> None:
-        """Find the quantized linear layers.
+    def __init__(self, model: nn.Module) -> None:
+        """Find the quantized linear layers of the encoder's layers."""
+        self._linears: dict[str, Linear] = {}
+        self.places: dict[str, tuple[int, str]] = {}
+        for path, layer, spec in image_linears(model):
+            linear = model.get_submodule(path)
+            assert isinstance(linear, Linear), f"{path} is declared as a linear layer"
+            if linear.weight.format != "dense":
+                self._linears[path] = linear
+                self.places[path] = layer, spec.reference[0]
 
-        path_prefix: prefix of their paths.
-        """
-        self._weights: dict[str, Any] = {
-            path: module.weight
-            for path, module in model.named_modules()
-            if path.startswith(path_prefix)
-            and isinstance(module, Linear)
-            and module.weight.format != "dense"
-        }
+    @property
+    def weight_formats(self) -> dict[str, str]:
+        """Return the weight formats by path."""
+        return {path: linear.weight.format for path, linear in self._linears.items()}
 
     def __getitem__(self, path: str) -> Affine:
-        weight = self._weights[path].to("cpu")
+        weight = self._linears[path].weight.to("cpu")
         return Affine(weight.dense(), None, input_quantizer(weight))
 
     def __contains__(self, path: object) -> bool:
-        return path in self._weights
+        return path in self._linears
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+        return iter(self._linears)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._linears)
 
 
 def check_encoder_weights(
-    engine_matrices: Mapping[str, Affine],
-    model: nn.Module,
-    dtype: str,
-    checkpoint_matrix: Callable[[str], Tensor],
-    locate: LocatePath,
+    engine_matrices: EngineMatrices, dtype: str, checkpoint_matrix: Callable[[str], Tensor]
 ) -> Iterator[Finding]:
     """Compare every quantized matrix with the checkpoint's, including its worst row and tile.
 
-    checkpoint_matrix: returns the checkpoint's matrix by the engine's path. locate: returns the
-    layer and name of a path.
+    checkpoint_matrix: returns the checkpoint's matrix by the engine's path.
     """
     for path, matrix in engine_matrices.items():
-        layer, module = locate(path)
-        linear = model.get_submodule(path)
-        assert isinstance(linear, Linear), "the engine's matrices are those of linear layers"
-        weight_format = linear.weight.format
+        layer, module = engine_matrices.places[path]
+        weight_format = engine_matrices.weight_formats[path]
         rows = compare_matrix(f"{path}.weight", matrix.weight, checkpoint_matrix(path))
         whole = weight_bound(dtype, weight_format)
         for row, bound in zip(rows, (whole, block_bound(weight_format) or whole), strict=True):

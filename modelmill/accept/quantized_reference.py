@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelmill.accept.blockwise import compare_matrix
 from modelmill.accept.embedding_and_head import dequantize_blocks
@@ -29,6 +29,7 @@ from modelmill.accept.tolerances import (
     whole_formats,
 )
 from modelmill.nn.layer_spec import LayerSpec, NormSpec, RowProducer, layer_spec
+from modelmill.nn.layer_stack import find_layer
 
 Scales = Mapping[str, Tensor]
 
@@ -207,16 +208,14 @@ def input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
     return weight.fake_quantize if weight.QUANTIZES_INPUT else None
 
 
-def language_formats(weight_formats: Mapping[str, str]) -> dict[str, str]:
+def language_formats(model: nn.Module, weight_formats: Mapping[str, str]) -> dict[str, str]:
     """Return the weight formats of the language model.
 
     Those of the vision encoder are checked separately (accept.vision_encoder).
     """
-    return {
-        name: weight_format
-        for name, weight_format in weight_formats.items()
-        if not name.startswith("image_embedder.")
-    }
+    places = {name: find_layer(model, name) for name in weight_formats}
+    read_images = {name for name, place in places.items() if place and place.stack.reads_images}
+    return {name: each for name, each in weight_formats.items() if name not in read_images}
 
 
 def is_low_bit(weight_formats: Mapping[str, str]) -> bool:

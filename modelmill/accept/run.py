@@ -31,7 +31,9 @@ from modelmill.core import log
 from modelmill.core.config import RunConfig
 from modelmill.core.progress import Progress
 from modelmill.core.quoting import one_line
+from modelmill.loader.model_loader import build_model
 from modelmill.nn.layer_spec import layer_spec
+from modelmill.nn.layer_stack import kv_shape
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text.tokenizer import load_tokenizer
 
@@ -143,7 +145,7 @@ def _compare(
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
-    weight_formats = language_formats(manifest.weight_formats)
+    weight_formats = language_formats(engine_core.model, manifest.weight_formats)
     # matrices kept from the checkpoint are not rounded here: the reference expands them itself
     kept = manifest.build["quantization"] == "keep"
     uses_engine_weights = is_low_bit(weight_formats) and not kept
@@ -281,12 +283,7 @@ def _kernel_hint(first: Finding, model: Any) -> str:
 
 
 def _kv_bytes(artifact: Artifact) -> int:
-    """Return the KV cache bytes for the checked sequences.
-
-    It is up to 8 GiB for width 8192 and 256 layers in bfloat16.
-    """
-    config = artifact.manifest.config
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
-    hidden = int(config.get("hidden_size") or config.get("n_embd") or 1)
-    dim = int(config.get("head_dim") or 0) * int(config.get("num_attention_heads") or 0)
-    return 2 * layers * max(hidden, dim) * 4 * (NUM_SEQUENCES + 2) * (SEQUENCE_LENGTH + 64)
+    """Return the float32 KV cache bytes for the checked sequences, of the layers with a cache."""
+    model = build_model(artifact.manifest.model_type, artifact.manifest.config)
+    shape = kv_shape(model.get_submodule("layers").children())
+    return shape.page_bytes((NUM_SEQUENCES + 2) * (SEQUENCE_LENGTH + 64), torch.float32)

@@ -9,7 +9,7 @@ and scores are checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
-from modelmill.accept.reference.sam import SamReference, check_names, locate_module
+from modelmill.accept.reference.sam import SamReference, check_names
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
 from modelmill.accept.reference.stage import ReferenceStage
 from modelmill.accept.stage_check import StageCheck, make_report, round_digits
@@ -80,14 +80,10 @@ def compare_segmentation(
     )
     build = artifact.manifest.build
     stage_check = StageCheck(
-        sam_model.model, sam_model.vision, str(sam_model.device), build["dtype"], is_in_encoder
+        sam_model.model, sam_model.vision, str(sam_model.device), artifact.manifest
     )
     stage_check.findings += check_encoder_weights(
-        engine_matrices,
-        sam_model.model,
-        build["dtype"],
-        lambda path: checkpoint_reference.matrix(path).weight,
-        locate_module,
+        engine_matrices, build["dtype"], checkpoint_reference.engine_matrix
     )
     picture = sample_image(sam_model.image_size)
     on_stage(0)
@@ -109,6 +105,7 @@ def compare_segmentation(
     )
     on_stage(1)
     stage_check.check_norms(reference.norms)
+    stage_check.check_declared()
     on_stage(3)
     if engine_matrices:
         normalized = checkpoint_reference.normalize_image(picture)
@@ -119,20 +116,12 @@ def compare_segmentation(
         )
     expected = embedding, logits, scores
     whole = _check_whole_model(
-        sam_model, build["dtype"], build["quantization"], picture, prompts, expected
+        sam_model, build["dtype"], engine_matrices.weight_formats, picture, prompts, expected
     )
     on_stage(4)
     return with_unused_tensors(
         _report(artifact, stage_check, whole), unused_sam_tensors(checkpoint_reference, reference)
     )
-
-
-def is_in_encoder(path: str) -> bool:
-    """Return whether a path is in the encoder, which uses the engine's dtype.
-
-    The rest uses float32.
-    """
-    return path.startswith("image_encoder")
 
 
 def sample_image(image_size: int) -> Tensor:
@@ -179,14 +168,14 @@ def _last_output(stages: Iterator[ReferenceStage]) -> tuple[Tensor, ...]:
 def _check_whole_model(
     sam_model: SamModel,
     dtype: str,
-    recipe: str,
+    weight_formats: Mapping[str, str],
     picture: Tensor,
     prompts: list[Prompt],
     expected: tuple[Tensor, Tensor, Tensor],
 ) -> dict[str, Any]:
     """Run an image and its prompts through the whole engine.
 
-    expected: embedding, logits, scores in float32.
+    weight_formats: of its quantized matrices. expected: embedding, logits, scores in float32.
     """
     try:
         image_embedding = sam_model.embed_image(picture)
@@ -199,7 +188,8 @@ def _check_whole_model(
     logits = expected[1]
     ours, ours_scores = (x.cpu() for x in sam_model.decode(image_embedding, prompts))
     off = compare_tensors("logits", ours, logits)
-    bound, most = embedding_bound(dtype, recipe), mask_logits_bound(dtype, recipe)
+    formats = weight_formats.values()
+    bound, most = embedding_bound(dtype, formats), mask_logits_bound(dtype, formats)
     margin = 2 * most * float(logits.pow(2).mean().sqrt())
     sure = logits.abs() > margin
     same = ((ours > 0) == (logits > 0)) & ours.isfinite()

@@ -127,7 +127,7 @@ def _logits_bound(
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest = engine_core.artifact.manifest
-    weight_formats = set(language_formats(manifest.weight_formats).values())
+    weight_formats = set(language_formats(engine_core.model, manifest.weight_formats).values())
     kept = manifest.build["quantization"] == "keep"
     whole = [] if kept or uses_engine_weights else sorted(weight_formats & whole_formats())
     recipe = next(iter([*sorted(weight_formats & act_quant_formats()), *whole]), "none")

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.reference.stage import ReferenceNorm, ReferenceStage
-from modelmill.accept.tolerances_segmentation import ACT_QUANT_STAGE_BOUNDS, stage_bound
+from modelmill.accept.tolerances_segmentation import act_quant_stage_formats, stage_bound
+from modelmill.artifact.manifest import Manifest
 from modelmill.artifact.store import Artifact
+from modelmill.core.model_family import family_options
+from modelmill.core.registry import find_module
+from modelmill.nn.layer_spec import LinearSpec, layer_spec
+from modelmill.nn.layer_stack import find_layer, image_stacks
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -22,24 +27,57 @@ from modelmill.nn.vision_context import VisionContext
 class StageCheck:
     """The engine's modules, one at a time, and their findings.
 
-    uses_engine_dtype: returns whether a module computes in the engine's dtype; the others use
-    float32.
+    A module computes in the engine's dtype, or in float32 where its tensors stay float32.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        vision: VisionContext,
-        device: str,
-        dtype: str,
-        uses_engine_dtype: Callable[[str], bool],
+        self, model: nn.Module, vision: VisionContext, device: str, manifest: Manifest
     ) -> None:
         self.model = model
         self.vision = vision
         self.device = device
-        self.dtype = dtype
-        self._uses_engine_dtype = uses_engine_dtype
+        self.dtype = manifest.build["dtype"]
         self.findings: list[Finding] = []
+        self._family = family_options(find_module("modelmill.models", manifest.model_type))
+        self._compared: dict[str, str] = {}
+        self._linears: dict[str, str] = {}
+        self._declared: dict[str, str] = {}
+        self._wholes: set[str] = set()
+        for stack in image_stacks(model):
+            for index, layer in enumerate(model.get_submodule(stack.path).children()):
+                self._add_declared(f"{stack.path}.{index}", layer)
+
+    def _add_declared(self, path: str, layer: nn.Module) -> None:
+        """Note what a layer's spec says about the reference."""
+        spec = layer_spec(layer)
+        spec.check(layer)
+        for module in spec.modules:
+            if module.reference:
+                names = self._linears if isinstance(module, LinearSpec) else self._declared
+                names[f"{path}.{module.path}"] = module.reference[0]
+        wholes = {f"{path}.{each.path}".rstrip("."): each.reference for each in spec.wholes}
+        self._declared |= wholes
+        self._wholes |= wholes.keys()
+
+    def is_whole(self, finding: Finding) -> bool:
+        """Return whether a finding is of a module that contains others that are compared."""
+        return finding.name in self._wholes
+
+    def check_declared(self) -> None:
+        """Compare what was compared inside the layers with what their specs declare.
+
+        Linear layers may be compared as parts of a whole only.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        compared = set(self._compared.items())
+        undeclared = compared - self._declared.items() - self._linears.items()
+        wrong = {pair for pair in undeclared if find_layer(self.model, pair[0]) is not None}
+        wrong |= self._declared.items() - compared
+        if wrong:
+            names = ", ".join(f"{path} as {name}" for path, name in sorted(wrong))
+            raise ValueError(f"the reference and the layers' specs differ in {names}")
 
     def first_failure(self, comes_last: Callable[[Finding], bool]) -> Finding | None:
         """Return the finding to name in the verdict: the first failure, or the eps of its norm.
@@ -63,15 +101,13 @@ class StageCheck:
                 self._act_quant_format(stage.path),
             )
             kept = [*kept, *stage.expected][-num_outputs:]
+            self._compared[stage.path] = stage.module
             parts = ("",) if len(outputs) == 1 else tuple(f".{i}" for i in range(len(outputs)))
             for part, ours, expected in zip(parts, outputs, stage.expected, strict=True):
-                self._add_finding(
-                    stage.path + part,
-                    stage.layer,
-                    stage.module + part,
-                    ours,
-                    expected,
-                    weight_format,
+                row = compare_tensors(stage.path + part, ours, expected)
+                bound = stage_bound(self._dtype_name(stage.path), weight_format)
+                self.findings.append(
+                    Finding(row.name, stage.layer, stage.module + part, row, bound)
                 )
         return kept
 
@@ -82,13 +118,11 @@ class StageCheck:
             shape = (1, width, 4, 4) if norm.channels_first else (16, width)
             x = torch.randn(shape, generator=torch.Generator().manual_seed(17)) * norm.eps**0.5
             x = x.to(self._dtype_for(norm.path)).float()
-            self._add_finding(
-                f"{norm.path}.eps",
-                norm.layer,
-                f"{norm.module}.eps",
-                self.call_module(norm.path, (x,))[0],
-                norm(x),
-            )
+            self._compared[norm.path] = norm.module
+            [ours] = self.call_module(norm.path, (x,))
+            row = compare_tensors(f"{norm.path}.eps", ours, norm(x))
+            bound = stage_bound(self._dtype_name(norm.path))
+            self.findings.append(Finding(row.name, norm.layer, f"{norm.module}.eps", row, bound))
 
     def call_module(self, path: str, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Run a module or a method of the engine on the reference's inputs, in its own dtypes."""
@@ -105,28 +139,19 @@ class StageCheck:
         result = module(*args)
         return result if isinstance(result, tuple) else (result,)
 
+    def _dtype_name(self, path: str) -> str:
+        return "float32" if self._family.stays_float32(f"{path}.weight") else self.dtype
+
     def _dtype_for(self, path: str) -> torch.dtype:
-        return getattr(torch, self.dtype) if self._uses_engine_dtype(path) else torch.float32
+        dtype: torch.dtype = getattr(torch, self._dtype_name(path))
+        return dtype
 
     def _act_quant_format(self, path: str) -> str:
         """Return the weight format that rounds the activations below a module, or "none"."""
         module = _get_submodule(self.model, path)
         below: list[Any] = list(module.modules()) if isinstance(module, nn.Module) else []
         formats = {module.weight.format for module in below if isinstance(module, Linear)}
-        return next(iter(sorted(formats & set(ACT_QUANT_STAGE_BOUNDS))), "none")
-
-    def _add_finding(
-        self,
-        name: str,
-        layer: int | None,
-        module: str,
-        ours: Tensor,
-        expected: Tensor,
-        weight_format: str = "none",
-    ) -> None:
-        dtype = self.dtype if self._uses_engine_dtype(name) else "float32"
-        row = compare_tensors(name, ours, expected)
-        self.findings.append(Finding(name, layer, module, row, stage_bound(dtype, weight_format)))
+        return next(iter(sorted(formats & act_quant_stage_formats())), "none")
 
 
 def _get_submodule(model: nn.Module, path: str) -> Any:

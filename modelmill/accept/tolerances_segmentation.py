@@ -1,5 +1,8 @@
 """How far an honest segmentation engine may lie from the float32 reference: published per dtype.
 
+Bounds of a weight format stand in its recipe's file (core/recipe_declaration.py); here are those of
+the arithmetic, and how all were measured.
+
 Module-local, as accept.tolerances. Prompt encoder and decoder compute in float32 in every engine
 and are held to its bounds. Measured on a CPU: MobileSAM with its real weights (14 blocks) and
 seeded ViTs of 2 blocks, three seeds, on
@@ -45,29 +48,22 @@ mask tokens: each is named in every dtype and recipe (tests/accept/test_segmenta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from modelmill.accept.tolerances import ErrorBound
+from modelmill.core.recipe_declaration import ImageTolerances, format_tolerances
 
 STAGE_BOUNDS = {
     "float32": ErrorBound(3e-5, 1e-4, 1e-5),
     "float16": ErrorBound(6e-3, 2e-2, 3e-3),
     "bfloat16": ErrorBound(5e-2, 1.5e-1, 2e-2),
 }
-# weight format → dtype → bound of a module with rounded activations, as the reference's
-ACT_QUANT_STAGE_BOUNDS = {
-    "w8a8": {
-        "float32": ErrorBound(2e-3, 2e-2, 1e-4),
-        "float16": ErrorBound(2e-2, 5e-2, 3e-3),
-        "bfloat16": STAGE_BOUNDS["bfloat16"],
-    },
-    "fp8": {
-        "float32": ErrorBound(1e-2, 5e-2, 3e-3),
-        "float16": ErrorBound(5e-2, 1.5e-1, 3e-3),
-        "bfloat16": ErrorBound(0.1, 0.2, 2e-2),
-    },
-}
 WHOLE_MODEL_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-QUANTIZED_EMBEDDING_BOUNDS = {"int8": 1e-1, "fp8": 2e-1}
-QUANTIZED_LOGITS_BOUNDS = {"int8": 2e-1, "fp8": 5e-1}
+
+
+def act_quant_stage_formats() -> set[str]:
+    """Return the weight formats of encoders whose modules round activations."""
+    return {name for name, images in _image_tolerances().items() if images.module}
 
 
 def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
@@ -75,18 +71,27 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
     weight_format: the format that rounds its activations.
     """
-    return (
-        ACT_QUANT_STAGE_BOUNDS[weight_format][dtype]
-        if weight_format in ACT_QUANT_STAGE_BOUNDS
-        else STAGE_BOUNDS[dtype]
-    )
+    images = _image_tolerances().get(weight_format)
+    if images is None or not images.module:
+        return STAGE_BOUNDS[dtype]
+    return ErrorBound(*images.module[dtype])
 
 
-def embedding_bound(dtype: str, recipe: str = "none") -> float:
+def embedding_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of an image embedding to the checkpoint's own."""
-    return max(WHOLE_MODEL_BOUNDS[dtype], QUANTIZED_EMBEDDING_BOUNDS.get(recipe, 0.0))
+    images = _image_tolerances()
+    bounds = [images[each].embedding for each in weight_formats if each in images]
+    return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
-def mask_logits_bound(dtype: str, recipe: str = "none") -> float:
+def mask_logits_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of the whole engine's mask logits to the checkpoint's own."""
-    return max(WHOLE_MODEL_BOUNDS[dtype], QUANTIZED_LOGITS_BOUNDS.get(recipe, 0.0))
+    images = _image_tolerances()
+    bounds = [images[each].mask_logits for each in weight_formats if each in images]
+    return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
+
+
+def _image_tolerances() -> dict[str, ImageTolerances]:
+    """Return what the recipes of encoders declare, by weight format."""
+    tolerances = format_tolerances().items()
+    return {name: each.images for name, each in tolerances if each.images is not None}

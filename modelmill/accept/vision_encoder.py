@@ -8,7 +8,6 @@ image runs through the whole encoder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,15 +23,6 @@ from modelmill.accept.unused_tensors import unused_vision_tensors, with_unused_t
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.nn.vision_context import VisionContext
 from modelmill.runtime.engine_core import EngineCore
-
-VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
-COMPOSITE_MODULES = (
-    "vision_encoder.block",
-    "qformer.layer",
-    "vision_encoder.attn",
-    "qformer.attention",
-    "qformer.crossattention",
-)
 
 
 def square_sample_image(image_size: int) -> Tensor:
@@ -56,36 +46,30 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
-    dtype = engine_core.artifact.manifest.build["dtype"]
-    engine_matrices = EngineMatrices(engine_core.model, VISION_BLOCKS_PREFIX)
+    manifest = engine_core.artifact.manifest
+    dtype = manifest.build["dtype"]
+    engine_matrices = EngineMatrices(engine_core.model)
     checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)
     if engine_matrices:
         reference = MiniGpt4VisionReference(checkpoint, engine_matrices)
     stage_check = StageCheck(
-        engine_core.model,
-        VisionContext(engine_core.ops),
-        engine_core.device,
-        dtype,
-        lambda path: not path.startswith("image_embedder.ln_vision"),
+        engine_core.model, VisionContext(engine_core.ops), engine_core.device, manifest
     )
     stage_check.findings += check_encoder_weights(
-        engine_matrices,
-        engine_core.model,
-        dtype,
-        partial(_checkpoint_matrix, checkpoint_reference),
-        _locate,
+        engine_matrices, dtype, checkpoint_reference.engine_matrix
     )
     picture = square_sample_image(reference.image_size)
     [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
     stage_check.check_norms(reference.norms)
+    stage_check.check_declared()
     if engine_matrices:  # the effect of quantization is measured against the checkpoint's own
         for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
             [expected] = stage.expected
     batch = picture.permute(2, 0, 1)[None].to(engine_core.device)
     encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
-    bound = embedding_bound(dtype, engine_core.artifact.manifest.build.get("tower", "none"))
-    first = stage_check.first_failure(lambda f: f.module in COMPOSITE_MODULES)
+    bound = embedding_bound(dtype, engine_matrices.weight_formats.values())
+    first = stage_check.first_failure(stage_check.is_whole)
     verdict, reason = _verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == "numerical noise",
@@ -124,17 +108,6 @@ def _verdict(first: Finding | None, embedding_error: float, bound: float) -> tup
         f"{verdict} (embeddings off by {embedding_error:.2g}, bound {bound:.2g}); try "
         "another --dtype"
     )
-
-
-def _checkpoint_matrix(checkpoint_reference: MiniGpt4VisionReference, path: str) -> Tensor:
-    """Return the checkpoint's matrix by the engine's path."""
-    return checkpoint_reference.matrix(path.removeprefix("image_embedder.")).weight
-
-
-def _locate(path: str) -> tuple[int, str]:
-    """Return the vision encoder's block and a matrix's name in the report."""
-    block, _, module = path.removeprefix(VISION_BLOCKS_PREFIX).partition(".")
-    return int(block), f"vision_encoder.{module.rpartition('.')[2]}"
 
 
 def merge_reports(vision_report: dict[str, Any], language_report: dict[str, Any]) -> dict[str, Any]:

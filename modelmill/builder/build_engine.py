@@ -21,7 +21,7 @@ from modelmill.builder.layer_quantizer import LayerQuantizer
 from modelmill.builder.plan import BuildPlan, layer_index
 from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
 from modelmill.builder.segmentation import LANGUAGE
-from modelmill.builder.tensor_plan import VISION_BLOCKS_PREFIX, PlannedTensor
+from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.check_finite import check_finite, is_finite
 from modelmill.checkpoint.rename import apply_rule
 from modelmill.core.byte_size import format_bytes
@@ -188,17 +188,11 @@ def _write_tensor(
         _check_range(cast, planned, plan)
         writer.add(planned.rule.target, cast)
         return
-    if planned.weight_format == "dense" or (
-        plan.recipe is None and not planned.module.startswith(VISION_BLOCKS_PREFIX)
-    ):
-        quantized = pack(
-            planned.weight_format,
-            tensor,
-            planned.dtype if planned.weight_format == "dense" else plan.dtype,
-        )
+    if planned.recipe is None:
+        quantized = pack(planned.weight_format, tensor, planned.dtype)
     else:
         # the same bits on every device: the bytes of an engine do not depend on the machine
-        quantized = plan.recipe_for(planned.module, planned.site).quantize(
+        quantized = planned.recipe.quantize(
             tensor.to(_rounding_device(plan, tensor.numel())).float(), None
         )
     for suffix, part in quantized.tensors().items():

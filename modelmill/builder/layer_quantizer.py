@@ -41,6 +41,7 @@ class LayerQuantizer:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
         self.plan = plan
+        self.recipe = plan.recipe
         self.staging = staging
         self.check = check
         self.device = plan.device
@@ -95,7 +96,7 @@ class LayerQuantizer:
         self._load(planned_tensors, lambda _: read.pop(0))
         block = QuantizableLayer(self.model.layers[layer])
         with torch.inference_mode():
-            recipe = self.plan.recipe_for(f"layers.{layer}.")
+            recipe = self.recipe.recipe_for(f"layers.{layer}.")
             facts, scales = quantize_layer(
                 block, recipe, self.calibration, dtype=self.plan.dtype, layer_name=f"layers.{layer}"
             )

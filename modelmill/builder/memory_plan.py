@@ -8,6 +8,7 @@ peaks that ``tools/build_memory.py`` measures on a CPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,13 +197,13 @@ def acceptance_bytes(
         LOGITS_TENSORS * 4 * ACCEPTANCE_ROWS * vocab_size
     ) + 8 * BLOCK_LOGITS_TENSORS * min(BLOCK_LOGITS, ACCEPTANCE_ROWS * vocab_size)
     logits += 4 * min(HEAD_ROWS, vocab_size) * hidden_size
-    weights = float32_bytes(planned_tensors, "layers.0.") // 4
+    weights = largest_layer_bytes(planned_tensors) // 4
     # the checkpoint's layer in float32, the quantized engine's, and blocks of both that are
     # compared
     rounded = any(
         p.weight_format not in (None, "dense")
         for p in planned_tensors
-        if p.module.startswith("layers.0.")
+        if p.decoder_layer is not None
     )
     return ACCEPTANCE_BYTES + max(logits + table, weights * (9 if rounded else 5))
 
@@ -224,10 +225,8 @@ def calibration_bytes(
     kv_size: elements of keys and values per token in a layer. needs_hessian: whether the recipe
     uses the Hessian.
     """
-    embed, layer = (
-        float32_bytes(planned_tensors, "embed"),
-        float32_bytes(planned_tensors, "layers.0."),
-    )
+    embed = float32_bytes(planned_tensors, "embed")
+    layer = largest_layer_bytes(planned_tensors)
     widest = max(intermediate_size, hidden_size)
     values = (
         num_tokens * (2 * hidden_size + widest + kv_size)
@@ -264,8 +263,17 @@ def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     In float32, they are the embedding, or a layer and the next one.
     """
     return LAYER_READ_BYTES + max(
-        float32_bytes(planned_tensors, "embed"), 2 * float32_bytes(planned_tensors, "layers.0.")
+        float32_bytes(planned_tensors, "embed"), 2 * largest_layer_bytes(planned_tensors)
     )
+
+
+def largest_layer_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
+    """Return the float32 bytes of the largest decoder layer; layers may differ."""
+    sizes: Counter[int] = Counter()
+    for planned in planned_tensors:
+        if planned.decoder_layer is not None:
+            sizes[planned.decoder_layer] += 4 * torch.Size(planned.shape).numel()
+    return max(sizes.values(), default=0)
 
 
 def float32_bytes(planned_tensors: Sequence[PlannedTensor], prefix: str) -> int:

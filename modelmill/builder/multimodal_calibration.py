@@ -29,6 +29,7 @@ from modelmill.builder.calibration_data import (
 )
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.quoting import quote
+from modelmill.nn.layer_stack import image_stacks
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
 from modelmill.quant.calibrate import check_calibration_ids
@@ -44,7 +45,6 @@ QUESTIONS = (
     "What is in the picture?",
     "Where was this taken, and what has happened?",
 )
-IMAGE_EMBEDDER_PREFIX = "image_embedder."
 BUILTIN_IMAGES = "drawn"  # generated
 
 
@@ -162,8 +162,10 @@ def encode_images(
     """
     embedder, vision = model.image_embedder, VisionContext(ops)
     encoder = embedder.visual_encoder
-    for name in ("cls_token", "pos_embed", "patch_embed."):
-        load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.{name}")
+    blocks = image_stacks(model)[0].path
+    path, _, list_name = blocks.rpartition(".")
+    for name in child_prefixes(encoder, list_name):
+        load_prefix(f"{path}.{name}")
     device = encoder.pos_embed.device
     batches = [
         model.normalize(some.to(device).permute(0, 3, 1, 2))
@@ -171,14 +173,21 @@ def encode_images(
     ]
     image_tokens = [encoder.embed_patches(some) for some in batches]
     for number, block in enumerate(encoder.blocks):
-        load_prefix(f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.blocks.{number}.")
+        load_prefix(f"{blocks}.{number}.")
         image_tokens = [block(some, vision) for some in image_tokens]
         encoder.blocks[number] = nn.Identity()
-    for name in ("ln_vision.", "qformer.", "proj."):
-        load_prefix(IMAGE_EMBEDDER_PREFIX + name)
+    path, _, encoder_name = path.rpartition(".")
+    for name in child_prefixes(embedder, encoder_name):
+        load_prefix(f"{path}.{name}")
     embeddings = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
     model.image_embedder = nn.Identity()
     return embeddings
+
+
+def child_prefixes(module: nn.Module, left_out: str) -> list[str]:
+    """Return the prefixes of a module's tensors, but for those below one child."""
+    buffers = [name for name, _ in module.named_buffers(recurse=False)]
+    return buffers + [f"{name}." for name, _ in module.named_children() if name != left_out]
 
 
 def builtin_lines(image_size: int) -> Iterator[tuple[str, Any]]:

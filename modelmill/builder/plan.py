@@ -30,7 +30,6 @@ from modelmill.builder.segmentation import (
     with_config,
 )
 from modelmill.builder.tensor_plan import (
-    VISION_BLOCKS_PREFIX,
     PlannedTensor,
     plan_tensor,
     plan_tensors,
@@ -50,15 +49,11 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.progress import Progress
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES as KV_DTYPES
 from modelmill.nn.kv import KVShape, kv_cache_dtype
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.nn.layer_stack import kv_shape, layer_stacks
 from modelmill.ops import registry
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import Recipe, make_recipe
-from modelmill.quant.vision_encoder import (
-    W8A8NearestRecipe,
-    describe_vision_recipe,
-    vision_encoder_recipe,
-)
+from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
 
 
@@ -74,6 +69,7 @@ class BuildPlan:
         auto_result: the measurements of ``-q auto``.
         auto_source: the text it measured on.
         warnings: config values without effect, and other warnings about the checkpoint.
+        kv: the KV cache of the layers that have one; None for a segmentation model.
     """
 
     checkpoint: Checkpoint
@@ -89,21 +85,12 @@ class BuildPlan:
     auto_result: AutoPrecisionResult | None = None
     auto_source: CalibrationSource | None = None
     warnings: tuple[str, ...] = ()
+    kv: KVShape | None = None
 
     @property
     def text_source(self) -> CalibrationSource | None:
         """Return the text that influenced the engine; no evaluation may use it."""
         return self.calibration or self.auto_source
-
-    def recipe_for(self, module_path: str, site: SiteSpec | None = None) -> Recipe:
-        """Return the recipe of a linear module, or of a layer ("layers.3.").
-
-        site: what a linear module inside a layer reads.
-        """
-        if module_path.startswith(VISION_BLOCKS_PREFIX):
-            return W8A8NearestRecipe(self.config)
-        assert self.recipe is not None, "a build with a recipe"
-        return self.recipe.recipe_for(module_path, site)
 
     @property
     def engine_type(self) -> str:
@@ -144,15 +131,7 @@ class BuildPlan:
         """
         out: dict[str, list[PlannedTensor]] = {}
         for planned in self.tensors:
-            parts = planned.module.split(".")
-            name = f"layer-{int(parts[1]):04d}" if parts[0] == "layers" else "embedding_and_head"
-            if parts[:3] == ["image_embedder", "visual_encoder", "blocks"]:
-                name = f"image_embedder-{int(parts[3]):04d}"
-            elif parts[0] == "image_embedder":
-                name = "image_embedder"
-            if parts[0] == "image_encoder" and len(parts) > 2 and parts[1] in ("blocks", "layers"):
-                name = f"encoder-{int(parts[2]):04d}"
-            out.setdefault(f"weights/{name}.safetensors", []).append(planned)
+            out.setdefault(f"weights/{planned.weight_file}.safetensors", []).append(planned)
         return dict(sorted(out.items()))
 
     @property
@@ -226,9 +205,8 @@ class BuildPlan:
 
     @property
     def _kv_shape(self) -> KVShape:
-        return KVShape(
-            self.model_config.layers, self.model_config.kv_heads, self.model_config.head_dim
-        )
+        assert self.kv is not None, "a language model has a KV cache"
+        return self.kv
 
     @cached_property
     def memory_report(self) -> dict[str, Any]:
@@ -395,9 +373,7 @@ def make_plan(
     )
     with torch.device("meta"):
         model = family.Model(sizes)
-    if config.tower != "none" and not any(
-        name.startswith(VISION_BLOCKS_PREFIX) for name, _ in model.named_modules()
-    ):
+    if config.tower != "none" and all(stack.recipe != "tower" for stack in layer_stacks(model)):
         raise UsageError(
             f"--tower {config.tower}: {checkpoint.path} does not read images; remove it"
         )
@@ -412,7 +388,7 @@ def make_plan(
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, reasons, recipe, calibration,
         auto_result, chosen_on,
-        (*warnings, *tied_warnings),
+        (*warnings, *tied_warnings), kv_shape(model.layers),
     )  # fmt: skip
 
 

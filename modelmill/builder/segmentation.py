@@ -6,7 +6,6 @@ A family may define ``ENGINE_TYPE``, ``FLOAT32_TENSORS`` and ``config_from_shape
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -53,9 +52,7 @@ def engine_type_for(family: ModuleType) -> str:
 
 def storage_dtype(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a tensor of the model is stored."""
-    patterns = family_options(family).FLOAT32_TENSORS
-    kept = any(re.fullmatch(pattern, name) for pattern in patterns)
-    return torch.float32 if kept else dtype
+    return torch.float32 if family_options(family).stays_float32(name) else dtype
 
 
 def check_segmentation_options(config: BuildConfig, path: object) -> None:

@@ -18,14 +18,21 @@ from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, Rule, plan_renames, result_info
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import TensorMismatch
-from modelmill.nn.layer_spec import SiteSpec, module_site
+from modelmill.nn.layer_spec import SiteSpec
+from modelmill.nn.layer_stack import (
+    DECODER_STACK,
+    WEIGHT_FILE,
+    LayerPlace,
+    find_layer,
+    module_site,
+    weight_file,
+)
 from modelmill.nn.linear import Linear
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
 from modelmill.weights.base import PackedInfo, packed_info
 
-UNQUANTIZED_MODULES = ("head",)
-VISION_BLOCKS_PREFIX = "image_embedder.visual_encoder.blocks."
+HEAD_MODULES = ("head",)  # quantized with the layers if the build says so
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,9 @@ class PlannedTensor:
         weight_format: of a linear's weight, None for everything else.
         stored_info: shape and dtype by full name.
         kept_weight: set if the checkpoint's own integers are stored.
-        site: what a linear of a layer reads.
+        recipe: quantizes the tensor; None for one that is stored as it is.
+        place: where its module is inside the model's layers; None outside.
+        weight_file: the weight file that contains it.
     """
 
     module: str
@@ -45,7 +54,16 @@ class PlannedTensor:
     shape: tuple[int, ...]
     stored_info: PackedInfo
     kept_weight: KeptWeight | None = None
-    site: SiteSpec | None = None
+    recipe: Recipe | None = None
+    place: LayerPlace | None = None
+    weight_file: str = WEIGHT_FILE
+
+    @property
+    def decoder_layer(self) -> int | None:
+        """Return the number of the decoder layer that has the tensor; None outside."""
+        if self.place is None or self.place.stack != DECODER_STACK:
+            return None
+        return self.place.layer
 
     @property
     def nbytes(self) -> int:
@@ -109,16 +127,15 @@ def _unused_zero_biases(
 
 
 def quantized_modules(model: nn.Module, config: BuildConfig) -> set[str]:
-    """Return the names of the linears that the recipe changes."""
-    if config.quantization == "none":
-        return set()
-    kept = getattr(model, "unquantized_prefixes", ())
-    linears = {
-        n
-        for n, module in model.named_modules()
-        if isinstance(module, Linear) and not n.startswith(kept)
+    """Return the names of the linears that the build's recipes change."""
+    options = {each for each in ("quantization", "tower") if getattr(config, each) != "none"}
+    linears = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    places = {name: find_layer(model, name) for name in linears}
+    quantized = {
+        name for name, at in places.items() if at is not None and at.stack.recipe in options
     }
-    return linears if config.quantize_head else linears - set(UNQUANTIZED_MODULES)
+    heads = set(HEAD_MODULES) if config.quantize_head and "quantization" in options else set()
+    return quantized | (linears & heads)
 
 
 def plan_tensors(
@@ -142,13 +159,13 @@ def plan_tensors(
     for resolved in rules:
         module, _, suffix = resolved.target.rpartition(".")
         quantization: Recipe | str | None = None
-        site = module_site(model, module) if module in linears else None
+        place = find_layer(model, module)
         if module in linears and suffix == "weight":
-            quantization = (
-                quantization_for(recipe, config, module, site) if module in quantized else "dense"
-            )
-            if config.tower != "none" and module.startswith(VISION_BLOCKS_PREFIX):
+            quantization = "dense"
+            if module in quantized and place is not None and place.stack.recipe == "tower":
                 quantization = W8A8NearestRecipe(config)
+            elif module in quantized:
+                quantization = quantization_for(recipe, config, module, module_site(model, module))
         dtype = storage_dtype(family, resolved.target, getattr(torch, config.dtype))
         planned = plan_tensor(checkpoint, config, resolved, module, quantization, dtype)
         if planned.shape != expected[resolved.target]:
@@ -157,7 +174,7 @@ def plan_tensors(
                 "asks for "
                 f"{list(expected[resolved.target])}; config.json and weights do not belong together"
             )
-        out.append(replace(planned, site=site))
+        out.append(replace(planned, place=place, weight_file=weight_file(model, module)))
     return out
 
 
@@ -214,4 +231,7 @@ def plan_tensor(
         f"{module}.{suffix}": entry
         for suffix, entry in packed_info(weight_format, shape, dtype, **layout).items()
     }
-    return PlannedTensor(module, rule, weight_format, info.shape, stored)
+    recipe = None
+    if not isinstance(quantization, str) and weight_format != "dense":
+        recipe = quantization
+    return PlannedTensor(module, rule, weight_format, info.shape, stored, recipe=recipe)

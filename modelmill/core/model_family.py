@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,6 +28,10 @@ class FamilyOptions:
     SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     UNUSED_CONFIG_KEYS: tuple[str, ...] = ()
     config_from_shapes: ConfigFromShapes | None = None
+
+    def stays_float32(self, tensor: str) -> bool:
+        """Return whether a tensor of the model is float32 in an engine of any dtype."""
+        return any(re.fullmatch(pattern, tensor) for pattern in self.FLOAT32_TENSORS)
 
 
 FAMILY_OPTIONS = tuple(FamilyOptions.__dataclass_fields__)

@@ -86,6 +86,24 @@ class ActQuantTolerances:
 
 
 @dataclass(frozen=True)
+class ImageTolerances:
+    """Bounds of a format in a vision encoder, besides those of its matrices.
+
+    accept/tolerances_segmentation.py says how they were measured.
+
+    Attributes:
+        embedding: rel_l2 of an image's embedding, against the checkpoint's own weights.
+        mask_logits: rel_l2 of the logits of masks, likewise.
+        module: dtype → bound of a module whose activations the format rounds, as the reference
+            does; empty: it rounds none, and the bounds are those of the arithmetic.
+    """
+
+    embedding: float
+    mask_logits: float
+    module: Mapping[str, Bound] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class FormatTolerances:
     """Acceptance's bounds for a weight format; accept/tolerances.py says how they were measured.
 
@@ -96,6 +114,7 @@ class FormatTolerances:
             smoothing makes those of quiet channels smaller than a step.
         whole: set if arithmetic and rounding are checked together, not apart.
         act_quant: set if the format rounds activations.
+        images: set if vision encoders have it.
     """
 
     weight: Bound
@@ -103,6 +122,7 @@ class FormatTolerances:
     scaled_columns: bool = False
     whole: WholeTolerances | None = None
     act_quant: ActQuantTolerances | None = None
+    images: ImageTolerances | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +154,7 @@ _DECLARATION_CLASSES = {
         RecipeOption,
         WholeTolerances,
         ActQuantTolerances,
+        ImageTolerances,
         FormatTolerances,
         RecipeDeclaration,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -68,7 +67,7 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
     """
     manifest = artifact.manifest
     family = find_module("modelmill.models", manifest.model_type)
-    float32_tensors = family_options(family).FLOAT32_TENSORS
+    options = family_options(family)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in base.FLOAT_DTYPES}
     build_dtype = dtypes.get(str(manifest.build.get("dtype")))
     stored = {name: buffer for name, buffer in model.named_buffers() if name not in computed}
@@ -77,11 +76,7 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             parts: tuple[Any, ...] = module.weight.row_blocks()
             stored |= {f"{name}.weight": part.weight for part in parts if part.format == "dense"}
     for name, tensor in stored.items():
-        expected = (
-            torch.float32
-            if any(re.fullmatch(pattern, name) for pattern in float32_tensors)
-            else build_dtype
-        )
+        expected = torch.float32 if options.stays_float32(name) else build_dtype
         if tensor.dtype != expected:
             actual = str(tensor.dtype).removeprefix("torch.")
             raise CorruptArtifact(

@@ -12,11 +12,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import Conv2d
+from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks, vit_block_spec
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
+
+REFERENCE_NAMES = {
+    "norm1": "vision_encoder.norm1",
+    "attn.qkv": "vision_encoder.qkv",
+    "attn.proj": "vision_encoder.proj",
+    "attn": "vision_encoder.attn",
+    "norm2": "vision_encoder.norm2",
+    "mlp.fc1": "vision_encoder.fc1",
+    "mlp.fc2": "vision_encoder.fc2",
+    "mlp": "vision_encoder.mlp",
+    "": "vision_encoder.block",
+}
+"""Module of a block → its name in the reference."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,12 @@ class EvaSpec:
     def grid(self) -> int:
         """Number of patches along one side of the image."""
         return self.image // self.patch
+
+    @property
+    def block_spec(self) -> LayerSpec:
+        """What a block is made of."""
+        mlp = ("mlp.fc1", "mlp.fc2")
+        return vit_block_spec(self.width, self.inner, mlp, REFERENCE_NAMES)
 
 
 class EvaAttention(VitBranch):
@@ -106,7 +126,7 @@ class EvaVisionEncoder(nn.Module):
             "pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta")
         )
         self.blocks = nn.ModuleList(
-            VitBlock(spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec))
+            VitBlock(spec.block_spec, spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec))
             for _ in range(spec.depth)
         )
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, WholeSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
+from modelmill.nn.vit import affine_norm, biased_linear, read_sites
 from modelmill.ops.quant_types import QuantizedInput
 
 
@@ -32,6 +34,59 @@ class QFormerSpec:
     cross_attention_frequency: int = 2
     queries: int = 32
     eps: float = 1e-12
+
+    def looks_at_image(self, layer: int) -> bool:
+        """Whether a layer has cross-attention."""
+        return layer % self.cross_attention_frequency == 0
+
+    def layer_spec(self, layer: int) -> LayerSpec:
+        """What a layer is made of."""
+        wholes = [WholeSpec("attention", "qformer.attention")]
+        modules = _attention_modules("attention", "queries", "queries", self.width)
+        x = "attention.output"
+        if self.looks_at_image(layer):
+            wholes.append(WholeSpec("crossattention", "qformer.crossattention"))
+            modules += _attention_modules("crossattention", x, "image_tokens", self.width)
+            x = "crossattention.output"
+        modules += [
+            _linear("intermediate_query.dense", x, "qformer.up", self.inner),
+            *_output_modules("output_query", x, "qformer.down", "qformer.feed_forward", self.width),
+        ]
+        return LayerSpec(
+            modules=tuple(modules),
+            sites=read_sites(modules, heavy_tailed="output_query.dense.in"),
+            outputs=("output_query",),
+            wholes=(*wholes, WholeSpec("", "qformer.layer")),
+        )
+
+
+def _linear(path: str, reads: str, reference: str, rows: int) -> LinearSpec:
+    return biased_linear(path, reads, f"{path}.out", reference, rows)
+
+
+def _output_modules(
+    path: str, residual: str, dense: str, branch: str, width: int
+) -> list[ModuleSpec]:
+    """The modules of a ``QFormerOutput``, which write the value of its path.
+
+    dense, branch: their names in the reference.
+    """
+    reads = (f"{path}.dense.out", residual)
+    norm = affine_norm(f"{path}.LayerNorm", reads, (path,), f"{branch}.norm")
+    return [_linear(f"{path}.dense", f"{path}.dense.in", dense, width), norm]
+
+
+def _attention_modules(path: str, x: str, context: str, width: int) -> list[ModuleSpec]:
+    """The modules of a ``QFormerAttention`` of the value x to the value ``context``."""
+    branch, reads = f"qformer.{path}", {"query": x, "key": context, "value": context}
+    projections = [
+        _linear(f"{path}.self.{name}", value, f"{branch}.{name}", width)
+        for name, value in reads.items()
+    ]
+    return [
+        *projections,
+        *_output_modules(f"{path}.output", x, f"{branch}.dense", branch, width),
+    ]
 
 
 class QFormerQKV(nn.Module):
@@ -98,11 +153,10 @@ class QFormerLayer(nn.Module):
 
     def __init__(self, spec: QFormerSpec, index: int) -> None:
         super().__init__()
+        self.spec = spec.layer_spec(index)
         self.attention = QFormerAttention(spec, spec.width)
         self.crossattention = (
-            QFormerAttention(spec, spec.image_width)
-            if index % spec.cross_attention_frequency == 0
-            else None
+            QFormerAttention(spec, spec.image_width) if spec.looks_at_image(index) else None
         )
         self.intermediate_query = QFormerIntermediate(spec.width, spec.inner)
         self.output_query = QFormerOutput(spec.inner, spec.width, spec.eps)

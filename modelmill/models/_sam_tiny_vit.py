@@ -6,7 +6,7 @@ their convolutions when the engine is built.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import nn
 
 from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
+from modelmill.nn.vit import affine_norm, biased_linear, read_sites
 from modelmill.ops.image_attention import ImageAttentionInputs
 
 
@@ -39,6 +41,74 @@ class TinyVitSpec:
     def grid(self) -> int:
         """Tokens a side of the embedding."""
         return self.image // 16
+
+    def stage_spec(self, stage: int) -> LayerSpec:
+        """What a stage is made of; the reference's names are the paths inside it."""
+        width, block = self.widths[stage], _conv_block if stage == 0 else _attention_block
+        blocks = [block(f"blocks.{i}", width) for i in range(self.depths[stage])]
+        modules = [module for inner, _ in blocks for module in inner]
+        wholes = [path for _, names in blocks for path in names]
+        if stage + 1 < len(self.widths):
+            out = self.widths[stage + 1]
+            modules += _convolutions("downsample", out, out)
+            wholes.append("downsample")
+        return LayerSpec(
+            modules=tuple(modules),
+            sites=read_sites(modules),
+            outputs=("stage_out",),
+            wholes=tuple(
+                WholeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
+                for path in wholes
+            ),
+        )
+
+
+def _linear(path: str, rows: int) -> LinearSpec:
+    """A linear layer that reads a site of its own."""
+    return biased_linear(path, f"{path}.in", f"{path}.out", path, rows)
+
+
+def _norm(path: str) -> NormSpec:
+    return affine_norm(path, (f"{path}.in",), (f"{path}.out",), path)
+
+
+def _depthwise(path: str) -> ModuleSpec:
+    """A convolution by channel."""
+    return ModuleSpec(
+        path=path,
+        reads=(f"{path}.in",),
+        writes=(f"{path}.out",),
+        tensors=("weight", "bias"),
+        op="conv2d",
+    )
+
+
+def _convolutions(path: str, inner: int, out: int) -> list[ModuleSpec]:
+    """1×1, by channel, 1×1."""
+    return [
+        _linear(f"{path}.conv1", inner),
+        _depthwise(f"{path}.conv2"),
+        _linear(f"{path}.conv3", out),
+    ]
+
+
+def _conv_block(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+    """The modules of an ``MBConv`` and what is compared as a whole."""
+    return _convolutions(path, 4 * width, width), [path]
+
+
+def _attention_block(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+    """The modules of a ``TinyVitBlock`` and what is compared as a whole."""
+    modules = [
+        _norm(f"{path}.attn.norm"),
+        _linear(f"{path}.attn.qkv", 3 * width),
+        _linear(f"{path}.attn.proj", width),
+        replace(_depthwise(f"{path}.local_conv"), reference=(f"{path}.local_conv",)),
+        _norm(f"{path}.mlp.norm"),
+        _linear(f"{path}.mlp.fc1", 4 * width),
+        _linear(f"{path}.mlp.fc2", width),
+    ]
+    return modules, [f"{path}.attn", f"{path}.mlp"]
 
 
 class MBConv(nn.Module):
@@ -149,6 +219,7 @@ class TinyVitStage(nn.Module):
 
     def __init__(self, spec: TinyVitSpec, index: int) -> None:
         super().__init__()
+        self.spec = spec.stage_spec(index)
         width = spec.widths[index]
         blocks = (
             MBConv(width)
@@ -171,6 +242,8 @@ class TinyVitStage(nn.Module):
 
 class TinyVitEncoder(nn.Module):
     """An image to its embedding. Inside, a pixel's channels lie side by side (channels last)."""
+
+    stack = "layers"
 
     def __init__(self, spec: TinyVitSpec) -> None:
         super().__init__()

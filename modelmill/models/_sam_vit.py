@@ -12,11 +12,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import Conv2d, LayerNorm2d
+from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks, vit_block_spec
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
+
+REFERENCE_NAMES = {
+    "norm1": "norm1",
+    "attn.qkv": "attn.qkv",
+    "attn.proj": "attn.proj",
+    "attn": "attn",
+    "norm2": "norm2",
+    "mlp.lin1": "mlp.lin1",
+    "mlp.lin2": "mlp.lin2",
+    "mlp": "mlp",
+}
+"""Module of a block → its name in the reference."""
+REL_POS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,12 @@ class SamVitSpec:
         """Number of tokens along one side of the image."""
         return self.image // self.patch
 
+    @property
+    def block_spec(self) -> LayerSpec:
+        """What a block is made of."""
+        mlp = ("mlp.lin1", "mlp.lin2")
+        return vit_block_spec(self.width, self.inner, mlp, REFERENCE_NAMES, REL_POS)
+
 
 class SamPatchEmbed(nn.Module):
     """The image cut into patches, each made a token."""
@@ -72,7 +92,7 @@ class SamVitAttention(VitBranch):
         self.qkv = Linear(spec.width, 3 * spec.width, bias=True)
         self.proj = Linear(spec.width, spec.width, bias=True)
         rows = 2 * window - 1 if window is not None else spec.rel_pos_rows or 2 * spec.grid - 1
-        for name in ("rel_pos_h", "rel_pos_w"):
+        for name in REL_POS:
             self.register_buffer(name, torch.empty(rows, spec.width // spec.heads, device="meta"))
 
     @property
@@ -119,6 +139,7 @@ class SamVitMLP(VitBranch):
 class SamVitEncoder(nn.Module):
     """An image to its embedding."""
 
+    stack = "blocks"
     pos_embed: torch.Tensor
 
     def __init__(self, spec: SamVitSpec) -> None:
@@ -133,7 +154,13 @@ class SamVitEncoder(nn.Module):
             for index in range(spec.depth)
         ]
         self.blocks = nn.ModuleList(
-            VitBlock(spec.width, spec.eps, SamVitAttention(spec, window), SamVitMLP(spec))
+            VitBlock(
+                spec.block_spec,
+                spec.width,
+                spec.eps,
+                SamVitAttention(spec, window),
+                SamVitMLP(spec),
+            )
             for window in windows
         )
         self.neck = make_neck(spec.width, spec.out)

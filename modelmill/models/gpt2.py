@@ -20,12 +20,12 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import layer_rules
-from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
+from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.decoder import pre_norm_layer
+from modelmill.nn.decoder import PreNormLayer, pre_norm_layer
 from modelmill.nn.embedding import LMHead, TokenEmbedding
-from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import LayerSpec
+from modelmill.nn.layer_stack import kv_shape
 from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
@@ -158,10 +158,8 @@ class Gpt2Embedding(TokenEmbedding):
         return super().forward(ids, step) + F.embedding(step.positions, self.positions)
 
 
-class Gpt2Layer(nn.Module):
-    """norm → attention → add and norm → MLP."""
-
-    spec: LayerSpec
+class Gpt2Layer(PreNormLayer):
+    """A layer with LayerNorm and a plain MLP."""
 
     def __init__(self, config: Gpt2Config, index: int) -> None:
         super().__init__()
@@ -170,15 +168,6 @@ class Gpt2Layer(nn.Module):
         self.attn = Attention(config.attention_spec, index)
         self.mlp_norm = LayerNorm(config.hidden, config.eps)
         self.mlp = PlainMLP(config.hidden, config.inner)
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H]; their sum is the layer's output."""
-        x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step)
-        x, residual = self.mlp_norm(x, residual, step)
-        return self.mlp(x, step), residual
 
 
 class Model(CausalLM):
@@ -189,9 +178,9 @@ class Model(CausalLM):
     def __init__(self, config: Gpt2Config) -> None:
         super().__init__()
         self.config = config
-        self.kv = KVShape(config.layers, config.heads, config.head_dim)
         self.embed = Gpt2Embedding(config.vocab, config.hidden, config.max_len)
         self.layers = nn.ModuleList(Gpt2Layer(config, i) for i in range(config.layers))
+        self.kv = kv_shape(self.layers)
         self.norm = LayerNorm(config.hidden, config.eps)
         self.head = LMHead(config.hidden, config.vocab)
 

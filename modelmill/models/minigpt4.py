@@ -27,6 +27,7 @@ from modelmill.models._eva_vit import EvaSpec
 from modelmill.models._hf_config import positive_float, positive_int
 from modelmill.models._qformer import QFormerSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.layer_stack import DECODER_STACK, LayerStack
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
 
@@ -58,9 +59,21 @@ class MiniGpt4Config(DecoderConfig):
 
 
 class Model(Decoder):
-    """The decoder with a vision encoder, which no recipe quantizes (``unquantized_prefixes``)."""
+    """The decoder with a vision encoder, whose blocks have a recipe of their own."""
 
-    unquantized_prefixes = (IMAGE_EMBEDDER_PREFIX,)
+    layer_stacks = (
+        DECODER_STACK,
+        LayerStack(
+            f"{IMAGE_EMBEDDER_PREFIX}visual_encoder.blocks",
+            "image_embedder-{:04d}",
+            recipe="tower",
+            reads_images=True,
+        ),
+        LayerStack(
+            f"{IMAGE_EMBEDDER_PREFIX}qformer.layer", "image_embedder", recipe="", reads_images=True
+        ),
+    )
+    own_weight_files = ("image_embedder",)
     mean: torch.Tensor
     std: torch.Tensor
 

@@ -21,6 +21,7 @@ from modelmill.models._sam_mask_decoder import SamMaskDecoder
 from modelmill.models._sam_prompt_encoder import SamPromptEncoder
 from modelmill.models._sam_tiny_vit import TinyVitEncoder, TinyVitSpec
 from modelmill.models._sam_vit import SamVitEncoder, SamVitSpec
+from modelmill.nn.layer_stack import LayerStack
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -140,8 +141,6 @@ class Model(nn.Module):
     ``config`` holds the sizes. Recipes quantize the encoder's linear layers alone.
     """
 
-    unquantized_prefixes = ("prompt_encoder.", "mask_decoder.")
-
     def __init__(self, config: SamConfig) -> None:
         super().__init__()
         self.config = config
@@ -149,6 +148,8 @@ class Model(nn.Module):
         self.image_encoder = (
             TinyVitEncoder(spec) if isinstance(spec, TinyVitSpec) else SamVitEncoder(spec)
         )
+        path = f"image_encoder.{self.image_encoder.stack}"
+        self.layer_stacks = (LayerStack(path, "encoder-{:04d}", reads_images=True),)
         self.prompt_encoder = SamPromptEncoder(EMBED_WIDTH, config.image, config.grid)
         self.mask_decoder = SamMaskDecoder(EMBED_WIDTH)
 

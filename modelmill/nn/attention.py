@@ -93,6 +93,8 @@ class AttentionSpec:
                 reference=("q_rot" if rotates else "q",),
                 keys="k_rot" if rotates else "k",
                 values="v",
+                kv_heads=self.kv_heads,
+                head_dim=self.head_dim,
                 arithmetic="rotary" if rotates else "residual",
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
             ),
@@ -119,14 +121,15 @@ class AttentionSpec:
 class Attention(nn.Module):
     """qkv projection → rotate and store → attend → output projection."""
 
-    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+    def __init__(self, spec: AttentionSpec, cache_index: int) -> None:
+        """Make the modules; ``cache_index``: its place among the layers with a KV cache."""
         super().__init__()
         self.spec = spec
         self.kv_heads = spec.kv_heads
         width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
-        self.rope_cache = RopeAndCache(spec, layer)
-        self.core = AttentionCore(spec, layer)
+        self.rope_cache = RopeAndCache(spec, cache_index)
+        self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
@@ -143,10 +146,10 @@ class Attention(nn.Module):
 class RopeAndCache(nn.Module):
     """Splits qkv, norms and rotates q and k, writes k and v to their slots, returns q."""
 
-    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+    def __init__(self, spec: AttentionSpec, cache_index: int) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.layer = layer
+        self.cache_index = cache_index
         self.eps = spec.eps
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
@@ -160,8 +163,8 @@ class RopeAndCache(nn.Module):
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
         return RopeCacheInputs(
-            step.kv.k[self.layer],
-            step.kv.v[self.layer],
+            step.kv.k[self.cache_index],
+            step.kv.v[self.cache_index],
             step.slots,
             self.heads,
             rope.cos,
@@ -170,16 +173,16 @@ class RopeAndCache(nn.Module):
             q_norm,
             k_norm,
             self.eps,
-            *step.kv.scales(self.layer),
+            *step.kv.scales(self.cache_index),
         )
 
 
 class AttentionCore(nn.Module):
     """Attention of each query over its sequence's pages."""
 
-    def __init__(self, spec: AttentionSpec, layer: int) -> None:
+    def __init__(self, spec: AttentionSpec, cache_index: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.cache_index = cache_index
         self.window = spec.window
         self.scale = spec.head_dim**-0.5
 
@@ -187,8 +190,8 @@ class AttentionCore(nn.Module):
         """[T, heads, D] → [T, heads·D]."""
         inputs = PagedAttentionInputs(
             q,
-            step.kv.k[self.layer],
-            step.kv.v[self.layer],
+            step.kv.k[self.cache_index],
+            step.kv.v[self.cache_index],
             step.block_tables,
             step.query_start,
             step.context_lens,
@@ -196,6 +199,6 @@ class AttentionCore(nn.Module):
             step.max_context,
             self.scale,
             self.window,
-            *step.kv.scales(self.layer),
+            *step.kv.scales(self.cache_index),
         )
         return step.ops.paged_attention(inputs)

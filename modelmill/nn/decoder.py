@@ -13,7 +13,6 @@ from torch import nn
 from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LMHead, TokenEmbedding
-from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
     INPUTS,
     ROPE,
@@ -23,6 +22,7 @@ from modelmill.nn.layer_spec import (
     NormSpec,
     SiteSpec,
 )
+from modelmill.nn.layer_stack import kv_shape
 from modelmill.nn.mlp import GatedMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.rotary import RopeSpec, Rotary
@@ -136,18 +136,17 @@ def pre_norm_layer(
     )
 
 
-class DecoderLayer(nn.Module):
-    """norm → attention → add and norm → gated MLP; the residual travels beside the branch."""
+class PreNormLayer(nn.Module):
+    """norm → attention → add and norm → MLP; the residual travels beside the branch.
+
+    A subclass makes the parts.
+    """
 
     spec: LayerSpec
-
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__()
-        self.spec = config.layer_spec(index)
-        self.attn_norm = RMSNorm(config.hidden, config.eps)
-        self.attn = Attention(config.attention_spec(index), index)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
+    attn_norm: nn.Module
+    attn: Attention
+    mlp_norm: nn.Module
+    mlp: nn.Module
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
@@ -159,16 +158,28 @@ class DecoderLayer(nn.Module):
         return self.mlp(x, step), residual
 
 
+class DecoderLayer(PreNormLayer):
+    """A layer with RMSNorm and a gated MLP."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.spec = config.layer_spec(index)
+        self.attn_norm = RMSNorm(config.hidden, config.eps)
+        self.attn = Attention(config.attention_spec(index), index)
+        self.mlp_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
+
+
 class Decoder(CausalLM):
     """Token ids → logits."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.kv = KVShape(config.layers, config.kv_heads, config.head_dim)
         self.embed = TokenEmbedding(config.vocab, config.hidden)
         self.rotary = Rotary(config.rope)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
+        self.kv = kv_shape(self.layers)
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = LMHead(config.hidden, config.vocab)
 

@@ -30,7 +30,13 @@ def kv_cache_dtype(name: str, activation_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a model needs of the cache: one entry per layer would differ only in content."""
+    """What a model needs of the cache.
+
+    Attributes:
+        layers: Layers with a cache; entries of several would differ only in content.
+        kv_heads: KV heads of each.
+        head_dim: Channels of a head.
+    """
 
     layers: int
     kv_heads: int
@@ -46,7 +52,9 @@ class KVShape:
 
 @dataclass(frozen=True)
 class KVCache:
-    """The pages of all layers: k[layer], v[layer] of [pages, kv_heads, page_size, head_dim].
+    """The pages of the layers with a cache, in their order.
+
+    k[i], v[i]: [pages, kv_heads, page_size, head_dim].
 
     k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8
     bits, else empty.

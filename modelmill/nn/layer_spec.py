@@ -75,10 +75,14 @@ class CacheSpec(ModuleSpec):
 
     Attributes:
         keys, values: The reference's names of what is in the cache.
+        kv_heads: KV heads.
+        head_dim: Channels of each.
     """
 
     keys: str
     values: str
+    kv_heads: int
+    head_dim: int
     arithmetic: str = "rotary"
     op: str = "rope_cache"
 
@@ -236,20 +240,38 @@ class ChannelPartition:
 
 
 @dataclass(frozen=True)
+class WholeSpec:
+    """A module that contains others, compared with the reference as a whole as well.
+
+    Attributes:
+        path: The module inside the layer; empty: the layer itself.
+        reference: The reference's name of its output.
+        tensors: Its own tensors, beside those of the modules inside.
+    """
+
+    path: str
+    reference: str
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A layer.
 
     Attributes:
-        modules: In the order of computation; the first reads the layer's (branch, residual).
+        modules: In the order of computation; the first reads the layer's (branch, residual). A
+            value that none writes is computed between them.
         sites: In the order of computation.
-        outputs: The values (branch, residual) that the layer returns.
-        partitions: What ranks divide.
+        outputs: The values that the layer returns, (branch, residual) in a decoder.
+        partitions: What ranks divide; empty: every rank computes all of it.
+        wholes: Modules around several of ``modules`` that the reference knows.
     """
 
     modules: tuple[ModuleSpec, ...]
     sites: tuple[SiteSpec, ...]
-    outputs: tuple[str, str]
+    outputs: tuple[str, ...]
     partitions: tuple[HeadPartition | ChannelPartition, ...] = ()
+    wholes: tuple[WholeSpec, ...] = ()
 
     @cached_property
     def by_path(self) -> dict[str, ModuleSpec]:
@@ -274,6 +296,11 @@ class LayerSpec:
     def norms(self) -> Iterator[NormSpec]:
         """The norms."""
         return self.of_type(NormSpec)
+
+    @property
+    def caches(self) -> Iterator[CacheSpec]:
+        """The modules that write to the KV cache."""
+        return self.of_type(CacheSpec)
 
     @property
     def site_names(self) -> tuple[str, ...]:
@@ -312,7 +339,7 @@ class LayerSpec:
         readers = [module for module in self.modules if value in module.reads]
         if any(not isinstance(m, LinearSpec) or m.site != name for m in readers):
             return None
-        writer = self.writers[value]
+        writer = self.writers.get(value)
         return writer if isinstance(writer, NormSpec) else self.site(name).producer
 
     @property
@@ -336,7 +363,8 @@ class LayerSpec:
         """
         linears = [name for name, each in layer.named_modules() if isinstance(each, Linear)]
         biases = {f"{name}.bias" for name in linears}
-        declared = {f"{module.path}.{name}" for module in self.modules for name in module.tensors}
+        modules: tuple[ModuleSpec | WholeSpec, ...] = (*self.modules, *self.wholes)
+        declared = {f"{module.path}.{name}" for module in modules for name in module.tensors}
         present = {name for name, _ in layer.named_buffers()} | {f"{n}.weight" for n in linears}
         declared, present = declared - biases, present - biases
         if declared != present:
@@ -363,11 +391,3 @@ def layer_spec(layer: nn.Module) -> LayerSpec:
     spec = vars(layer).get("spec")
     assert isinstance(spec, LayerSpec), f"{type(layer).__name__} has no spec"
     return spec
-
-
-def module_site(model: nn.Module, path: str) -> SiteSpec | None:
-    """The site that a linear of a model reads by its path; None outside the layers."""
-    parts = path.split(".", 2)
-    if parts[0] != "layers" or len(parts) < 3:
-        return None
-    return layer_spec(model.get_submodule(f"layers.{parts[1]}")).site_of(parts[2])

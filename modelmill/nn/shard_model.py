@@ -2,7 +2,8 @@
 
 A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
 inner channels, with the columns of its last product that read them. The ranks' outputs are partial
-sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec.
+sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec;
+a layer whose spec divides nothing, as a vision encoder's, is on every rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from modelmill.nn.layer_spec import (
     SplitsHeads,
     layer_spec,
 )
+from modelmill.nn.layer_stack import layer_stacks
 from modelmill.nn.linear import Linear
 from modelmill.parallel.shard import Range, Shard
 from modelmill.parallel.tp_group import TPGroup
@@ -39,8 +41,11 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
         return
     heads = {
         count
-        for index, layer in enumerate(model.get_submodule("layers").children())
-        for count in _shard_layer(layer, tp_group, _prefixed(f"layers.{index}", alignment_for))
+        for stack in layer_stacks(model)
+        for index, layer in enumerate(model.get_submodule(stack.path).children())
+        for count in _shard_layer(
+            layer, tp_group, _prefixed(f"{stack.path}.{index}", alignment_for)
+        )
     }
     for name, module in model.named_modules():
         if isinstance(module, LMHead):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
+from modelmill.nn.layer_spec import (
+    LayerSpec,
+    LinearSpec,
+    ModuleSpec,
+    NormSpec,
+    Part,
+    SiteSpec,
+    WholeSpec,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.quant_types import QuantizedInput
@@ -29,8 +38,11 @@ class VitBranch(nn.Module):
 class VitBlock(nn.Module):
     """norm → attention → add, norm → MLP → add."""
 
-    def __init__(self, width: int, eps: float, attn: VitBranch, mlp: VitBranch) -> None:
+    def __init__(
+        self, spec: LayerSpec, width: int, eps: float, attn: VitBranch, mlp: VitBranch
+    ) -> None:
         super().__init__()
+        self.spec = spec
         self.norm1 = PlainNorm(width, eps)
         self.attn = attn
         self.norm2 = PlainNorm(width, eps)
@@ -76,3 +88,82 @@ def patchify(x: torch.Tensor, patch_size: int) -> torch.Tensor:
         batch, channels, height // patch_size, patch_size, width // patch_size, patch_size
     )
     return parts.permute(0, 2, 4, 1, 3, 5).flatten(3)
+
+
+def vit_block_spec(
+    width: int,
+    inner: int,
+    mlp: tuple[str, str],
+    reference: Mapping[str, str],
+    tables: tuple[str, ...] = (),
+) -> LayerSpec:
+    """What a ``VitBlock`` is made of; every rank computes all of it.
+
+    Args:
+        width: Channels of the stream.
+        inner: Channels inside the MLP.
+        mlp: Paths of its two linear layers.
+        reference: Module → its name in the reference, wholes included; "" is the block.
+        tables: The attention's tensors beside its linear layers.
+    """
+    up, down = mlp
+
+    def linear(path: str, reads: str, writes: str, rows: int) -> LinearSpec:
+        return biased_linear(path, reads, writes, reference[path], rows)
+
+    inputs, middle = ("branch", "residual"), ("attn_out", "stream")
+    modules: tuple[ModuleSpec, ...] = (
+        affine_norm("norm1", inputs, ("attn_input", "stream"), reference["norm1"]),
+        linear("attn.qkv", "attn_input", "qkv", 3 * width),
+        linear("attn.proj", "mixed", "attn_out", width),
+        affine_norm("norm2", middle, ("mlp_input", "residual_out"), reference["norm2"]),
+        linear(up, "mlp_input", "up", inner),
+        linear(down, "act", "mlp_out", width),
+    )
+    inside = {module.path for module in modules}
+    wholes = tuple(
+        WholeSpec(path, name, tables if path == "attn" else ())
+        for path, name in reference.items()
+        if path not in inside
+    )
+    return LayerSpec(
+        modules=modules,
+        sites=read_sites(modules, heavy_tailed="act"),
+        outputs=("mlp_out", "residual_out"),
+        wholes=wholes,
+    )
+
+
+def biased_linear(path: str, reads: str, writes: str, reference: str, rows: int) -> LinearSpec:
+    """A linear layer with a bias whose site is named by the value that it reads."""
+    return LinearSpec(
+        path=path,
+        reads=(reads,),
+        writes=(writes,),
+        site=reads,
+        parts=(Part(reference, rows),),
+        tensors=("weight", "bias"),
+    )
+
+
+def affine_norm(
+    path: str, reads: tuple[str, ...], writes: tuple[str, ...], reference: str
+) -> NormSpec:
+    """A LayerNorm; with two values read it adds the first to the second."""
+    return NormSpec(
+        path=path,
+        reads=reads,
+        writes=writes,
+        reference=(reference,),
+        tensors=("weight", "bias"),
+        op="layer_norm" if len(reads) == 1 else "add_layer_norm",
+    )
+
+
+def read_sites(modules: Iterable[ModuleSpec], heavy_tailed: str = "") -> tuple[SiteSpec, ...]:
+    """The sites of linear layers, in their order.
+
+    heavy_tailed: the site of an activation's outputs.
+    """
+    names = dict.fromkeys(m.site for m in modules if isinstance(m, LinearSpec))
+    return tuple(SiteSpec(name, heavy_tailed=name == heavy_tailed) for name in names)

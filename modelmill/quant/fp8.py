@@ -15,6 +15,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
     FormatTolerances,
+    ImageTolerances,
     RecipeDeclaration,
 )
 from modelmill.ops.quant_types import round_to_dtype
@@ -42,6 +43,15 @@ DECLARATION = RecipeDeclaration(
             product={"float32": (4e-3, 1e-2), "float16": (2e-2, 5e-2), "bfloat16": (4e-2, 1.4e-1)},
             layer=(0.22, 0.4, 2e-2),
             logits=0.18,
+        ),
+        images=ImageTolerances(
+            embedding=2e-1,
+            mask_logits=5e-1,
+            module={
+                "float32": (1e-2, 5e-2, 3e-3),
+                "float16": (5e-2, 1.5e-1, 3e-3),
+                "bfloat16": (0.1, 0.2, 2e-2),
+            },
         ),
     ),
     reads=("method", "activation_scales", "weight_scales"),

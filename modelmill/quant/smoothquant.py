@@ -17,6 +17,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
     FormatTolerances,
+    ImageTolerances,
     RecipeDeclaration,
     RecipeOption,
 )
@@ -42,6 +43,15 @@ DECLARATION = RecipeDeclaration(
             product={"float32": (2e-3, 5e-3), "float16": (7e-3, 1.4e-2), "bfloat16": (3e-2, 6e-2)},
             layer=(0.12, 0.15, 1.4e-2),
             logits=0.1,
+        ),
+        images=ImageTolerances(
+            embedding=1e-1,
+            mask_logits=2e-1,
+            module={
+                "float32": (2e-3, 2e-2, 1e-4),
+                "float16": (2e-2, 5e-2, 3e-3),
+                "bfloat16": (5e-2, 1.5e-1, 2e-2),
+            },
         ),
     ),
     options={

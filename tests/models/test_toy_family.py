@@ -18,9 +18,14 @@ import torch
 
 import modelmill.accept.reference as reference_package
 import modelmill.models as models_package
+from modelmill.accept import run
 from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import open_artifact
+from modelmill.builder import memory_plan
+from modelmill.builder.plan import make_plan
+from modelmill.checkpoint.open import open_checkpoint
 from modelmill.cli.main import execute
+from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.eval import profile as profiling
 from modelmill.loader.model_loader import build_model, load_model
 from modelmill.nn.fusion import fuse
@@ -31,6 +36,7 @@ from modelmill.parallel.tp_group import TPGroup
 from modelmill.quant.activation_smoothing import apply_smoothing
 from modelmill.quant.calibrate import collect_statistics
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
+from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.toy_family import CONFIG, MODEL, REFERENCE, save_toy
 
@@ -195,6 +201,28 @@ def test_its_modules_are_profiled_and_it_runs(
     more = ["--max-tokens", "4", "--device", "cpu", "--json"]
     assert execute(["run", str(engine), "--file", str(prompts), *more]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_only_layers_with_attention_have_a_cache(engine: Path, checkpoint: Path) -> None:
+    artifact = open_artifact(engine)
+    loop = EngineCore.open(artifact, RunConfig(kv_cache_bytes=1 << 20, max_model_len=64))
+    kv = loop.model_runner.kv
+    assert (len(kv.k), kv.k[0].shape[1], kv.k[0].shape[3]) == (1, 2, 12), "of three layers"
+    per_token = 2 * 2 * 12 * 4
+    made = make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32"))
+    assert made.kv_bytes_per_token == loop.page_bytes // loop.page_size == per_token
+    tokens = (run.NUM_SEQUENCES + 2) * (run.SEQUENCE_LENGTH + 64)
+    assert run._kv_bytes(artifact) == per_token * tokens
+
+
+def test_memory_is_planned_for_the_largest_of_its_layers(checkpoint: Path) -> None:
+    tensors = make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32")).tensors
+    sizes = [memory_plan.float32_bytes(tensors, f"layers.{layer}.") for layer in range(3)]
+    assert sizes[0] == sizes[2] > sizes[1] > 0
+    without_mixer = [planned for planned in tensors if not planned.module.startswith("layers.0.")]
+    without_mixer = [p for p in without_mixer if not p.module.startswith("layers.2.")]
+    assert memory_plan.largest_layer_bytes(tensors) == sizes[0]
+    assert memory_plan.largest_layer_bytes(without_mixer) == sizes[1]
 
 
 def test_a_tensor_that_the_spec_lacks_is_named(family: Any, monkeypatch: Any) -> None:

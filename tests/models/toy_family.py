@@ -29,7 +29,6 @@ from modelmill.models._layer_rules import layer_rules
 from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LMHead, TokenEmbedding
-from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
     INPUTS,
     ChannelPartition,
@@ -41,6 +40,7 @@ from modelmill.nn.layer_spec import (
     RowProducer,
     SiteSpec,
 )
+from modelmill.nn.layer_stack import kv_shape
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import RMSNorm
 
@@ -203,7 +203,7 @@ class ToyLayer(nn.Module):
         self.has_attention = config.has_attention(index)
         self.attn_norm = RMSNorm(config.hidden, config.eps)
         if self.has_attention:
-            self.attn = Attention(config.attention, index)
+            self.attn = Attention(config.attention, index // 2)
         else:
             self.mix = Mixer(config)
         self.post_norm = PostNorm(config.hidden, config.eps)
@@ -223,9 +223,9 @@ class Model(CausalLM):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.kv = KVShape(config.layers, config.kv_heads, config.head_dim)
         self.embed = TokenEmbedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(ToyLayer(config, i) for i in range(config.layers))
+        self.kv = kv_shape(self.layers)
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = LMHead(config.hidden, config.vocab)
 

@@ -13,7 +13,8 @@ import torch
 from modelmill.accept.quantized_reference import read_engine_weights
 from modelmill.accept.reference import Affine
 from modelmill.loader.model_loader import build_model
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, NormSpec, layer_spec, module_site
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, NormSpec, layer_spec
+from modelmill.nn.layer_stack import module_site
 from tests.parallel.test_shard_model import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent.parent / "modelmill"

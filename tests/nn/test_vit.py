@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks
+from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks, vit_block_spec
 from modelmill.ops import registry
 from modelmill.ops.quant_types import QuantizedInput
 from modelmill.weights import dense
@@ -51,10 +51,12 @@ def test_the_branch_that_travels_is_added_once() -> None:
     width = 6
     vision = VisionContext(registry.select_backends("cpu"))
     x = expected = torch.randn(2, 3, width, generator=generator)
+    names = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.up", "mlp.down")
+    spec = vit_block_spec(width, width, ("mlp.up", "mlp.down"), dict(zip(names, names)))
     blocks = []
     for _ in range(3):
         attn, mlp = (torch.randn(width, width, generator=generator) for _ in range(2))
-        block = VitBlock(width, 1e-6, ScalingBranch(attn), ScalingBranch(mlp))
+        block = VitBlock(spec, width, 1e-6, ScalingBranch(attn), ScalingBranch(mlp))
         for norm in (block.norm1, block.norm2):
             norm.weight, norm.bias = (torch.randn(width, generator=generator) for _ in range(2))
         blocks.append(block)

@@ -144,6 +144,10 @@ class MiniGpt4VisionReference(VisionReference):
         q, v = (self.source.get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
         return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
 
+    def engine_matrix(self, path: str) -> Tensor:
+        """Return the checkpoint's matrix of the engine's module ``path``."""
+        return self.matrix(path.removeprefix("image_embedder.")).weight
+
     def _qformer_stages(self, x: Tensor, image_features: Tensor) -> Iterator[ReferenceStage]:
         start = self._norm(
             ("image_embedder.qformer.norm", f"{QFORMER_PREFIX}.embeddings.LayerNorm"),

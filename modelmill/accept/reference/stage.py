@@ -74,6 +74,10 @@ class VisionReference(ABC):
     def matrix(self, name: str) -> Affine:
         """Return a linear layer of the checkpoint by its name there."""
 
+    def engine_matrix(self, path: str) -> Tensor:
+        """Return the checkpoint's matrix of the engine's module ``path``."""
+        return self.matrix(path).weight
+
     def used_matrix(self, name: str, path: str) -> Affine:
         """Return the matrix of the engine's module ``path`` if one is given, else ``matrix``."""
         plain, own = self.matrix(name), self._engine_matrices.get(path)

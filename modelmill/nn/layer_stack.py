@@ -1,0 +1,108 @@
+"""Where a model's layers are, as it declares it: stacks of layers that each have a spec.
+
+A decoder has one. A model that reads images has further ones for its vision encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from modelmill.nn.kv import KVShape
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, SiteSpec, layer_spec
+
+WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """Layers that a model computes one after another.
+
+    Attributes:
+        path: Their list in the model.
+        weight_file: Where a layer's tensors are stored; "{:04d}" is the layer's number.
+        recipe: The build option that names the recipe of their linear layers; empty: none does,
+            and they stay dense.
+        reads_images: Whether they belong to a vision encoder.
+    """
+
+    path: str
+    weight_file: str = "layer-{:04d}"
+    recipe: str = "quantization"
+    reads_images: bool = False
+
+
+class LayerPlace(NamedTuple):
+    """Where a module inside a layer is."""
+
+    stack: LayerStack
+    layer: int
+    module: str
+
+
+DECODER_STACK = LayerStack("layers")
+
+
+def layer_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+    """The stacks that a model declares as ``layer_stacks``; without it, those of a decoder."""
+    stacks: tuple[LayerStack, ...] = getattr(model, "layer_stacks", (DECODER_STACK,))
+    return stacks
+
+
+def find_layer(model: nn.Module, path: str) -> LayerPlace | None:
+    """The place of a module by its path in the model; None outside the layers."""
+    for stack in layer_stacks(model):
+        if path.startswith(f"{stack.path}."):
+            number, _, module = path.removeprefix(f"{stack.path}.").partition(".")
+            return LayerPlace(stack, int(number), module)
+    return None
+
+
+def stack_specs(model: nn.Module, stack: LayerStack) -> list[LayerSpec]:
+    """The specs of a stack's layers."""
+    return [layer_spec(layer) for layer in model.get_submodule(stack.path).children()]
+
+
+def image_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+    """The stacks of a model's vision encoder."""
+    return tuple(stack for stack in layer_stacks(model) if stack.reads_images)
+
+
+def image_linears(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
+    """(path in the model, layer, spec) of each linear layer in a vision encoder's layers."""
+    for stack in image_stacks(model):
+        for index, spec in enumerate(stack_specs(model, stack)):
+            for linear in spec.linears:
+                yield f"{stack.path}.{index}.{linear.path}", index, linear
+
+
+def weight_file(model: nn.Module, module: str) -> str:
+    """The weight file of a module's tensors, without its folder and suffix.
+
+    A model lists parts with a file of their own as ``own_weight_files``.
+    """
+    place = find_layer(model, module)
+    if place is not None:
+        return place.stack.weight_file.format(place.layer)
+    part = module.partition(".")[0]
+    return part if part in getattr(model, "own_weight_files", ()) else WEIGHT_FILE
+
+
+def module_site(model: nn.Module, path: str) -> SiteSpec | None:
+    """The site that a linear of a model reads by its path; None outside the layers."""
+    place = find_layer(model, path)
+    if place is None:
+        return None
+    layer = model.get_submodule(f"{place.stack.path}.{place.layer}")
+    return layer_spec(layer).site_of(place.module)
+
+
+def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
+    """The KV cache of those layers whose specs have one."""
+    caches = [cache for layer in layers for cache in layer_spec(layer).caches]
+    sizes = {(cache.kv_heads, cache.head_dim) for cache in caches}
+    assert len(sizes) == 1, "all layers with a cache have as many KV heads of one size"
+    return KVShape(len(caches), *sizes.pop())
