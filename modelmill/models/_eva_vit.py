@@ -15,7 +15,7 @@ from modelmill.nn.conv import Conv2d
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks, vit_block_spec
+from modelmill.nn.vit import VitBlock, VitBranch, VitMLP, patchify, run_blocks, vit_block_spec
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
@@ -31,6 +31,7 @@ REFERENCE_NAMES = {
     "": "vision_encoder.block",
 }
 """Module of a block → its name in the reference."""
+MLP = ("fc1", "fc2")  # the linear layers of its MLP
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class EvaSpec:
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        mlp = ("mlp.fc1", "mlp.fc2")
-        return vit_block_spec(self.width, self.inner, mlp, REFERENCE_NAMES)
+        return vit_block_spec(self.width, self.inner, MLP, REFERENCE_NAMES)
 
 
 class EvaAttention(VitBranch):
@@ -78,23 +78,6 @@ class EvaAttention(VitBranch):
         qkv = qkv.view(batch, 1, tokens, 3, self.heads, width // (3 * self.heads))
         mixed = vision.ops.image_attention(ImageAttentionInputs(qkv, self.heads, None, None))
         return vision.linear(self.proj, mixed.view(batch, tokens, width // 3))
-
-
-class EvaMLP(VitBranch):
-    """Feed-forward block: down(gelu(up(x)))."""
-
-    def __init__(self, spec: EvaSpec) -> None:
-        super().__init__()
-        self.fc1 = Linear(spec.width, spec.inner, bias=True)
-        self.fc2 = Linear(spec.inner, spec.width, bias=True)
-
-    @property
-    def input_proj(self) -> Linear:
-        return self.fc1
-
-    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
-        """[…, C], the same shape."""
-        return vision.linear(self.fc2, vision.gelu(self.fc1, x, self.fc2))
 
 
 class EvaPatchEmbed(nn.Module):
@@ -126,7 +109,13 @@ class EvaVisionEncoder(nn.Module):
             "pos_embed", torch.empty(1, spec.grid**2 + 1, spec.width, device="meta")
         )
         self.blocks = nn.ModuleList(
-            VitBlock(spec.block_spec, spec.width, spec.eps, EvaAttention(spec), EvaMLP(spec))
+            VitBlock(
+                spec.block_spec,
+                spec.width,
+                spec.eps,
+                EvaAttention(spec),
+                VitMLP(spec.width, spec.inner, *MLP),
+            )
             for _ in range(spec.depth)
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec
@@ -40,6 +40,17 @@ def layer_rules(
                 how = "transpose"
             rules.append(Rule(f"{target}.{path}.{leaf}", sources, how))
     return rules
+
+
+def stacked_rules(
+    specs: Iterable[LayerSpec], names: CheckpointNames, source: str, *, transposed: bool = False
+) -> list[Rule]:
+    """Every tensor of a decoder's layers; source: their list in the checkpoint."""
+    return [
+        rule
+        for i, spec in enumerate(specs)
+        for rule in layer_rules(spec, names, f"layers.{i}", f"{source}.{i}", transposed=transposed)
+    ]
 
 
 def _kind(module: ModuleSpec) -> int:

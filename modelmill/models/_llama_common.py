@@ -18,7 +18,7 @@ from modelmill.models._hf_config import (
     require_value,
     rope_spec,
 )
-from modelmill.models._layer_rules import layer_rules
+from modelmill.models._layer_rules import stacked_rules
 from modelmill.nn.decoder import DecoderConfig
 
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
@@ -174,10 +174,8 @@ def rules(config: DecoderConfig) -> list[Rule]:
     ]
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
-    for i in range(config.layers):
-        names = (f"layers.{i}", f"model.layers.{i}")
-        out += layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
-    return out
+    specs = map(config.layer_spec, range(config.layers))
+    return out + stacked_rules(specs, CHECKPOINT_NAMES, "model.layers")
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from modelmill.nn.conv import Conv2d, LayerNorm2d
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, patchify, run_blocks, vit_block_spec
+from modelmill.nn.vit import VitBlock, VitBranch, VitMLP, patchify, run_blocks, vit_block_spec
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
@@ -30,6 +30,7 @@ REFERENCE_NAMES = {
     "mlp": "mlp",
 }
 """Module of a block → its name in the reference."""
+MLP = ("lin1", "lin2")  # the linear layers of its MLP
 REL_POS = ("rel_pos_h", "rel_pos_w")  # tables of relative positions
 
 
@@ -64,8 +65,7 @@ class SamVitSpec:
     @property
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
-        mlp = ("mlp.lin1", "mlp.lin2")
-        return vit_block_spec(self.width, self.inner, mlp, REFERENCE_NAMES, REL_POS)
+        return vit_block_spec(self.width, self.inner, MLP, REFERENCE_NAMES, REL_POS)
 
 
 class SamPatchEmbed(nn.Module):
@@ -119,23 +119,6 @@ class SamVitAttention(VitBranch):
         return vision.linear(self.proj, mixed)
 
 
-class SamVitMLP(VitBranch):
-    """Feed-forward block: down(gelu(up(x)))."""
-
-    def __init__(self, spec: SamVitSpec) -> None:
-        super().__init__()
-        self.lin1 = Linear(spec.width, spec.inner, bias=True)
-        self.lin2 = Linear(spec.inner, spec.width, bias=True)
-
-    @property
-    def input_proj(self) -> Linear:
-        return self.lin1
-
-    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
-        """[…, C], the same shape."""
-        return vision.linear(self.lin2, vision.gelu(self.lin1, x, self.lin2))
-
-
 class SamVitEncoder(nn.Module):
     """An image to its embedding."""
 
@@ -159,7 +142,7 @@ class SamVitEncoder(nn.Module):
                 spec.width,
                 spec.eps,
                 SamVitAttention(spec, window),
-                SamVitMLP(spec),
+                VitMLP(spec.width, spec.inner, *MLP),
             )
             for window in windows
         )

@@ -19,7 +19,7 @@ from modelmill.models._hf_config import (
     positive_int,
     require_value,
 )
-from modelmill.models._layer_rules import layer_rules
+from modelmill.models._layer_rules import stacked_rules
 from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.decoder import PreNormLayer, pre_norm_layer
@@ -125,10 +125,8 @@ def rules(config: Gpt2Config) -> list[Rule]:
     ]
     if not config.tied:
         out.append(Rule("head.weight", ("lm_head.weight",)))
-    for i in range(config.layers):
-        names = (f"layers.{i}", f"transformer.h.{i}")
-        out += layer_rules(config.layer_spec, CHECKPOINT_NAMES, *names, transposed=True)
-    return out
+    specs = [config.layer_spec] * config.layers
+    return out + stacked_rules(specs, CHECKPOINT_NAMES, "transformer.h", transposed=True)
 
 
 def ignored_tensors(config: Gpt2Config) -> tuple[str, ...]:

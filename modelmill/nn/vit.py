@@ -35,6 +35,32 @@ class VitBranch(nn.Module):
         raise NotImplementedError
 
 
+class VitMLP(VitBranch):
+    """Feed-forward block: down(gelu(up(x)))."""
+
+    def __init__(self, width: int, inner: int, up: str, down: str) -> None:
+        """Make the linear layers; up, down: their names."""
+        super().__init__()
+        self.names = up, down
+        self.add_module(up, Linear(width, inner, bias=True))
+        self.add_module(down, Linear(inner, width, bias=True))
+
+    @property
+    def input_proj(self) -> Linear:
+        """The first of the two."""
+        return self._linear(0)
+
+    def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
+        """[…, C], the same shape."""
+        down = self._linear(1)
+        return vision.linear(down, vision.gelu(self._linear(0), x, down))
+
+    def _linear(self, index: int) -> Linear:
+        linear = self.get_submodule(self.names[index])
+        assert isinstance(linear, Linear), "made so"
+        return linear
+
+
 class VitBlock(nn.Module):
     """norm → attention → add, norm → MLP → add."""
 
@@ -102,11 +128,11 @@ def vit_block_spec(
     Args:
         width: Channels of the stream.
         inner: Channels inside the MLP.
-        mlp: Paths of its two linear layers.
+        mlp: Names of its two linear layers.
         reference: Module → its name in the reference, wholes included; "" is the block.
         tables: The attention's tensors beside its linear layers.
     """
-    up, down = mlp
+    up, down = (f"mlp.{name}" for name in mlp)
 
     def linear(path: str, reads: str, writes: str, rows: int) -> LinearSpec:
         return biased_linear(path, reads, writes, reference[path], rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch import Tensor
 from modelmill.builder import build_engine, layer_quantizer
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.registry import find_module
+from tests.accept.build_and_accept import build_and_accept
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,21 @@ def assert_names(report: Mapping[str, Any], fault: Fault) -> None:
     """Check that a report of refusal names the fault's layer and module."""
     assert report["layer"] == fault.layer, report["reason"]
     assert report["module"] in fault.modules, report["reason"]
+
+
+def check_fault_is_named(
+    family: str, name: str, checkpoint: Path, out: Path, setting: tuple[str, str, dict[str, Any]]
+) -> None:
+    """Build with the fault: the engine is refused and the fault named.
+
+    setting: dtype, recipe and further options.
+    """
+    fault = find_fault(family, name)
+    dtype, recipe, options = setting
+    with plant_fault(fault, family):
+        report, written = build_and_accept(checkpoint, out, dtype, recipe, **options)
+    assert not written, f"{dtype} {recipe} {options}"
+    assert_names(report, fault)
 
 
 def _rules(change: Callable[[list[Rule]], list[Rule]]) -> Callable[[ModuleType], Any]:

@@ -114,7 +114,9 @@ def test_what_connects_the_modules_is_judged(
 
     def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
         branch, residual = real_forward(self, x, residual, rope, step)
-        return (branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.layer] else branch), residual
+        return (
+            branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.cache_index] else branch
+        ), residual
 
     monkeypatch.setattr(DecoderLayer, "forward", doubled)
     loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))

@@ -16,7 +16,7 @@ from modelmill.ops import int4_linear as op
 from modelmill.ops import registry
 from modelmill.quant import awq
 from tests.accept.build_and_accept import FAMILIES, build_and_accept
-from tests.accept.planted_faults import FAULTS, assert_names, find_fault, plant_fault
+from tests.accept.planted_faults import FAULTS, check_fault_is_named
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64, "group_size": 32}
 
@@ -56,17 +56,12 @@ def test_so_is_one_of_every_form(
 def test_a_fault_is_refused_and_named(
     family: str, name: str, tiny: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    fault = find_fault(family, name)
     settings = [("bfloat16", "nearest")]
     if family == "llama" and name in ("o_proj x 1.05", "k renamed v"):
         settings += [("float32", "awq+gptq")]
     for dtype, method in settings:
-        with plant_fault(fault, family):
-            report, written = build_and_accept(
-                tiny[family], tmp_path / "e", dtype, "int4", method=method, **SMALL
-            )
-        assert not written, f"{dtype} {method}"
-        assert_names(report, fault)
+        setting = dtype, "int4", SMALL | {"method": method}
+        check_fault_is_named(family, name, tiny[family], tmp_path / "e", setting)
 
 
 def test_a_fold_that_forgets_one_side_is_refused(tiny: Mapping[str, Path], tmp_path: Path) -> None:

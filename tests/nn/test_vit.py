@@ -52,7 +52,7 @@ def test_the_branch_that_travels_is_added_once() -> None:
     vision = VisionContext(registry.select_backends("cpu"))
     x = expected = torch.randn(2, 3, width, generator=generator)
     names = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.up", "mlp.down")
-    spec = vit_block_spec(width, width, ("mlp.up", "mlp.down"), dict(zip(names, names)))
+    spec = vit_block_spec(width, width, ("up", "down"), dict(zip(names, names)))
     blocks = []
     for _ in range(3):
         attn, mlp = (torch.randn(width, width, generator=generator) for _ in range(2))
