@@ -20,12 +20,12 @@ from modelmill.checkpoint.quant_layout import (
     check_group_size,
     group_size_text,
     packed_words_shape,
-    resolve_group_size,
     scales_shape,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
+from modelmill.weights.int4 import resolve_group_size
 
 NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight, that each nibble contains."""

@@ -27,11 +27,11 @@ from modelmill.checkpoint.quant_layout import (
     perm_digest,
     perm_from_group_index,
     read_group_index,
-    resolve_group_size,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
+from modelmill.weights.int4 import resolve_group_size
 
 FORMATS = ("pack-quantized", "int-quantized")
 ADVICE = "take the original checkpoint and build it with -q int4, int8 or fp8"

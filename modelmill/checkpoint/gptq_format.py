@@ -24,12 +24,12 @@ from modelmill.checkpoint.quant_layout import (
     perm_digest,
     perm_from_group_index,
     read_group_index,
-    resolve_group_size,
     scales_shape,
     unpack_fields,
 )
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
+from modelmill.weights.int4 import resolve_group_size
 
 FORMATS = ("gptq", "gptq_v2")
 BITS = (4, 8)

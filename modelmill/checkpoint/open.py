@@ -309,11 +309,11 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
-    scheme = find_scheme(config, path)
-    transposed = config.get("model_type") == "gpt2"
-    view = (
-        weights if scheme is None else PrequantizedContainer(weights, scheme, transposed=transposed)
-    )
+    view = weights
+    if quantization := config.get("quantization_config"):
+        transposed = config.get("model_type") == "gpt2"
+        scheme = find_scheme(quantization, path)
+        view = PrequantizedContainer(weights, scheme, transposed=transposed)
     return Checkpoint(
         path=path,
         container=container,

@@ -47,15 +47,12 @@ class QuantScheme(Protocol):
         """Return its values; raises CorruptCheckpoint if they contradict the layout."""
 
 
-def find_scheme(config: Mapping[str, Any], path: Path) -> QuantScheme | None:
-    """Return the scheme of a ``quantization_config``; None without one.
+def find_scheme(settings: Any, path: Path) -> QuantScheme:
+    """Return the scheme of a ``quantization_config``.
 
     Raises:
         CheckpointError: for an unknown method.
     """
-    settings = config.get("quantization_config")
-    if not settings:
-        return None
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{path}: quantization_config in config.json is no object; {ADVICE}")
     method = str(settings.get("quant_method", "")).lower()

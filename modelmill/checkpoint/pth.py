@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, no_such_tensor
-from modelmill.checkpoint.sharded_files import ShardedFiles
+from modelmill.checkpoint.container import ShardedFiles, TensorInfo, no_such_tensor
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 

@@ -111,13 +111,6 @@ def check_group_size(group_size: object, subject: str) -> int:
     )
 
 
-def resolve_group_size(group_size: int, columns: int) -> int:
-    """Return a config's group size; of −1 (one group) a multiple that covers all columns."""
-    if group_size != -1:
-        return group_size
-    return -(-columns // GROUP_SIZE_MULTIPLE) * GROUP_SIZE_MULTIPLE
-
-
 def group_size_text(group_size: int) -> str:
     """Return a config's group size for messages."""
     return " a channel" if group_size == -1 else f" in groups of {group_size}"

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from modelmill.checkpoint.container import TensorInfo, list_names, no_such_tensor
-from modelmill.checkpoint.sharded_files import ShardedFiles
+from modelmill.checkpoint.container import ShardedFiles, TensorInfo, list_names, no_such_tensor
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from modelmill.checkpoint.container import ShardedFiles
+from modelmill.core.errors import CheckpointError
 
 LLAMA_CONFIG = {
     "model_type": "llama",
@@ -142,3 +146,18 @@ def write_llama_gguf(
         writer.add_tensor(name, blocks, raw_dtype=ggml_type)
     write_tensors(writer)
     return path
+
+
+def opens_or_fails_in_one_line(
+    open_files: Callable[[Sequence[Path]], ShardedFiles], path: Path, nbytes: int
+) -> None:
+    """Open a file of bytes that may be damaged: its tensors fit in it, or one line says what is
+    wrong.
+    """
+    line = ""
+    try:
+        files: Any = open_files([path])
+        assert sum(files.info(name).nbytes for name in files.names()) <= nbytes
+    except CheckpointError as error:
+        line = str(error)
+    assert "\n" not in line

@@ -152,6 +152,18 @@ def ct(
     }
 
 
+def ct_int8_channels(symmetric: bool, activations: dict[str, Any] | None) -> dict[str, Any]:
+    """Weights of 8 bits with a scale per channel, not packed; activations as given."""
+    return ct(
+        8,
+        strategy="channel",
+        group=None,
+        symmetric=symmetric,
+        ct_format="int-quantized",
+        input_activations=activations,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("zeros", ["symmetric", "packed zeros", "plain zeros"])
 @pytest.mark.parametrize("group", [32, 128, -1])
@@ -205,14 +217,7 @@ def test_compressed_int8(
     drawn = writers.seeded_matrix(
         16, 96, -1, bits=8, symmetric=symmetric, dtype=torch.bfloat16, seed=2
     )
-    settings = ct(
-        8,
-        strategy="channel",
-        group=None,
-        symmetric=symmetric,
-        ct_format="int-quantized",
-        input_activations=activations,
-    )
+    settings = ct_int8_channels(symmetric, activations)
     checkpoint = write_and_open(
         tmp_path,
         settings,
