@@ -28,7 +28,7 @@ MAY = {
         *("core", "parallel", "ops", "weights", "nn", "artifact", "loader"),
         "vision.encoder_runner",
     },
-    "quant": {"core", "ops", "weights", "nn"},
+    "quant": {"core", "ops", "weights", "nn", "checkpoint"},
     "builder": {
         *("core", "checkpoint", "weights", "nn", "quant", "artifact", "ops"),
         *("text.tokenizer", "text.image_chat", "vision.image_input"),

@@ -65,7 +65,7 @@ FIELD_WORDS = {
     "fused": "modelmill/nn/fusion.py",
     "warpgroup": "modelmill/ops/cuda/common/smem_pipeline.cuh",
     "producer": "modelmill/ops/cuda/common/smem_pipeline.cuh",
-    "prefetch": "modelmill/builder/prefetch.py",
+    "prefetch": "modelmill/builder/build_engine.py",
     "prefix cach": "modelmill/runtime/kv_pages.py",
     "tensor.parallel": "modelmill/parallel/tp_group.py",
 }

@@ -61,7 +61,7 @@ _OTHER_AREAS = (
     ),
     Fault(
         "builder: a head of its own is tied where one value is equal",
-        "modelmill/builder/tied_head.py",
+        "modelmill/builder/model_config.py",
         "all(bool((a.float() == b.float()).all())",
         "all(bool((a.float() == b.float()).any())",
         ("tests/builder/test_tied_head.py",),

@@ -1,6 +1,6 @@
 """Measures the quantization error of engines without calibration, on the acceptance text.
 
-A calibrated recipe stores these facts with the engine (artifact/quantization_facts.py); int8, and
+A calibrated recipe stores these facts with the engine (artifact/store.py); int8, and
 int4 and fp8 rounded to nearest, have no inputs during the build.
 """
 

@@ -24,7 +24,6 @@ from modelmill.accept.reference_device import PlacedReference, cpu_reference, pl
 from modelmill.accept.sequences import check_sequences
 from modelmill.accept.stage_check import make_report, round_digits
 from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
-from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import log
@@ -157,7 +156,7 @@ def _compare(
     rounding = None
     split = list(zip(sequences, starts, strict=True))
     if rounded:
-        quantized = read_quantization_facts(engine_core.artifact)
+        quantized = engine_core.artifact.quantization_facts()
         rounding = QuantizedLayersCheck(
             checkpoint_reference, model, weight_formats, dtype, split,
             uses_engine_weights=uses_engine_weights,
@@ -204,7 +203,7 @@ def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]
     assert engine_core.artifact is not None, (
         "an engine core made by EngineCore.open knows its artifact"
     )
-    facts_by_layer = read_quantization_facts(engine_core.artifact)
+    facts_by_layer = engine_core.artifact.quantization_facts()
     return [
         {"layer": layer, "module": module, **fact}
         for layer, (facts, _) in sorted(facts_by_layer.items())

@@ -7,6 +7,7 @@ with a manifest is an engine.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from modelmill.artifact.atomic_swap import atomic_swap
@@ -27,6 +29,14 @@ from modelmill.core.errors import ArtifactError, CorruptArtifact, UsageError
 
 ACCEPTANCE_FILE = "acceptance.json"
 TOKENIZER_FOLDER = "tokenizer"
+FACTS_FOLDER = "quantization"
+"""Folder of the facts of quantized layers: ``layer-NNNN.json``, hashed like the weights.
+
+facts: linear module (inside the layer) → errors, bits, outlier channels. scales: site → what the
+inputs at that site were divided by when a recipe folded scales into the layer, float32: the
+acceptance contract undoes them for the comparison.
+"""
+Scales = dict[str, torch.Tensor]
 STAGING_SUFFIX = ".staging"
 _JOURNAL = "journal.json"
 
@@ -86,9 +96,35 @@ class Artifact:
             raise CorruptArtifact(f"{path} is damaged; rebuild the engine")
         return report
 
+    def quantization_facts(self) -> dict[int, tuple[dict[str, Any], Scales]]:
+        """Return (facts, scales) of each layer that a calibrated recipe changed.
+
+        Raises:
+            CorruptArtifact: if a file is damaged.
+        """
+        facts_by_layer = {}
+        for name in self.manifest.files:
+            if not name.startswith(FACTS_FOLDER + "/"):
+                continue
+            try:
+                raw = json.loads((self.path / name).read_bytes())
+                scales = {str(site): _decode_vector(text) for site, text in raw["scales"].items()}
+                layer = int(name.removesuffix(".json").rpartition("-")[2])
+                facts_by_layer[layer] = (dict(raw["facts"]), scales)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise CorruptArtifact(
+                    f"{self.path / name} is damaged; rebuild the engine"
+                ) from None
+        return facts_by_layer
+
     def nbytes(self) -> int:
         """Return the bytes of all hashed files."""
         return sum(int(entry["bytes"]) for entry in self.manifest.files.values())
+
+
+def facts_path(layer: int) -> str:
+    """Return the path of a layer's quantization facts inside the engine."""
+    return f"{FACTS_FOLDER}/layer-{layer:04d}.json"
 
 
 def is_engine(path: Path) -> bool:
@@ -214,6 +250,17 @@ class Staging:
         self.finished_files[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
         self._write_journal()
 
+    def write_quantization_facts(
+        self, layer: int, facts: Mapping[str, Any], scales: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Write the facts of a layer's quantization; see ``FACTS_FOLDER``."""
+        encoded = {
+            site: base64.b64encode(s.float().cpu().numpy().tobytes()).decode()
+            for site, s in scales.items()
+        }
+        text = json.dumps({"facts": facts, "scales": encoded}, indent=1, sort_keys=True) + "\n"
+        self.write(facts_path(layer), text.encode())
+
     def write_unhashed(self, name: str, data: bytes) -> None:
         """Write a file outside the hashes."""
         _write_atomically(self.path / name, data)
@@ -324,6 +371,10 @@ def _is_replaceable(target: Path) -> bool:
     except (ValueError, RecursionError):
         return (target / "weights").is_dir()
     return isinstance(manifest, dict) and {"schema", "packing", "files"} <= manifest.keys()
+
+
+def _decode_vector(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float32))
 
 
 def _matches_hash(path: Path, entry: Mapping[str, Any]) -> bool:

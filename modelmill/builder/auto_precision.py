@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 
-from modelmill.builder.calibration_data import CalibrationSource, find_calibration
-from modelmill.builder.multimodal_calibration import calibration_samples, embed_images
+from modelmill.builder.calibration_data import (
+    CalibrationSource,
+    calibration_samples,
+    embed_images,
+    find_calibration,
+)
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import ResolvedRule, apply_rule
 from modelmill.core.config import BuildConfig
@@ -216,10 +220,8 @@ def resolve_auto_precision(
     checkpoint: Checkpoint, config: BuildConfig, family: Any, model_config: Any,
     renames: Sequence[ResolvedRule],
     on_progress: Progress | None,
-) -> tuple[BuildConfig, AutoPrecisionResult | None]:  # fmt: skip
-    """Resolve ``-q auto`` to a bit choice per layer; None if the bit choices are set."""
-    if config.quantization != AUTO or config.layer_recipes:
-        return config, None
+) -> tuple[BuildConfig, AutoPrecisionResult]:  # fmt: skip
+    """Resolve ``-q auto`` to a bit choice per layer."""
     accuracy_limits(config)
     target = (
         config.target

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,24 +20,22 @@ from modelmill.artifact.shard import ShardWriter
 from modelmill.artifact.store import ACCEPTANCE_FILE, TOKENIZER_FOLDER, Staging
 from modelmill.builder.layer_quantizer import LayerQuantizer
 from modelmill.builder.plan import BuildPlan, layer_index
-from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
-from modelmill.builder.segmentation import LANGUAGE
 from modelmill.builder.tensor_plan import PlannedTensor
-from modelmill.checkpoint.check_finite import check_finite, is_finite
-from modelmill.checkpoint.rename import apply_rule
+from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import to_dict
 from modelmill.core.errors import (
     AcceptanceError,
     ArtifactError,
     CheckpointError,
-    CorruptCheckpoint,
     UsageError,
 )
+from modelmill.core.model_family import LANGUAGE
 from modelmill.core.progress import Progress
 from modelmill.text.tokenizer import load_tokenizer
-from modelmill.weights.base import pack
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 AcceptFunction = Callable[[Path, BuildPlan], dict[str, Any]]
 TuneFunction = Callable[[BuildPlan], AutotuneRecord | None]
 GPU_BYTES_PER_WEIGHT = 32
@@ -122,7 +121,7 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | No
         if name not in staging.finished_files and layer_index(name) is not None
     ]
     calibrated = plan.calibration is not None and bool(left)
-    layers = LayerQuantizer(plan, staging, _check_range) if calibrated else None
+    layers = LayerQuantizer(plan, staging) if calibrated else None
     following = dict(pairwise(left))
 
     def report_bytes(nbytes: int) -> None:
@@ -157,21 +156,12 @@ def _write_weights(plan: BuildPlan, staging: Staging, on_progress: Progress | No
                     )
                     told_layer(layer + 1)
                     continue
-                for planned, tensors in prefetch(partial(_read_tensor, plan), planned_tensors):
+                for planned, tensors in prefetch(
+                    lambda planned: planned.read(plan.checkpoint, plan.dtype), planned_tensors
+                ):
                     _write_tensor(plan, planned, tensors, writer)
                     del tensors  # before the tensor after the next is read
                     report_bytes(planned.nbytes)
-
-
-def _read_tensor(plan: BuildPlan, planned: PlannedTensor) -> dict[str, torch.Tensor]:
-    """Read and check one tensor by suffix; a kept matrix consists of several."""
-    if planned.kept_weight is not None:
-        tensors = planned.kept_weight.read(plan.checkpoint, plan.dtype).tensors()
-    else:
-        tensors = {"": apply_rule(planned.rule, plan.checkpoint.get, plan.checkpoint.info)}
-    for part in tensors.values():
-        check_finite(", ".join(planned.rule.sources), part)
-    return tensors
 
 
 def _write_tensor(
@@ -183,20 +173,18 @@ def _write_tensor(
             writer.add(f"{planned.module}.{suffix}", part)
         return
     tensor = tensors[""]
-    if planned.weight_format is None:
-        cast = tensor.to(planned.dtype)
-        _check_range(cast, planned, plan)
+    if planned.recipe is None:
+        # a weight that stays dense is stored as any other tensor
+        cast = tensor.to(planned.dtype).contiguous()
+        planned.check_stored(cast)
         writer.add(planned.rule.target, cast)
         return
-    if planned.recipe is None:
-        quantized = pack(planned.weight_format, tensor, planned.dtype)
-    else:
-        # the same bits on every device: the bytes of an engine do not depend on the machine
-        quantized = planned.recipe.quantize(
-            tensor.to(_rounding_device(plan, tensor.numel())).float(), None
-        )
+    # the same bits on every device: the bytes of an engine do not depend on the machine
+    quantized = planned.recipe.quantize(
+        tensor.to(_rounding_device(plan, tensor.numel())).float(), None
+    )
     for suffix, part in quantized.tensors().items():
-        _check_range(part, planned, plan)
+        planned.check_stored(part)
         writer.add(f"{planned.module}.{suffix}", part.cpu())
 
 
@@ -210,20 +198,6 @@ def _rounding_device(plan: BuildPlan, num_weights: int) -> str:
         if GPU_BYTES_PER_WEIGHT * num_weights < torch.cuda.mem_get_info()[0] + kept
         else "cpu"
     )
-
-
-def _check_range(tensor: torch.Tensor, planned: PlannedTensor, plan: BuildPlan) -> None:
-    if tensor.is_floating_point() and tensor.itemsize > 1 and not is_finite(tensor):
-        what = ", ".join(planned.rule.sources)
-        if planned.weight_format not in (None, "dense"):
-            kept = str(tensor.dtype).removeprefix("torch.")
-            raise CorruptCheckpoint(
-                f"{what}: scales of {planned.weight_format} overflow in {kept}; build with -q "
-                "int8 or none"
-            )
-        raise CorruptCheckpoint(
-            f"{what} overflows in {plan.config.dtype}; build with --dtype bfloat16 or float32"
-        )
 
 
 def _manifest(plan: BuildPlan, staging: Staging, fingerprint: str) -> Manifest:
@@ -264,3 +238,50 @@ def _to_json_bytes(report: dict[str, Any]) -> bytes:
     import json
 
     return (json.dumps(report, indent=1, sort_keys=True) + "\n").encode()
+
+
+def prefetch(
+    load: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[tuple[Item, Result]]:
+    """Yield each item and ``load(item)``; the next one is loaded while the current one is used.
+
+    At most two exist at a time if the caller drops one before it requests the next.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        coming: tuple[Item, Future[Result]] | None = None
+        for item in items:
+            following = item, pool.submit(load, item)
+            if coming is not None:
+                yield coming[0], coming[1].result()
+            coming = following
+        if coming is not None:
+            yield coming[0], coming[1].result()
+
+
+class BackgroundFingerprint:
+    """Computes the sha256 of a checkpoint's files while its weights are read.
+
+    ``stop`` must be called.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._stop_event, self._callbacks = threading.Event(), list[Progress]()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(checkpoint.fingerprint, self._report)
+
+    def result(self, on_progress: Progress | None) -> str:
+        """Wait for the result; progress is reported from now on."""
+        if on_progress is not None:
+            self._callbacks.append(on_progress)
+        return self._future.result()
+
+    def stop(self) -> None:
+        """Stop the thread if it has not finished."""
+        self._stop_event.set()
+        self._pool.shutdown()
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        if self._stop_event.is_set():
+            raise InterruptedError("the build ended")
+        for progress in self._callbacks:
+            progress(stage, done, total)

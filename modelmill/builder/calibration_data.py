@@ -1,6 +1,6 @@
-"""Calibration tokens: from a jsonl of texts, or from the built-in texts.
+"""Calibration sequences: from a jsonl of texts, or from the built-in texts.
 
-For a model that reads images see ``builder.multimodal_calibration``: its lines may contain images.
+Those of a model that reads images come from ``builder.multimodal_calibration``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
+from modelmill.ops.registry import Ops
+from modelmill.text.image_chat import IMAGE_CHAT_FILE
 from modelmill.text.tokenizer import load_tokenizer
 
 BUILTIN_SOURCE = "modelmill's own text"
@@ -26,6 +29,7 @@ TEXT_KEYS = ("text", "article", "prompt")
 IMAGE_KEYS = {"image", "images"}
 """Keys of a line that name images."""
 NUM_PARAGRAPHS = 1600
+MIN_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,19 @@ class CalibrationSource:
         return facts | ({"pictures": self.image_digest} if self.image_digest else {})
 
 
+@dataclass(frozen=True)
+class CalibrationSample:
+    """One calibration sequence.
+
+    Attributes:
+        ids: token ids.
+        images: [S, S, 3] uint8 by the position of their first token.
+    """
+
+    ids: list[int]
+    images: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+
 def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSource:
     """Return the calibration source of ``config``, hashed.
 
@@ -80,6 +97,49 @@ def find_calibration(config: BuildConfig, max_model_len: int) -> CalibrationSour
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UsageError(f"--calibration {path}: {reason}") from None
     return CalibrationSource(path, digest, config.calibration_samples, length)
+
+
+def calibration_samples(
+    source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
+) -> list[CalibrationSample]:
+    """Return the calibration sequences of a model, with or without images.
+
+    Raises:
+        UsageError: if the data cannot be used.
+    """
+    vocab = int(model.config.vocab)
+    if reads_images(files):
+        # imported here, because it reads lines and texts with this module
+        from modelmill.builder.multimodal_calibration import load_samples
+
+        samples = load_samples(source, files, int(model.image_size))
+    else:
+        samples = [
+            CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)
+        ]
+    name = "the calibration data" if source.path is None else f"--calibration {source.path}"
+    check_calibration_ids([sample.ids for sample in samples], vocab, name)
+    return samples
+
+
+def embed_images(
+    samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
+) -> list[dict[int, torch.Tensor]]:
+    """Return the embeddings of each sample's images by position (see ``encode_images``)."""
+    pictures = [
+        torch.as_tensor(picture) for sample in samples for picture in sample.images.values()
+    ]
+    if not pictures:
+        return [{} for _ in samples]
+    from modelmill.builder.multimodal_calibration import encode_images
+
+    embeddings = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
+    return [{position: next(embeddings) for position in sample.images} for sample in samples]
+
+
+def reads_images(files: Mapping[str, bytes]) -> bool:
+    """Return whether the chat format of these files supports images."""
+    return IMAGE_CHAT_FILE in files
 
 
 def load_calibration_ids(
@@ -112,6 +172,35 @@ def load_calibration_ids(
         if len(sequences) >= source.num_samples:
             return sequences[: source.num_samples]
     return [*sequences, *joined.remainder()]
+
+
+def check_calibration_ids(
+    ids: Sequence[Sequence[int]], vocab: int, source_name: str = "the calibration data"
+) -> None:
+    """Check the number and range of calibration ids.
+
+    source_name: where the ids come from, for messages.
+
+    Raises:
+        UsageError: if there are too few ids, or ids outside the vocabulary.
+    """
+    total = sum(map(len, ids))
+    if not ids or not total:
+        raise UsageError(
+            f"{source_name} is empty: it contains no tokens; pass a file with texts, or "
+            "none for the built-in texts"
+        )
+    if total < MIN_TOKENS:
+        raise UsageError(
+            f"{source_name} is too short: it has {total} tokens, at least {MIN_TOKENS} are "
+            "needed; pass more text, "
+            "or a larger --calibration-samples, --calibration-length or --max-model-len"
+        )
+    if any(not 0 <= i < vocab for one in ids for i in one):
+        raise UsageError(
+            f"{source_name}: token ids must be between 0 and {vocab - 1}; it was made with another "
+            "tokenizer"
+        )
 
 
 class TokenChunker:

@@ -12,22 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from modelmill.artifact.quantization_facts import facts_path, facts_to_bytes
 from modelmill.artifact.shard import ShardReader, ShardWriter
 from modelmill.artifact.store import Staging
-from modelmill.builder.multimodal_calibration import calibration_samples, embed_images
+from modelmill.builder.calibration_data import calibration_samples, embed_images
 from modelmill.builder.plan import BuildPlan
 from modelmill.builder.tensor_plan import PlannedTensor
-from modelmill.checkpoint.check_finite import check_finite
-from modelmill.checkpoint.rename import apply_rule
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.calibrate import quantize_layer
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights import base
 from modelmill.weights.dense import DenseWeight as Dense
-
-TensorCheck = Callable[[torch.Tensor, PlannedTensor, BuildPlan], None]
 
 
 class LayerQuantizer:
@@ -37,13 +32,12 @@ class LayerQuantizer:
         UsageError: if the calibration data cannot be used.
     """
 
-    def __init__(self, plan: BuildPlan, staging: Staging, check: TensorCheck) -> None:
+    def __init__(self, plan: BuildPlan, staging: Staging) -> None:
         assert plan.recipe is not None, "a build with a recipe"
         assert plan.calibration is not None, "a recipe that is calibrated"
         self.plan = plan
         self.recipe = plan.recipe
         self.staging = staging
-        self.check = check
         self.device = plan.device
         sizes = plan.model_config
         self.model = plan.family.Model(sizes)
@@ -98,12 +92,16 @@ class LayerQuantizer:
         with torch.inference_mode():
             recipe = self.recipe.recipe_for(f"layers.{layer}.")
             facts, scales = quantize_layer(
-                block, recipe, self.calibration, dtype=self.plan.dtype, layer_name=f"layers.{layer}"
+                block,
+                recipe,
+                self.calibration,
+                dtype=self.plan.dtype,
+                layer_name=f"layers.{layer}",
             )
-        self.staging.write(facts_path(layer), facts_to_bytes(facts, scales))
+        self.staging.write_quantization_facts(layer, facts, scales)
         for planned in planned_tensors:
             for name, tensor in self._tensors_to_store(planned).items():
-                self.check(tensor, planned, self.plan)
+                planned.check_stored(tensor)
                 writer.add(name, tensor)
         self._release_layer(layer)
 
@@ -120,10 +118,8 @@ class LayerQuantizer:
         return self._calibration
 
     def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
-        """Return the calibration tokens, embedded on first use."""
-        checkpoint = self.plan.checkpoint
-        tensor = apply_rule(planned.rule, checkpoint.get, checkpoint.info)
-        check_finite(", ".join(planned.rule.sources), tensor)
+        """Return a tensor of the checkpoint by its name in the model."""
+        [tensor] = planned.read(self.plan.checkpoint, self.plan.dtype).values()
         return {
             planned.rule.target: tensor
             if planned.weight_format is not None

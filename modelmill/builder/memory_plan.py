@@ -1,4 +1,4 @@
-"""Memory of a build: reported by ``--dry-run`` and compared with the free memory before the build.
+"""Memory of a build and of its engine: reported by ``--dry-run``, and checked before the build.
 
 A build maps the checkpoint and the engine, and allocates buffers. The OS counts mapped pages as
 resident but reclaims them when memory is short. It cannot reclaim allocations: if they do not fit,
@@ -11,17 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from modelmill.builder.segmentation import segmentation_memory
 from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
+from modelmill.core.model_family import LANGUAGE
+from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
+from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS
+from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
+
+if TYPE_CHECKING:
+    from modelmill.builder.plan import BuildPlan
 
 MIB = 1 << 20
 LATE_IMPORT_BYTES = 20 * MIB
@@ -114,6 +122,144 @@ class BuildMemory:
             f"and {format_bytes(free)} are free: "
             f"give it more memory, or build on a larger machine{way}"
         )
+
+
+def build_memory(plan: BuildPlan) -> BuildMemory:
+    """Return the memory of the build itself, including acceptance."""
+    shared = (
+        process_bytes(),
+        mapped_bytes(plan.checkpoint, plan.tensors),
+    )
+    writing = writing_bytes(plan.checkpoint, plan.tensors)
+    if plan.engine_type != LANGUAGE:
+        encoder, itemsize = plan.model_config.encoder, plan.dtype.itemsize
+        encoding = encoding_bytes(encoder, _encoder_workspace(plan), itemsize)
+        return BuildMemory(*shared, writing, 0, encoding)
+    judging = acceptance_bytes(
+        plan.checkpoint, plan.tensors, plan.model_config.vocab, plan.model_config.hidden
+    )
+    judging += min(
+        _unpacked_weight_bytes(plan),
+        int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
+    )
+    calibrating = 0
+    if plan.calibration is not None and plan.device == "cuda":
+        # the tokens, their statistics and the layer are on the GPU; here one is read, and one
+        # read ahead
+        calibrating = layer_read_bytes(plan.tensors)
+    elif plan.calibration is not None:
+        tokens = plan.calibration.num_samples * plan.calibration.max_length
+        kv = _kv_shape(plan)
+        calibrating = calibration_bytes(
+            plan.tensors,
+            tokens,
+            plan.model_config.hidden,
+            plan.model_config.inner,
+            2 * kv.kv_heads * kv.head_dim,
+            needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
+        )
+    return BuildMemory(*shared, writing, calibrating, judging)
+
+
+def memory_report(plan: BuildPlan) -> dict[str, Any]:
+    """Return the memory in bytes now and at run time, and the largest batch × length.
+
+    If none fits, it contains the reason.
+    """
+    total, free = _device_memory(plan.config.target)
+    build = {
+        "build_peak": plan.build_memory.peak_bytes,
+        "build_mapped": plan.build_memory.mapped_bytes,
+    }
+    expanded = _unpacked_weight_bytes(plan)
+    if plan.engine_type != LANGUAGE:
+        room = (total, free)
+        report = segmentation_memory(
+            plan.model_config, plan.weight_bytes + expanded, room, plan.dtype.itemsize
+        )
+        return report | build
+    workspace = (
+        4
+        * 8192
+        * max(plan.model_config.inner * 2, plan.model_config.hidden * 4)
+        * plan.dtype.itemsize
+    )
+    left = int(total * 0.9) - plan.weight_bytes - expanded - workspace
+    kv = _kv_shape(plan)
+    kv_per_token = kv.page_bytes(1, kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype))
+    tokens = max(left, 0) // kv_per_token
+    full = tokens // plan.max_model_len
+    if left <= 0:
+        needed, there = (
+            format_bytes(plan.weight_bytes + expanded + workspace),
+            format_bytes(total),
+        )
+        verdict = (
+            f"does not fit: weights and workspace need {needed}, the device has "
+            f"{there}; try -q int8"
+        )
+    elif full < 1:
+        verdict = (
+            f"{plan.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
+        )
+    else:
+        verdict = (
+            f"{full} sequences of {plan.max_model_len} tokens, or {tokens} tokens in any mixture"
+        )
+    return {
+        "device_total": total,
+        "device_free": free,
+        "weights": plan.weight_bytes,
+        "expanded": expanded,
+        **build,
+        "kv_per_token": kv_per_token,
+        "kv_per_token_8bit": kv.page_bytes(1, QUANTIZED_KV_DTYPES["int8"]),
+        "workspace": workspace,
+        "kv_tokens": tokens,
+        "max_batch_at_max_len": full,
+        "fits": verdict,
+    }
+
+
+def _unpacked_weight_bytes(plan: BuildPlan) -> int:
+    """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
+
+    They are expanded once at load, as far as memory allows (``loader.unpack_weights``).
+    """
+    if plan.config.target != "cpu":
+        return 0
+    chosen = registry.select_backends("cpu", plan.config.kernels).backends
+    sizes = [
+        unpacked_size(p.weight_format, p.shape, plan.dtype)
+        for p in plan.tensors
+        if p.weight_format is not None
+    ]
+    total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
+    return min(
+        total,
+        int(
+            UNPACKED_MEMORY_FRACTION
+            * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
+        ),
+    )
+
+
+def _kv_shape(plan: BuildPlan) -> KVShape:
+    assert plan.kv is not None, "a language model has a KV cache"
+    return plan.kv
+
+
+def _encoder_workspace(plan: BuildPlan) -> int:
+    """Return the bytes of an image engine's widest layer in float32 in the reference."""
+    return int(segmentation_memory(plan.model_config, 0, (0, 0), 4)["workspace"])
+
+
+def _device_memory(target: str) -> tuple[int, int]:
+    """Return (total, free) bytes of the device; the CPU's if the target does not exist here."""
+    if target == "cuda" and torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return total, free
+    return memory_limits.available_memory()
 
 
 def process_bytes() -> int:

@@ -8,8 +8,8 @@ with images as in a chat. Without a file, images and conversations are generated
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch import nn
 from modelmill.builder.calibration_data import (
     IMAGE_KEYS,
     TEXT_KEYS,
+    CalibrationSample,
     CalibrationSource,
     TokenChunker,
     builtin_text,
-    load_calibration_ids,
     read_lines,
     text_from_line,
 )
@@ -32,8 +32,7 @@ from modelmill.core.quoting import quote
 from modelmill.nn.layer_stack import image_stacks
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
-from modelmill.quant.calibrate import check_calibration_ids
-from modelmill.text.image_chat import IMAGE_CHAT_FILE, ImageChat, ImagePart, load_image_chat
+from modelmill.text.image_chat import ImageChat, ImagePart, load_image_chat
 from modelmill.text.tokenizer import load_tokenizer
 from modelmill.vision.image_input import decode_data_url, load_square_image
 
@@ -46,19 +45,6 @@ QUESTIONS = (
     "Where was this taken, and what has happened?",
 )
 BUILTIN_IMAGES = "drawn"  # generated
-
-
-@dataclass(frozen=True)
-class CalibrationSample:
-    """One calibration sequence.
-
-    Attributes:
-        ids: token ids.
-        images: [S, S, 3] uint8 by the position of their first token.
-    """
-
-    ids: list[int]
-    images: Mapping[int, np.ndarray] = field(default_factory=dict)
 
 
 def hash_images(source: CalibrationSource) -> CalibrationSource:
@@ -80,39 +66,6 @@ def hash_images(source: CalibrationSource) -> CalibrationSource:
             digest.update(hashlib.sha256(data).digest())
             any_shown = True
     return replace(source, image_digest=digest.hexdigest() if any_shown else "")
-
-
-def calibration_samples(
-    source: CalibrationSource, files: Mapping[str, bytes], model: Any, seed: int
-) -> list[CalibrationSample]:
-    """Return the calibration sequences of a model, with or without images.
-
-    Raises:
-        UsageError: if the data cannot be used.
-    """
-    vocab = int(model.config.vocab)
-    if reads_images(files):
-        samples = load_samples(source, files, int(model.image_size))
-    else:
-        samples = [
-            CalibrationSample(ids) for ids in load_calibration_ids(source, files, vocab, seed)
-        ]
-    name = "the calibration data" if source.path is None else f"--calibration {source.path}"
-    check_calibration_ids([sample.ids for sample in samples], vocab, name)
-    return samples
-
-
-def embed_images(
-    samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
-) -> list[dict[int, torch.Tensor]]:
-    """Return the embeddings of each sample's images by position (see ``encode_images``)."""
-    pictures = [
-        torch.as_tensor(picture) for sample in samples for picture in sample.images.values()
-    ]
-    if not pictures:
-        return [{} for _ in samples]
-    embeddings = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
-    return [{position: next(embeddings) for position in sample.images} for sample in samples]
 
 
 def load_samples(
@@ -142,11 +95,6 @@ def load_samples(
         if len(samples) >= source.num_samples:
             return samples[: source.num_samples]
     return [*samples, *(CalibrationSample(ids) for ids in texts.remainder())]
-
-
-def reads_images(files: Mapping[str, bytes]) -> bool:
-    """Return whether the chat format of these files supports images."""
-    return IMAGE_CHAT_FILE in files
 
 
 @torch.inference_mode()

@@ -10,11 +10,8 @@ from modelmill.core.recipe_declaration import declared_recipes
 
 COMMON_OPTIONS = ("quantize_head",)
 RECIPE_OPTIONS = {
-    **{
-        name: (*COMMON_OPTIONS, *recipe.options, *recipe.reads)
-        for name, recipe in declared_recipes().items()
-    },
-    "keep": COMMON_OPTIONS,
+    name: (*COMMON_OPTIONS, *recipe.options, *recipe.reads)
+    for name, recipe in declared_recipes().items()
 }
 """The options that each recipe reads; a plan omits the others."""
 ALL_RECIPE_OPTIONS = frozenset().union(*RECIPE_OPTIONS.values())

@@ -1,58 +1,12 @@
-"""Segmentation models: configs that their files lack, and the needs of their engines.
-
-A family may define ``ENGINE_TYPE``, ``FLOAT32_TENSORS`` and ``config_from_shapes(shapes)``
-(core/model_family.py).
-"""
+"""Segmentation models: the options that apply to them, and the memory of their engines."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
-import torch
-
-from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import CheckpointError, UsageError
-from modelmill.core.model_family import family_options
-from modelmill.core.registry import find_module, module_names
+from modelmill.core.errors import UsageError
 from modelmill.quant.vision_encoder import VISION_QUANTIZATIONS
-
-LANGUAGE, SEGMENTATION = "language", "segmentation"
-
-
-def with_config(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with a config: its own, or one derived from the tensors' shapes.
-
-    Raises:
-        CheckpointError: if it has no config.json and no family recognizes its tensors.
-    """
-    if checkpoint.config:
-        return checkpoint
-    shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
-    for name in module_names("modelmill.models"):
-        config_from_shapes = family_options(
-            find_module("modelmill.models", name)
-        ).config_from_shapes
-        config = None if config_from_shapes is None else config_from_shapes(shapes)
-        if config is not None:
-            return replace(checkpoint, config=config)
-    raise CheckpointError(
-        f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of "
-        f"{checkpoint.path.name} are of no "
-        "known model; put the checkpoint's config.json beside the weights"
-    )
-
-
-def engine_type_for(family: ModuleType) -> str:
-    """Return the engine type of this family: "language" or "segmentation"."""
-    return family_options(family).ENGINE_TYPE
-
-
-def storage_dtype(family: ModuleType, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor of the model is stored."""
-    return torch.float32 if family_options(family).stays_float32(name) else dtype
 
 
 def check_segmentation_options(config: BuildConfig, path: object) -> None:

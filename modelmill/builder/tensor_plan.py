@@ -1,4 +1,4 @@
-"""The tensors of an engine: their sources in the checkpoint and their storage."""
+"""The tensors of an engine: their sources in the checkpoint, how they are read and stored."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.builder.keep_quantized import KEEP, KeptWeight, find_kept_weight, source_shape
-from modelmill.builder.segmentation import storage_dtype
-from modelmill.checkpoint.container import list_names
+from modelmill.checkpoint.container import TensorInfo, list_names
 from modelmill.checkpoint.open import Checkpoint
-from modelmill.checkpoint.rename import ResolvedRule, Rule, plan_renames, result_info
+from modelmill.checkpoint.rename import ResolvedRule, Rule, apply_rule, plan_renames, result_info
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import TensorMismatch
-from modelmill.nn.layer_spec import SiteSpec
+from modelmill.core.errors import CorruptCheckpoint, TensorMismatch
+from modelmill.core.model_family import family_options
 from modelmill.nn.layer_stack import (
     DECODER_STACK,
     WEIGHT_FILE,
@@ -28,11 +26,14 @@ from modelmill.nn.layer_stack import (
     weight_file,
 )
 from modelmill.nn.linear import Linear
+from modelmill.quant.keep import KEEP, KeptWeight, find_kept_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
 from modelmill.weights.base import PackedInfo, packed_info
 
 HEAD_MODULES = ("head",)  # quantized with the layers if the build says so
+CHUNK_VALUES = 1 << 24
+"""Values that are searched for NaN and infinity at a time."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class PlannedTensor:
         weight_format: of a linear's weight, None for everything else.
         stored_info: shape and dtype by full name.
         kept_weight: set if the checkpoint's own integers are stored.
-        recipe: quantizes the tensor; None for one that is stored as it is.
+        recipe: quantizes the weight; None: it is kept, or stored as it is.
         place: where its module is inside the model's layers; None outside.
         weight_file: the weight file that contains it.
     """
@@ -76,6 +77,40 @@ class PlannedTensor:
     def dtype(self) -> torch.dtype:
         """Return the dtype of a tensor that no recipe changes."""
         return next(iter(self.stored_info.values()))[1]
+
+    def read(self, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read the tensor: by suffix the parts of a kept matrix, else the one under "".
+
+        dtype: of a kept matrix's dense parts.
+
+        Raises:
+            CorruptCheckpoint: if a value is NaN or infinite.
+        """
+        if self.kept_weight is not None:
+            tensors = self.kept_weight.read(checkpoint, dtype).tensors()
+        else:
+            tensors = {"": apply_rule(self.rule, checkpoint.get, checkpoint.info)}
+        for part in tensors.values():
+            check_finite(", ".join(self.rule.sources), part)
+        return tensors
+
+    def check_stored(self, tensor: torch.Tensor) -> None:
+        """Check a tensor that is about to be stored.
+
+        Raises:
+            CorruptCheckpoint: if a value overflowed in the dtype that it is stored in.
+        """
+        if not tensor.is_floating_point() or tensor.itemsize == 1 or _is_finite(tensor):
+            return
+        names, dtype = ", ".join(self.rule.sources), str(tensor.dtype).removeprefix("torch.")
+        if self.weight_format not in (None, "dense"):
+            raise CorruptCheckpoint(
+                f"{names}: scales of {self.weight_format} overflow in {dtype}; build with -q "
+                "int8 or none"
+            )
+        raise CorruptCheckpoint(
+            f"{names} overflows in {dtype}; build with --dtype bfloat16 or float32"
+        )
 
 
 def resolve_rename_rules(
@@ -155,83 +190,119 @@ def plan_tensors(
     }
     expected = {n: s for n, s in expected.items() if n.rpartition(".")[2] != "inv_freq"}
     expected |= {f"{name}.weight": module.shape for name, module in linears.items()}
+    options, build_dtype = family_options(family), getattr(torch, config.dtype)
     out = []
-    for resolved in rules:
-        module, _, suffix = resolved.target.rpartition(".")
-        quantization: Recipe | str | None = None
+    for rule in rules:
+        module, _, suffix = rule.target.rpartition(".")
         place = find_layer(model, module)
-        if module in linears and suffix == "weight":
-            quantization = "dense"
-            if module in quantized and place is not None and place.stack.recipe == "tower":
-                quantization = W8A8NearestRecipe(config)
-            elif module in quantized:
-                quantization = quantization_for(recipe, config, module, module_site(model, module))
-        dtype = storage_dtype(family, resolved.target, getattr(torch, config.dtype))
-        planned = plan_tensor(checkpoint, config, resolved, module, quantization, dtype)
-        if planned.shape != expected[resolved.target]:
+        dtype = torch.float32 if options.stays_float32(rule.target) else build_dtype
+        if module not in linears or suffix != "weight":
+            planned = _plan_plain(checkpoint, rule, module, dtype)
+        elif module not in quantized:
+            planned = plan_weight(checkpoint, rule, module, dtype, None)
+        elif place is not None and place.stack.recipe == "tower":
+            planned = plan_weight(checkpoint, rule, module, dtype, W8A8NearestRecipe(config))
+        else:
+            own = None if recipe is None else recipe.recipe_for(module, module_site(model, module))
+            keep = config.quantization == KEEP
+            planned = plan_weight(checkpoint, rule, module, dtype, own, keep=keep)
+        if planned.shape != expected[rule.target]:
             raise TensorMismatch(
-                f"{', '.join(resolved.sources)}: shape {list(planned.shape)} where the config "
+                f"{', '.join(rule.sources)}: shape {list(planned.shape)} where the config "
                 "asks for "
-                f"{list(expected[resolved.target])}; config.json and weights do not belong together"
+                f"{list(expected[rule.target])}; config.json and weights do not belong together"
             )
         out.append(replace(planned, place=place, weight_file=weight_file(model, module)))
     return out
 
 
-def quantization_for(
-    recipe: Recipe | None, config: BuildConfig, module_path: str, site: SiteSpec | None = None
-) -> Recipe | str:
-    """Return how a linear's weight is quantized: the recipe, or "keep"."""
-    if recipe is not None:
-        return recipe.recipe_for(module_path, site)
-    return KEEP if config.quantization == KEEP else "dense"
+def plan_weight(
+    checkpoint: Checkpoint,
+    rule: ResolvedRule,
+    module: str,
+    dtype: torch.dtype,
+    recipe: Recipe | None,
+    *,
+    keep: bool = False,
+) -> PlannedTensor:
+    """Plan a linear's weight: kept, quantized or dense; no other place decides it.
 
-
-def plan_tensor(
-    checkpoint: Checkpoint, config: BuildConfig, rule: ResolvedRule, module: str,
-    quantization: Recipe | str | None,
-    dtype: torch.dtype | None = None,
-) -> PlannedTensor:  # fmt: skip
-    """Plan one tensor; a matrix that cannot be kept becomes dense.
-
-    quantization is "dense", "keep" or a recipe for a linear's weight, None for everything else.
-    A dtype of None means the activations'.
+    Args:
+        checkpoint: has the weight's sources.
+        rule: makes the weight from them.
+        module: the linear.
+        dtype: of the activations.
+        recipe: quantizes it; None: it is dense.
+        keep: whether the checkpoint's integers are stored, if it has any.
 
     Raises:
-        TensorMismatch: if the tensor contains integers.
+        TensorMismatch: if the weight contains integers.
     """
+    info = _floating_info(checkpoint, rule)
+    kept = find_kept_weight(rule, checkpoint) if keep else None
+    if kept is not None:
+        weight_format, stored = kept.weight_format, kept.stored_info(checkpoint, dtype)
+    else:
+        weight_format = "dense" if recipe is None else recipe.weight_format
+        layout = {} if recipe is None else recipe.pack_options
+        shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
+        stored = packed_info(weight_format, shape, dtype, **layout)
+    return PlannedTensor(
+        module,
+        rule,
+        weight_format,
+        info.shape,
+        {f"{module}.{suffix}": entry for suffix, entry in stored.items()},
+        kept,
+        None if weight_format == "dense" else recipe,
+    )
+
+
+def _plan_plain(
+    checkpoint: Checkpoint, rule: ResolvedRule, module: str, dtype: torch.dtype
+) -> PlannedTensor:
+    """Plan a tensor that is no linear's weight."""
+    shape = _floating_info(checkpoint, rule).shape
+    return PlannedTensor(module, rule, None, shape, {rule.target: (shape, dtype)})
+
+
+def _floating_info(checkpoint: Checkpoint, rule: ResolvedRule) -> TensorInfo:
+    """Return what a rule makes; raises TensorMismatch if it contains integers."""
     info = result_info(rule, checkpoint.info)
-    dtype = dtype or getattr(torch, config.dtype)
     if not info.torch_dtype.is_floating_point:
         raise TensorMismatch(
             f"{', '.join(rule.sources)} has dtype {info.dtype}; a floating-point dtype is required"
         )
-    if quantization is None:
-        return PlannedTensor(module, rule, None, info.shape, {rule.target: (info.shape, dtype)})
-    shape = (info.shape[0], info.shape[1]) if len(info.shape) == 2 else (0, 0)
-    if quantization == KEEP:
-        kept = find_kept_weight(rule, checkpoint)
-        if kept is not None:
-            parts = tuple(
-                source_shape(checkpoint.info(s), f)
-                for s, f in zip(kept.sources, kept.layouts, strict=True)
-            )
-            stored = {
-                f"{module}.{suffix}": entry
-                for suffix, entry in kept.stored_info(parts, dtype).items()
-            }
-            return PlannedTensor(module, rule, kept.weight_format, info.shape, stored, kept)
-        quantization = "dense"
-    weight_format, layout = (
-        (quantization, {})
-        if isinstance(quantization, str)
-        else (quantization.weight_format, quantization.pack_options)
-    )
-    stored = {
-        f"{module}.{suffix}": entry
-        for suffix, entry in packed_info(weight_format, shape, dtype, **layout).items()
-    }
-    recipe = None
-    if not isinstance(quantization, str) and weight_format != "dense":
-        recipe = quantization
-    return PlannedTensor(module, rule, weight_format, info.shape, stored, recipe=recipe)
+    return info
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise CorruptCheckpoint naming the tensor if any value is NaN or infinite.
+
+    Any shape and dtype; integers pass. It takes one pass and no memory of the tensor's size (float8
+    is converted a chunk at a time).
+    """
+    if not tensor.dtype.is_floating_point or tensor.numel() == 0:
+        return
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), CHUNK_VALUES):
+        part = flat[start : start + CHUNK_VALUES]
+        if part.dtype.itemsize == 1:
+            part = part.float()
+        if _is_finite(part):
+            continue
+        low, high = torch.aminmax(part)
+        problem = "NaN" if torch.isnan(low) or torch.isnan(high) else "infinity"
+        raise CorruptCheckpoint(
+            f"the tensor {name} holds {problem}; the checkpoint is damaged or was saved from a "
+            "failed run"
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a floating tensor is finite, in one pass without a copy."""
+    if tensor.numel() == 0:
+        return True
+    # NaN propagates through aminmax and infinity is an extreme, so the two extremes are sufficient.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -105,7 +105,7 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     Raises UsageError for what only layers have.
     """
     from modelmill.accept.segmentation import compare_segmentation
-    from modelmill.builder.segmentation import with_config
+    from modelmill.builder.model_config import with_config
     from modelmill.cli.build import show_acceptance
     from modelmill.loader.device import compile_cpu_kernels, pick_device
     from modelmill.vision.open_model import open_sam_model
@@ -131,7 +131,7 @@ def check_sizes(manifest: Manifest, checkpoint: Checkpoint) -> None:
 
     Raises UsageError with both.
     """
-    from modelmill.builder.resolve_options import find_family
+    from modelmill.builder.model_config import find_family
     from modelmill.core.registry import find_module
 
     ours, reference = find_module("modelmill.models", manifest.model_type), find_family(checkpoint)

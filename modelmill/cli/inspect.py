@@ -98,7 +98,7 @@ def _engine_facts(args: Args) -> dict[str, Any]:
 
 
 def _checkpoint_facts(args: Args) -> dict[str, Any]:
-    from modelmill.builder.segmentation import with_config
+    from modelmill.builder.model_config import with_config
     from modelmill.checkpoint.open import open_checkpoint
 
     checkpoint = with_config(open_checkpoint(args.path))

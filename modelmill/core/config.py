@@ -22,7 +22,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("auto", "int8", "fp8")
 BUILD_KV_DTYPES = ("auto", "activations", "int8", "fp8")
 TARGET_DEVICES = ("cpu", "cuda")
-RECIPES = ("none", *(name for name in declared_recipes() if name != "auto"), "keep", "auto")
+RECIPES = ("none", *declared_recipes())
 VISION_RECIPES = ("none", "int8")
 T = TypeVar("T")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+LANGUAGE = "language"
+"""The engine type of models of text; see ``FamilyOptions.ENGINE_TYPE``."""
 ConfigFromShapes = Callable[[Mapping[str, Sequence[int]]], dict[str, Any] | None]
 
 
@@ -23,15 +25,15 @@ class FamilyOptions:
         config_from_shapes: derives a raw config from the tensors of a file without config.json.
     """
 
-    ENGINE_TYPE: str = "language"
+    ENGINE_TYPE: str = LANGUAGE
     FLOAT32_TENSORS: tuple[str, ...] = ()
     SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     UNUSED_CONFIG_KEYS: tuple[str, ...] = ()
     config_from_shapes: ConfigFromShapes | None = None
 
-    def stays_float32(self, tensor: str) -> bool:
-        """Return whether a tensor of the model is float32 in an engine of any dtype."""
-        return any(re.fullmatch(pattern, tensor) for pattern in self.FLOAT32_TENSORS)
+    def stays_float32(self, tensor_name: str) -> bool:
+        """Return whether a tensor of the model is stored in float32, whatever the build's dtype."""
+        return any(re.fullmatch(pattern, tensor_name) for pattern in self.FLOAT32_TENSORS)
 
 
 FAMILY_OPTIONS = tuple(FamilyOptions.__dataclass_fields__)

@@ -7,7 +7,7 @@ quantized sites before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,36 +21,6 @@ SAMPLE_ROWS = 512  # rows of inputs kept unchanged, for searches on outputs
 PROBE_BATCHES = 4  # batches used to choose what is prepared before rounding
 TRIAL_TOKENS = 1024  # tokens on which a layer is tried repeatedly
 NUM_OUTLIERS = 4  # channels listed in the report
-MIN_TOKENS = 128
-
-
-def check_calibration_ids(
-    ids: Sequence[Sequence[int]], vocab: int, source_name: str = "the calibration data"
-) -> None:
-    """Check the number and range of calibration ids.
-
-    source_name: where the ids come from, for messages.
-
-    Raises:
-        UsageError: if there are too few ids, or ids outside the vocabulary.
-    """
-    total = sum(map(len, ids))
-    if not ids or not total:
-        raise UsageError(
-            f"{source_name} is empty: it contains no tokens; pass a file with texts, or "
-            "none for the built-in texts"
-        )
-    if total < MIN_TOKENS:
-        raise UsageError(
-            f"{source_name} is too short: it has {total} tokens, at least {MIN_TOKENS} are "
-            "needed; pass more text, "
-            "or a larger --calibration-samples, --calibration-length or --max-model-len"
-        )
-    if any(not 0 <= i < vocab for one in ids for i in one):
-        raise UsageError(
-            f"{source_name}: token ids must be between 0 and {vocab - 1}; it was made with another "
-            "tokenizer"
-        )
 
 
 def quantize_layer(

@@ -19,9 +19,14 @@ from modelmill.core.recipe_declaration import (
     RecipeDeclaration,
 )
 from modelmill.ops.quant_types import round_to_dtype
-from modelmill.quant.gptq import coordinate_descent_sweep, damped, round_with_compensation
+from modelmill.quant.gptq import (
+    E4M3,
+    RoundingGrid,
+    coordinate_descent_sweep,
+    damped,
+    round_with_compensation,
+)
 from modelmill.quant.recipe import InputStatistics, Recipe
-from modelmill.quant.rounding_grid import E4M3, RoundingGrid
 from modelmill.quant.smoothquant import search_static_scale
 from modelmill.weights.fp8 import Fp8Weight
 from modelmill.weights.w8a8 import FLOAT_INPUT, PER_TOKEN_SCALE

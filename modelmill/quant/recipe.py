@@ -19,14 +19,13 @@ import torch
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.core.registry import find_module, module_names
+from modelmill.core.recipe_declaration import declared_recipes
+from modelmill.core.registry import find_module
 from modelmill.nn.layer_spec import SiteSpec
 from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
 from modelmill.weights.base import WeightFormat
 
 NONE = "none"
-KEEP = "keep"  # not a recipe: the checkpoint's own quantized matrices are kept
-AUTO = "auto"  # one recipe per layer (mixed_precision)
 Scales = dict[str, torch.Tensor]
 
 
@@ -135,33 +134,19 @@ class Recipe(ABC):
 
 
 def make_recipe(config: BuildConfig) -> Recipe | None:
-    """Return the recipe of a build; None for "none" and "keep".
+    """Return the recipe of a build; None if its file has no ``RECIPE``, and for "none".
 
     Raises:
         UsageError: if the recipe does not exist or does not support an option.
     """
-    if config.quantization in (NONE, KEEP):
-        return None
-    cls = _recipe_class(config.quantization)
-    if cls is None:
-        raise UsageError(
-            f"--quantization {config.quantization!r} is not one of {', '.join(recipe_names())}"
-        )
-    return cls(config)
+    name = config.quantization
+    if name not in recipe_names():
+        raise UsageError(f"--quantization {name!r} is not one of {', '.join(recipe_names())}")
+    module = find_module("modelmill.quant", name)
+    cls: Callable[[BuildConfig], Recipe] | None = vars(module).get("RECIPE") if module else None
+    return None if cls is None else cls(config)
 
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes."""
-    return [
-        NONE,
-        KEEP,
-        AUTO,
-        *(name for name in module_names("modelmill.quant") if _recipe_class(name) is not None),
-    ]
-
-
-def _recipe_class(name: str) -> Callable[[BuildConfig], Recipe] | None:
-    """Return the ``RECIPE`` of a file of this folder, or None."""
-    module = None if name == "recipe" else find_module("modelmill.quant", name)
-    cls: Callable[[BuildConfig], Recipe] | None = vars(module).get("RECIPE") if module else None
-    return cls
+    return [NONE, *declared_recipes()]

@@ -19,7 +19,12 @@ from modelmill.nn.fused_decode import StackedWeights
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import save_tiny
 from tests.builder.test_build_engine import digest
-from tests.builder.test_quantized_builds import goes_on_after_two_layers, make, plan
+from tests.builder.test_quantized_builds import (
+    goes_on_after_two_layers,
+    make,
+    plan,
+    two_builds_are_equal,
+)
 
 SMOOTH = {"quantization": "smoothquant", "alpha": "0.5"}
 OPTION_SETS: list[dict[str, Any]] = [
@@ -139,10 +144,7 @@ def test_a_head_in_integers_scales_its_inputs_as_they_come(
 
 
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path) -> None:
-    options = {"quantization": "smoothquant", "dtype": "bfloat16"}
-    assert digest(make(llama, tmp_path / "a", **options)) == digest(
-        make(llama, tmp_path / "b", **options)
-    )
+    two_builds_are_equal(llama, tmp_path, quantization="smoothquant", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])

@@ -13,7 +13,7 @@ import pytest
 from modelmill.accept.reference import open_reference
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine
-from modelmill.builder.config_keys import check_unread_keys
+from modelmill.builder.model_config import check_unread_keys
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig

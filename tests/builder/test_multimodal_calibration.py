@@ -223,7 +223,7 @@ def test_lines_that_are_no_good_are_named(
     path = write_jsonl(tmp_path / "bad.jsonl", {"text": "A good line."}, line)
     config = BuildConfig(**SMALL | {"calibration": str(path)})
     with pytest.raises(UsageError, match=message) as caught:
-        LayerQuantizer(make_plan(open_checkpoint(folder), config), None, lambda *_: None)  # type: ignore[arg-type]
+        LayerQuantizer(make_plan(open_checkpoint(folder), config), None)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -257,7 +257,7 @@ def test_embeddings_enter_the_first_layer(folder: Path, tmp_path: Path) -> None:
         {"images": ["a.png", "b.png"], "text": "Compare.", "answer": "word " * 40},
     )
     plan = make_plan(open_checkpoint(folder), BuildConfig(**SMALL | {"calibration": str(path)}))
-    layers = LayerQuantizer(plan, None, lambda *_: None)  # type: ignore[arg-type]
+    layers = LayerQuantizer(plan, None)  # type: ignore[arg-type]
     has_images = [bool(sample.images) for sample in layers.samples]
     assert has_images.count(True) == 1
     flow = layers.calibration

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.builder.prefetch import BackgroundFingerprint, prefetch
+from modelmill.builder.build_engine import BackgroundFingerprint, prefetch
 from modelmill.checkpoint.open import open_checkpoint
 from tests.accept.build_and_accept import save_tiny
 

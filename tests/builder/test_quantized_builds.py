@@ -14,16 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-from modelmill.artifact.quantization_facts import facts_path, read_quantization_facts
-from modelmill.artifact.store import open_artifact
+from modelmill.artifact.store import facts_path, open_artifact
 from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import (
+    MIN_TOKENS,
     builtin_text,
+    calibration_samples,
+    check_calibration_ids,
     find_calibration,
     load_calibration_ids,
     read_texts,
 )
-from modelmill.builder.multimodal_calibration import calibration_samples
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
@@ -45,6 +46,11 @@ def plan(folder: Path, **options: Any) -> Any:
 def make(folder: Path, out: Path, **options: Any) -> Path:
     build_engine.build(plan(folder, **options), out, None)
     return out
+
+
+def two_builds_are_equal(folder: Path, tmp_path: Path, **options: Any) -> None:
+    first, second = (digest(make(folder, tmp_path / name, **options)) for name in "ab")
+    assert first == second
 
 
 def goes_on_after_two_layers(
@@ -93,9 +99,7 @@ def test_the_engine_is_as_large_as_planned(llama: Path, tmp_path: Path, method: 
     "options", [{"dtype": "bfloat16", "method": "awq+gptq"}, {"method": "nearest"}], ids=str
 )
 def test_two_builds_are_bit_identical(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    assert digest(make(llama, tmp_path / "a", **options)) == digest(
-        make(llama, tmp_path / "b", **options)
-    )
+    two_builds_are_equal(llama, tmp_path, **options)
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "gpt2"])
@@ -109,7 +113,7 @@ def test_an_interrupted_calibration_goes_on_where_it_was(
 def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> None:
     engine = make(llama, tmp_path / "e", method="awq+gptq")
     artifact = open_artifact(engine)
-    facts_by_layer = read_quantization_facts(artifact)
+    facts_by_layer = artifact.quantization_facts()
     assert sorted(facts_by_layer) == [0, 1, 2]
     for facts, scales in facts_by_layer.values():
         assert all(fact["after"] < fact["before"] for fact in facts.values())
@@ -121,7 +125,7 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
     assert facts_path(1) in artifact.manifest.files
     (engine / facts_path(1)).write_text(json.dumps({"facts": {}, "scales": {"qkv": 3}}))
     with pytest.raises(CorruptArtifact, match="layer-0001"):
-        read_quantization_facts(artifact)
+        artifact.quantization_facts()
 
 
 def test_progress_is_reported_layer_by_layer(llama: Path, tmp_path: Path) -> None:
@@ -217,14 +221,28 @@ def test_too_little_is_named_and_nothing_is_written(llama: Path, tmp_path: Path)
 def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
     model = SimpleNamespace(config=SimpleNamespace(vocab=300))
     files = {"gguf_vocab.json": b""}
-    with mock.patch("modelmill.builder.multimodal_calibration.load_calibration_ids",
+    with mock.patch("modelmill.builder.calibration_data.load_calibration_ids",
         return_value=[]), mock.patch(
-        "modelmill.builder.multimodal_calibration.reads_images", return_value=False
+        "modelmill.builder.calibration_data.reads_images", return_value=False
     ):  # fmt: skip
         path = lines(tmp_path / "none.jsonl", {"text": ""})
         source = find_calibration(BuildConfig(calibration=str(path)), 40)
         with pytest.raises(UsageError, match=r"--calibration .*none\.jsonl is empty: .*; pass"):
             calibration_samples(source, files, model, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "empty"),
+        ([[]], "empty"),
+        ([[1] * (MIN_TOKENS - 1)], "too short"),
+        ([[5] * 500, [50]], "token ids must be between"),
+    ],
+)
+def test_bad_calibration_ids_are_named(ids: list[list[int]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_calibration_ids(ids, 50)
 
 
 def test_our_own_text_is_the_same_every_time_and_enough() -> None:

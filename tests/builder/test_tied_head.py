@@ -17,8 +17,8 @@ from modelmill.accept.run import accept
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
+from modelmill.builder.model_config import same_values
 from modelmill.builder.plan import make_plan
-from modelmill.builder.tied_head import same_values
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import AcceptanceError, TensorMismatch

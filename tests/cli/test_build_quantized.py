@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import open_artifact
 
 Cli = Callable[..., tuple[int, Any, str]]
@@ -57,8 +56,7 @@ def test_the_report_shows_each_layers_errors_and_outliers(built_engine: tuple[Pa
     assert "mean KL to the checkpoint" in shown
     assert "seen.jsonl, up to 8 × 64 tokens" in shown
     assert (
-        len(read_quantization_facts(open_artifact(engine))) == shown.count(" → ") // 4
-        or "→" in shown
+        len(open_artifact(engine).quantization_facts()) == shown.count(" → ") // 4 or "→" in shown
     )
 
 

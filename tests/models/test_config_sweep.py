@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from modelmill.accept.token_scorer import TokenScorer
-from modelmill.builder.config_keys import check_unread_keys
+from modelmill.builder.model_config import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module

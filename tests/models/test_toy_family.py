@@ -19,7 +19,6 @@ import torch
 import modelmill.accept.reference as reference_package
 import modelmill.models as models_package
 from modelmill.accept import run
-from modelmill.artifact.quantization_facts import read_quantization_facts
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import memory_plan
 from modelmill.builder.plan import make_plan
@@ -95,7 +94,7 @@ def test_every_recipe_builds_and_is_accepted(recipe: str, checkpoint: Path, tmp_
         "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "layers.0.mlp.act", "layers.2.output",
     }  # fmt: skip
     if recipe in ("int4", "smoothquant"):
-        facts, scales = read_quantization_facts(open_artifact(out))[0]
+        facts, scales = open_artifact(out).quantization_facts()[0]
         assert facts.keys() == {
             "mix.in_proj", "mix.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
         }  # fmt: skip

@@ -28,8 +28,6 @@ from modelmill.quant.awq import (
     search_scales,
 )
 from modelmill.quant.calibrate import (
-    MIN_TOKENS,
-    check_calibration_ids,
     collect_statistics,
     quantize_layer,
 )
@@ -249,20 +247,6 @@ def test_a_layer_sees_what_the_quantized_ones_before_computed(tmp_path: Path) ->
         "passing by a finished layer gives the same bits"
     )
     assert not torch.allclose(streams(flow), streams(exact), rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([], "empty"),
-        ([[]], "empty"),
-        ([[1] * (MIN_TOKENS - 1)], "too short"),
-        ([[5] * 500, [50]], "token ids must be between"),
-    ],
-)
-def test_bad_calibration_ids_are_named(ids: list[list[int]], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        check_calibration_ids(ids, 50)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

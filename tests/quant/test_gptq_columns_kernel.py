@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from modelmill.quant.gptq import (
+    RoundingGrid,
     coordinate_descent_sweep,
     round_with_compensation,
     squared_output_error,
 )
 from modelmill.quant.group_grid import find_grid
-from modelmill.quant.rounding_grid import RoundingGrid
 from tests.quant.test_gptq import layer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -55,9 +55,7 @@ def test_the_kernel_walks_as_torch_does(
     steps = steps_of(weight, hessian, grid_type)
     results = []
     for used in (None, walks):
-        monkeypatch.setattr(
-            "modelmill.quant.rounding_grid._gptq_columns_kernel", lambda _, used=used: used
-        )
+        monkeypatch.setattr("modelmill.quant.gptq._gptq_columns_kernel", lambda _, used=used: used)
         first = round_with_compensation(weight, hessian, steps)
         results.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
     for expected, actual in zip(*results, strict=True):

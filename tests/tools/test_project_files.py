@@ -29,7 +29,9 @@ MAKE_TARGETS = set(re.findall(r"^([a-z-]+)(?: [a-z-]+)*:", (ROOT / "Makefile").r
 SERVE_FLAGS = {f"--{name}" for flag in collect_flags(serve.Args) for name in flag.names}
 
 
-@pytest.mark.parametrize("path", [*WORKFLOWS, *ISSUE_TEMPLATES, *MANIFESTS, *OTHERS], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, *ISSUE_TEMPLATES, *MANIFESTS, *OTHERS], ids=lambda p: p.name
+)
 def test_every_file_is_valid_yaml(path: Path) -> None:
     assert all(yaml.safe_load_all(path.read_text()))
 

@@ -6,7 +6,7 @@ Dtypes: float32
 Layout: row-major
 Range: any N; up to 128 columns of a block
 Technique: eight rows per program in registers, one launch per block of columns
-Used by: rounding_grid.py
+Used by: gptq.py
 
 Written as torch operations this is a dozen launches per column. Rows are independent: a program
 holds some rows of a block of columns in registers and loops over the columns.

@@ -1,23 +1,30 @@
-"""Checks config keys that no family reads: ignored, a warning or an error.
+"""The model of a checkpoint: its family, and the config that the family reads.
 
 A family reads its config through a ``ConfigView``, which records the keys it reads. Of the rest,
-DESCRIPTION, TRAINING and RUNNING do not change logits, nor do those of DEFAULTS with the listed
-value. Those of NEUTRAL change logits unless they have one of the listed values. Any other key is
-named in a warning, since its meaning is unknown. A family may add ``UNUSED_CONFIG_KEYS`` (names)
-and ``SUPPORTED_VALUES`` (as here).
+DESCRIPTION, TRAINING and RUNTIME keys do not change logits, nor do those of INERT_DEFAULTS with the
+listed value. Those of SUPPORTED_VALUES change logits unless they have one of the listed values. Any
+other key is named in a warning, since its meaning is unknown. A family may add
+``UNUSED_CONFIG_KEYS`` (names) and ``SUPPORTED_VALUES`` (as here).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from modelmill.checkpoint.container import MAX_LISTED_NAMES
+import torch
+
+from modelmill.checkpoint.container import MAX_LISTED_NAMES, list_names
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.rename import find_source_name
 from modelmill.core.config_view import ConfigView
-from modelmill.core.errors import CheckpointError
+from modelmill.core.errors import CheckpointError, RequestError, UnknownArchitecture
+from modelmill.core.generation_defaults import read_generation
 from modelmill.core.model_family import family_options
 from modelmill.core.quoting import quote
+from modelmill.core.registry import closest_name, find_module, module_names
 
 DESCRIPTION_KEYS = frozenset((
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype", "dtype",
@@ -137,6 +144,70 @@ A llama of a GGUF has full attention. They are named, since the weights may have
 otherwise.
 """
 
+COMPARE_ROWS = 4096
+"""Rows compared at a time, so that a vocabulary is never converted as a whole."""
+
+
+def with_config(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with a config: its own, or one derived from the tensors' shapes.
+
+    Raises:
+        CheckpointError: if it has no config.json and no family recognizes its tensors.
+    """
+    if checkpoint.config:
+        return checkpoint
+    shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
+    for name in module_names("modelmill.models"):
+        config_from_shapes = family_options(
+            find_module("modelmill.models", name)
+        ).config_from_shapes
+        config = None if config_from_shapes is None else config_from_shapes(shapes)
+        if config is not None:
+            return replace(checkpoint, config=config)
+    raise CheckpointError(
+        f"{checkpoint.path.parent / 'config.json'}: is missing, and the tensors of "
+        f"{checkpoint.path.name} are of no "
+        "known model; put the checkpoint's config.json beside the weights"
+    )
+
+
+def find_family(checkpoint: Checkpoint) -> ModuleType:
+    """Return the module models/<model_type>.py.
+
+    Raises:
+        UnknownArchitecture: with the unknown names and the nearest known family.
+    """
+    family = find_module("modelmill.models", checkpoint.model_type or "")
+    if family is not None:
+        return family
+    known = module_names("modelmill.models")
+    named = checkpoint.config.get("architectures")
+    architectures = (
+        list_names([str(n) for n in named])
+        if isinstance(named, list) and named
+        else "no architecture named"
+    )
+    near = closest_name(checkpoint.model_type or "", known)
+    guess = f"; the nearest known family is {near}" if near else ""
+    raise UnknownArchitecture(
+        f"{checkpoint.path}: model_type {checkpoint.model_type!r} ({architectures}) is not "
+        f"known{guess}; "
+        f"known are {', '.join(known)}"
+    )
+
+
+def read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, list[str]]:
+    """Return the family's config, and warnings about keys that it does not read.
+
+    Raises:
+        CheckpointError: if a key requires an unsupported computation.
+    """
+    view = ConfigView(checkpoint.config)
+    sizes = family.config_from_hf(view)
+    view.ignore(checkpoint.unread_config)
+    where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
+    return sizes, check_unread_keys(view, family, where)
+
 
 def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> list[str]:
     """Return warnings about a config that ``family`` has read.
@@ -211,3 +282,69 @@ def _unread_warning(keys: list[str], file_name: str) -> list[str]:
         else "are keys that are not read and have"
     )
     return [f"{file_name}: {', '.join(shown)}{more} {says} no effect"]
+
+
+def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
+    """Check that requests can use the checkpoint's generation defaults.
+
+    vocab_size: tokens of the model.
+
+    Raises:
+        CheckpointError: if a default is invalid.
+    """
+    try:
+        defaults = read_generation(checkpoint.generation_config, checkpoint.container)
+        outside = next((id for id in defaults.processors.token_ids() if id >= vocab_size), None)
+        if outside is not None:
+            raise RequestError(
+                f"its token ids must be between 0 and {vocab_size - 1}, not {outside}"
+            )
+    except RequestError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: generation_config.json: {error}; correct it there"
+        ) from None
+
+
+def resolve_tied_head(
+    checkpoint: Checkpoint, family: ModuleType, model_config: Any
+) -> tuple[Any, list[str]]:
+    """Return the config with ``tied`` as the tensors have it, and warnings about it.
+
+    Merging an adapter that changed the head leaves ``tie_word_embeddings: true`` beside a separate
+    head (huggingface/peft#2777). The tensors decide, as in transformers 5: equal ones are tied,
+    different ones are not.
+
+    Both matrices are read if the config ties them and the checkpoint has both; one storage under
+    two names (PyTorch files) is detected without reading.
+    """
+    if not getattr(model_config, "tied", False):
+        return model_config, []
+    untied = replace(model_config, tied=False)
+    sources = {rule.target: rule.sources for rule in family.rules(untied)}
+    names = checkpoint.names()
+    [head], [embed] = (
+        [find_source_name(source, names, family.CHECKPOINT_PREFIXES) for source in sources[target]]
+        for target in ("head.weight", "embed.weight")
+    )
+    if head is None or embed is None or same_values(checkpoint.get(head), checkpoint.get(embed)):
+        return model_config, []
+    return untied, [
+        f"config.json says tie_word_embeddings=true, but {list_names([head])} differs from "
+        f"{list_names([embed])}: "
+        "the head of its own is used"
+    ]
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values in any dtype; a NaN equals nothing."""
+    if one.shape != other.shape:
+        return False
+    if (
+        one.dtype == other.dtype
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+    ):
+        return True
+    one, other = torch.atleast_1d(one), torch.atleast_1d(other)
+    blocks = zip(one.split(COMPARE_ROWS), other.split(COMPARE_ROWS), strict=True)
+    return all(bool((a.float() == b.float()).all()) for a, b in blocks)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.checkpoint import check_finite as module
-from modelmill.checkpoint.check_finite import check_finite
+from modelmill.builder import tensor_plan as module
+from modelmill.builder.tensor_plan import check_finite
 from modelmill.core.errors import CorruptCheckpoint
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

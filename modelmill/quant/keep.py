@@ -1,8 +1,8 @@
-"""``-q keep``: matrices that a checkpoint stores in few bits are kept, integer by integer.
+"""keep: matrices that a checkpoint stores in few bits are kept, integer by integer.
 
 Matrices that read one input are one matrix in the engine (q, k and v; gate and up): parts with the
 same layout form one weight, otherwise they form row blocks in several formats. All other weights
-are dense.
+are dense. Nothing is rounded, so there is no ``RECIPE``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,20 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
+from modelmill.core.recipe_declaration import RecipeDeclaration
 from modelmill.ops.int4_linear import pack_codes
 from modelmill.weights import dense, int4, int8, int8_group, mixed_rows
 from modelmill.weights.base import PackedInfo, WeightFormat
+
+# Read from the source, without importing this file: literals only (core/recipe_declaration.py).
+DECLARATION = RecipeDeclaration(
+    position=98,
+    weight_format="mixed_rows",
+    docs=(
+        "what the file has",
+        "a GGUF of Q4_0, Q4_1 or Q8_0 stays unchanged instead of being expanded",
+    ),
+)
 
 KEEP = "keep"
 
@@ -39,11 +50,15 @@ class KeptWeight:
     layouts: tuple[QuantLayout | None, ...]
     weight_format: str
 
-    def stored_info(self, shapes: tuple[tuple[int, int], ...], dtype: torch.dtype) -> PackedInfo:
+    def stored_info(self, checkpoint: Checkpoint, dtype: torch.dtype) -> PackedInfo:
         """Return shapes and dtypes of the stored tensors, by suffix.
 
         dtype: of dense parts.
         """
+        shapes = [
+            _source_shape(checkpoint.info(name), layout)
+            for name, layout in zip(self.sources, self.layouts, strict=True)
+        ]
         if self.weight_format != "mixed_rows":
             first = self.layouts[0]
             assert first is not None, "a kept matrix of one form"
@@ -94,18 +109,12 @@ def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeig
 
 
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
-    """Keep an already quantized checkpoint unless another recipe is set.
-
-    Returns:
-        The config, and the reason by option.
+    """Return the config of a build that keeps matrices, and the reason by option.
 
     Raises:
         UsageError: if there is nothing to keep.
         CheckpointError: if the config describes a quantization that the tensors do not have.
     """
-    foreign = bool(checkpoint.config.get("quantization_config"))
-    if config.quantization != KEEP and not (foreign and config.quantization == "none"):
-        return config, {}
     labels: Counter[str] = Counter()
     types: Counter[str] = Counter()
     for name in checkpoint.names():
@@ -114,7 +123,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             labels[form.label] += 1
         else:
             types[checkpoint.info(name).dtype] += len(checkpoint.info(name).shape) > 1
-    if not labels and foreign:
+    if not labels and checkpoint.config.get("quantization_config"):
         raise CheckpointError(
             f"{checkpoint.path}: config.json describes quantized weights, but none are; "
             "remove its "
@@ -133,7 +142,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
     }
 
 
-def source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, int]:
+def _source_shape(info: TensorInfo, layout: QuantLayout | None) -> tuple[int, int]:
     """Return [rows, columns] of a part in the engine."""
     return (layout.rows, layout.columns) if layout is not None else (info.shape[0], info.shape[1])
 

@@ -25,7 +25,7 @@ from tests.accept.build_and_accept import build_and_accept, save_tiny
 from tests.accept.planted_faults import faults, plant_fault
 from tests.checkpoint import packed_writers as writers
 from tests.checkpoint.checkpoint_factory import gguf_names, permute, write_tensors
-from tests.checkpoint.test_prequantized import ct
+from tests.checkpoint.test_prequantized import ct, ct_int8_channels
 
 HIDDEN, INNER, HEADS, KV, LAYERS, VOCAB = 64, 96, 4, 2, 2, 96
 CONFIG = {
@@ -258,14 +258,7 @@ def test_int8_of_compressed_tensors_runs_as_int8(tmp_path: Path) -> None:
         return writers.compressed_tensors(drawn, 8, symmetric=True, pack=False), drawn.weight
 
     activations = {"num_bits": 8, "dynamic": True, "strategy": "token"}
-    settings = ct(
-        8,
-        strategy="channel",
-        group=None,
-        symmetric=True,
-        ct_format="int-quantized",
-        input_activations=activations,
-    )
+    settings = ct_int8_channels(symmetric=True, activations=activations)
     folder, expected = foreign(tmp_path / "hf", settings, make)
     artifact = check(folder, tmp_path / "e", expected)
     assert artifact.manifest.weight_formats["layers.0.mlp.down_proj"] == "int8"
