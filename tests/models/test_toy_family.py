@@ -209,7 +209,7 @@ def test_only_layers_with_attention_have_a_cache(engine: Path, checkpoint: Path)
     assert (len(kv.k), kv.k[0].shape[1], kv.k[0].shape[3]) == (1, 2, 12), "of three layers"
     per_token = 2 * 2 * 12 * 4
     made = make_plan(open_checkpoint(checkpoint), BuildConfig(dtype="float32"))
-    assert made.kv_bytes_per_token == loop.page_bytes // loop.page_size == per_token
+    assert made.memory_report["kv_per_token"] == loop.page_bytes // loop.page_size == per_token
     tokens = (run.NUM_SEQUENCES + 2) * (run.SEQUENCE_LENGTH + 64)
     assert run._kv_bytes(artifact) == per_token * tokens
 
