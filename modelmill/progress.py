@@ -23,6 +23,12 @@ BAR_WIDTH = 24
 """Characters of a notebook's bar."""
 REFRESH_SECONDS = 0.5
 """Seconds between two updates in a notebook."""
+MIN_INTERVAL_SECONDS = 10.0
+"""Minimum seconds between lines."""
+INTERVAL_FRACTION = 0.1
+"""Interval between lines as a share of the elapsed time: six minutes after one hour."""
+MAX_COUNT = 10_000
+"""Totals up to here are counts of something, above they are bytes."""
 
 
 class ProgressDisplay(Protocol):
@@ -191,6 +197,38 @@ class NotebookLine(ProgressThread):
             self._handle = self._display({"text/plain": line}, raw=True, display_id=True)
         else:
             self._handle.update({"text/plain": line}, raw=True)
+
+
+class LogProgress(ProgressThread):
+    """Prints the last report.
+
+    A block that ends before ``every`` seconds prints nothing.
+    """
+
+    def __init__(
+        self, label: str, write_line: Callable[[str], None], every: float = MIN_INTERVAL_SECONDS
+    ) -> None:
+        super().__init__(label)
+        self._write_line, self._every = write_line, every
+        self._thread.start()
+
+    def _show(self) -> None:
+        while not self._closed.wait(seconds_to_next_line(self.seconds, self._every)):
+            self._write_line(format_progress(self._stage, self._done, self._total, self.seconds))
+
+
+def seconds_to_next_line(seconds: float, every: float = MIN_INTERVAL_SECONDS) -> float:
+    """Return the seconds until the next line, ``seconds`` after the start."""
+    return max(every, INTERVAL_FRACTION * seconds)
+
+
+def format_progress(stage: str, done: float, total: float, seconds: float) -> str:
+    """Format progress like 'quantizing layers: 7 of 32 done, 41 s'."""
+    if total > MAX_COUNT:
+        stage += f": {100 * done / total:.0f} %"
+    elif total > 1:
+        stage += f": {done:.0f} of {total:.0f} done"
+    return f"{stage}, {seconds:.0f} s"
 
 
 class DelayedStart:

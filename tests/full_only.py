@@ -350,7 +350,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_its_option_is_refused_by_other_recipes_and_checked",
     ),
     "tests/benchmarks/test_sam.py": ("test_a_click_and_an_embedding_become_rows",),
-    "tests/cli/test_stdio.py": (
+    "tests/cli/test_output.py": (
         "test_tables_without_sequences",
         "test_intermediate_output_without_a_reader",
         "test_a_full_disk_is_one_line[words[12]]",

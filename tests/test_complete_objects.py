@@ -59,7 +59,7 @@ ALLOWED = (
     ("serve/app.py", "app.*", "an application of FastAPI"),
     ("serve/json_logs.py", "logger.*", "a logger of logging"),
     ("serve/*.py", "server.*_exit", "a server of uvicorn"),
-    ("cli/stdio.py", "sys.stdin", "the standard input of the process"),
+    ("cli/output.py", "sys.stdin", "the standard input of the process"),
     ("export/triton_backend.py", "sys.executable", "Triton embeds Python without one"),
     # functions and classes whose signature or text is made from a table
     ("cli/options.py", "call.__*__", "the signature of a verb, from its options"),

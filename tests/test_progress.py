@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import types
@@ -15,7 +16,17 @@ import pytest
 from modelmill import LLM, SamplingParams, progress
 from modelmill.loader import device
 from modelmill.ops.cpu.common import build as kernels
-from modelmill.progress import DelayedStart, NotebookLine, TerminalLine, format_bar, show_progress
+from modelmill.progress import (
+    MIN_INTERVAL_SECONDS,
+    DelayedStart,
+    LogProgress,
+    NotebookLine,
+    TerminalLine,
+    format_bar,
+    format_progress,
+    seconds_to_next_line,
+    show_progress,
+)
 from tests.wait import wait_until
 
 
@@ -203,3 +214,31 @@ def test_the_class_of_a_notebook_is_found_without_importing(
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
     assert not progress.in_notebook(), "IPython in a terminal, or only imported"
     assert NotebookLine.__doc__
+
+
+@pytest.mark.parametrize(
+    ("update", "shown"),
+    [
+        (("quantizing layers", 7, 32), "quantizing layers: 7 of 32 done, 41 s"),
+        (("weights", 3 << 30, 12 << 30), "weights: 25 %, 41 s"),
+        (("acceptance: wiring", 0, 1), "acceptance: wiring, 41 s"),
+        (("building", 0, 0), "building, 41 s"),
+    ],
+)
+def test_a_line_says_how_far_it_is(update: tuple[str, int, int], shown: str) -> None:
+    assert format_progress(*update, 41.4) == shown
+
+
+def test_lines_become_rarer() -> None:
+    assert seconds_to_next_line(0) == seconds_to_next_line(60) == MIN_INTERVAL_SECONDS
+    assert seconds_to_next_line(600) == 60
+
+
+def test_a_stage_that_reports_nothing_is_logged() -> None:
+    lines: list[str] = []
+    log_progress = LogProgress("building", lines.append, every=0.01)
+    log_progress.update("quantizing layers", 7, 32)
+    wait_until(
+        lambda: any(re.fullmatch(r"quantizing layers: 7 of 32 done, \d+ s", x) for x in lines)
+    )
+    log_progress.close()

@@ -20,7 +20,7 @@ from modelmill.cli.run import (
     warn_max_tokens,
     with_max_tokens,
 )
-from modelmill.cli.terminal_chat import WordWrapper, hide_typed_keys, make_wrapper
+from modelmill.cli.terminal_chat import WordWrapper, hide_typed_keys, terminal_width
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
@@ -286,7 +286,7 @@ class ChatSession:
         began = time.perf_counter()
         parts: list[str] = []
         answer: RequestOutput | None = None
-        wrapped = make_wrapper() or WordWrapper(lambda: sys.maxsize)
+        wrapped = WordWrapper(terminal_width if sys.stdout.isatty() else lambda: sys.maxsize)
         with (
             InterruptHandler() as interrupt,
             hide_typed_keys(),

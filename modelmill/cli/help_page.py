@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
-from modelmill.cli.options import CliParameter, collect_flags, flag_help
+from modelmill.cli.options import CliParameter, collect_flags, help_with_default
 from modelmill.core import env
 
 MAX_WIDTH = 110
@@ -29,25 +28,9 @@ Row = tuple[Sequence[str], str]
 """Names, which must not be broken, and their text."""
 
 
-def command_class_with_help(page: Callable[[int], str]) -> type:
-    """Return typer's command class with ``page(width)`` as its help."""
-    from typer.core import TyperCommand
-
-    return _with_help_page(TyperCommand, page)
-
-
-def group_class_with_help(page: Callable[[int], str]) -> type:
-    """Return typer's group class with ``page(width)`` as its help."""
-    from typer.core import TyperGroup
-
-    return _with_help_page(TyperGroup, page)
-
-
-def _with_help_page(base: Any, page: Callable[[int], str]) -> type:
-    def format_help(_: Any, __: Any, formatter: Any) -> None:
-        formatter.write(page(min(shutil.get_terminal_size().columns, MAX_WIDTH)))
-
-    return type(base.__name__, (base,), {"format_help": format_help})
+def page_width() -> int:
+    """Return the columns of a page on this terminal."""
+    return min(shutil.get_terminal_size().columns, MAX_WIDTH)
 
 
 def verb_page(verb: str, module: ModuleType, width: int) -> str:
@@ -57,7 +40,7 @@ def verb_page(verb: str, module: ModuleType, width: int) -> str:
     panels: dict[str, list[Row]] = {"Arguments": [], "Options": []}
     for flag in flags:
         panel = "Arguments" if flag.positional else flag.panel or "Options"
-        panels.setdefault(panel, []).append((flag_names(flag), flag_help(flag)))
+        panels.setdefault(panel, []).append((flag_names(flag), _flag_help(flag)))
     panels["Options"].append((("-h,", "--help"), "show this page and exit"))
     parts = [
         _style_heading("Usage:") + f" {usage(verb, module)}",
@@ -121,6 +104,12 @@ def flag_names(flag: CliParameter) -> list[str]:
     ]
     shown = [f"{name}," for name in names[:-1]] + names[-1:]
     return shown if flag.value_type is bool else [*shown, _metavar(flag)]
+
+
+def _flag_help(flag: CliParameter) -> str:
+    """Return a flag's help with its choices and its default."""
+    text = help_with_default(flag)
+    return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
 
 
 def _metavar(flag: CliParameter) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from modelmill.cli.stdio import tolerate_closed_output
+from modelmill.cli.output import tolerate_closed_output
 from modelmill.core import disk_errors, env, malloc
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.registry import closest_name, find_module, module_names
@@ -24,7 +24,6 @@ NOT_VERBS = (
         "main",
         "options",
         "output",
-        "option_sources",
         "engine_options",
         "vision_flags",
         "bench_report",
@@ -33,8 +32,6 @@ NOT_VERBS = (
         "bench_ops",
         "bench_serve",
         "serve_ray",
-        "stdio",
-        "log_progress",
         "help_page",
         "terminal_chat",
     ),
@@ -147,20 +144,16 @@ def _find_verb(argv: list[str]) -> str | None:
 
 
 def _make_app(verb: str | None) -> Any:
-    """Make the typer application with the flags of one verb; other verbs get name and help only."""
+    """Make the typer application with one verb; all of them for a shell's completion."""
     import typer
+    from typer.core import TyperCommand, TyperGroup
 
-    from modelmill.cli.help_page import (
-        command_class_with_help,
-        group_class_with_help,
-        top_page,
-        verb_page,
-    )
+    from modelmill.cli.options import make_command
 
     app = typer.Typer(
         name="modelmill",
         help=DESCRIPTION,
-        cls=group_class_with_help(lambda width: top_page(DESCRIPTION, _listed_verbs(), width)),
+        cls=_with_help_page(TyperGroup, _top_page),
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
@@ -168,18 +161,16 @@ def _make_app(verb: str | None) -> Any:
     )
     app.callback()(_top_callback())
     completing = "_MODELMILL_COMPLETE" in env.child_env()
-    for name in verbs():
+    for name in verbs() if completing else filter(None, [verb]):
         module = find_module("modelmill.cli", name)
         assert module is not None
-        call = _verb_function(module) if completing or name == verb else _placeholder
-        page = command_class_with_help(partial(verb_page, name, module))
         app.command(
             name,
-            cls=page,
+            cls=_with_help_page(TyperCommand, partial(_verb_page, name, module)),
             help=module.HELP,
             short_help=module.HELP,
             context_settings=_typer_settings(),
-        )(call)
+        )(make_command(module.Args, module.run))
     return app
 
 
@@ -190,20 +181,30 @@ def _typer_settings() -> dict[str, Any]:
     }
 
 
-def _verb_function(module: ModuleType) -> Callable[..., int]:
-    from modelmill.cli.options import make_command
+def _with_help_page(base: type, page: Callable[[], str]) -> type:
+    """Return typer's class ``base`` with the text of ``page`` as its help."""
 
-    return make_command(module.Args, module.run)
+    def format_help(_: Any, __: Any, formatter: Any) -> None:
+        formatter.write(page())
+
+    return type(base.__name__, (base,), {"format_help": format_help})
 
 
-def _listed_verbs() -> list[tuple[str, str]]:
-    """Return every verb with its one-line help."""
+def _verb_page(name: str, module: ModuleType) -> str:
+    from modelmill.cli.help_page import page_width, verb_page
+
+    return verb_page(name, module, page_width())
+
+
+def _top_page() -> str:
+    """Return the help page of the command itself, with every verb and its one-line help."""
+    from modelmill.cli.help_page import page_width, top_page
+
     modules = [(name, find_module("modelmill.cli", name)) for name in verbs()]
-    return [(name.replace("_", "-"), module.HELP) for name, module in modules if module is not None]
-
-
-def _placeholder() -> None:
-    """Replace the verbs that are not called."""
+    listed = [
+        (name.replace("_", "-"), module.HELP) for name, module in modules if module is not None
+    ]
+    return top_page(DESCRIPTION, listed, page_width())
 
 
 def _top_callback() -> Callable[..., None]:

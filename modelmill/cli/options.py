@@ -13,19 +13,31 @@ replaces the long name, others are aliases), ``positional``, ``metavar``, ``requ
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from modelmill.core import env
 from modelmill.core.config import option
+from modelmill.core.errors import UsageError
+from modelmill.core.registry import closest_name
 
 T = TypeVar("T")
 SCALARS: tuple[type, ...] = (bool, int, float, str, Path)
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +205,7 @@ def _analyze_type(hint: Any) -> tuple[str, type, type]:
     raise TypeError(f"the command line cannot offer a value of type {hint}")
 
 
-def make_signature(flags: list[CliParameter]) -> inspect.Signature:
+def _make_signature(flags: list[CliParameter]) -> inspect.Signature:
     """Make the signature for typer; every parameter defaults to None, which means "not set"."""
     return inspect.Signature(
         [
@@ -223,20 +235,15 @@ def _parameter(flag: CliParameter) -> Any:
     import typer
 
     if flag.positional:
-        return typer.Argument(
-            ... if flag.required else None, help=flag.help, metavar=flag.metavar, show_default=False
-        )
+        return typer.Argument(... if flag.required else None, metavar=flag.metavar)
     long = f"--{flag.long}/--no-{flag.long}" if flag.negatable else f"--{flag.long}"
     return typer.Option(
         None,
         long,
         *flag.short,
-        help=_help_with_default(flag),
-        metavar=_metavar(flag),
+        help=help_with_default(flag),  # a shell's completion shows it; --help is ``help_page``'s
         envvar=None if flag.repeatable else [flag_variable(name) for name in flag.names],
-        show_envvar=False,
-        show_default=False,
-        rich_help_panel=flag.panel,
+        show_envvar=False,  # in an error, which says where the value stands by itself
         hidden=flag.hidden,
     )
 
@@ -246,19 +253,8 @@ def flag_variable(name: str) -> str:
     return "MODELMILL_" + name.replace("-", "_").upper()
 
 
-def _metavar(flag: CliParameter) -> str | None:
-    if flag.metavar or flag.value_type is bool:
-        return flag.metavar
-    return {"pairs": "KEY=VALUE", "ints": "N,N,…"}.get(flag.container)
-
-
-def flag_help(flag: CliParameter) -> str:
-    """Return a flag's help with its choices and its default."""
-    text = _help_with_default(flag)
-    return f"{text}; one of {', '.join(map(str, flag.choices))}" if flag.choices else text
-
-
-def _help_with_default(flag: CliParameter) -> str:
+def help_with_default(flag: CliParameter) -> str:
+    """Return a flag's help with its default."""
     if flag.default in (None, (), {}, "") or (flag.value_type is bool and not flag.negatable):
         return flag.help
     shown = flag.default
@@ -273,20 +269,196 @@ def make_command(args: type[T], run: Callable[[T], int]) -> Callable[..., int]:
     """Make the function for typer: it collects the values into ``args`` and runs the verb."""
 
     def call(**command_line: Any) -> int:
-        from modelmill.cli.help_page import short_usage
-        from modelmill.cli.option_sources import gather_args
-
-        chosen = gather_args(
-            args,
-            command_line,
-            lambda: short_usage(run.__module__.rpartition(".")[2], sys.modules[run.__module__]),
-        )
+        chosen = _gather_args(args, flags, command_line, partial(_short_usage, run.__module__))
         try:
             return run(chosen)
         except BrokenPipeError as error:  # of a worker: typer would exit without a message
             raise RuntimeError("a pipe to another process broke") from error
 
-    signature = make_signature(collect_flags(args))
+    flags = collect_flags(args)
+    signature = _make_signature(flags)
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
     return call
+
+
+def _short_usage(module: str) -> str:
+    from modelmill.cli.help_page import short_usage
+
+    return short_usage(module.rpartition(".")[2], sys.modules[module])
+
+
+def _gather_args(
+    args: type[T],
+    flags: list[CliParameter],
+    command_line: Mapping[str, Any],
+    usage: Callable[[], str],
+) -> T:
+    """Make an ``args`` from typer's values, the --config file and the defaults.
+
+    Args:
+        args: the verb's dataclass.
+        flags: its flags.
+        command_line: typer's values; None: not set.
+        usage: returns the usage of the verb, for an error about a missing flag.
+
+    Raises:
+        UsageError: if a value has the wrong type, a key of the file is unknown, or a flag is
+            missing.
+    """
+    values: dict[str, Any] = {}
+    for flag in flags:
+        value, where = command_line.get(flag.name), flag.label
+        if flag.repeatable and value in (None, [], ()):
+            value, where = _from_variable(flag)
+        if value is not None and value != [] and value != ():
+            values[flag.name] = _parse_value(flag, value, where)
+    if values.get("config") is not None:
+        values = {**_from_file(flags, values["config"]), **values}
+    for flag in flags:
+        if flag.required and flag.name not in values:
+            raise UsageError(f"{flag.label} is missing: {flag.help}; the form is: {usage()}")
+    return _build_dataclass(args, values)
+
+
+def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
+    hints = typing.get_type_hints(cls)
+    chosen: dict[str, Any] = {}
+    for each in fields(cls):  # type: ignore[arg-type]
+        hint = hints[each.name]
+        if is_dataclass(hint):
+            left = each.metadata["exclude"]
+            chosen[each.name] = _build_dataclass(
+                typing.cast(type, hint), {k: v for k, v in values.items() if k not in left}
+            )
+        elif each.name in values:
+            chosen[each.name] = values[each.name]
+    return cls(**chosen)
+
+
+def _from_variable(flag: CliParameter) -> tuple[Any, str]:
+    """Return the value and the name of a repeatable flag's variable.
+
+    The variable holds one value, or several as a JSON list. Numbers and KEY=VALUE pairs, which
+    contain no white space, may also be separated by white space.
+    """
+    for name in flag.names:
+        text, where = env.option_from_env(name.replace("-", "_")), flag_variable(name)
+        if not text:
+            continue
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+            if text.lstrip().startswith('["'):
+                why = "begins like a list but is not JSON"
+                raise UsageError(f'{where} {why}: {text}; write it as ["one", "two"]') from None
+        if isinstance(value, list):
+            return value, where
+        return [text] if flag.container == "many" else text.split(), where
+    return None, flag.label
+
+
+def _from_file(flags: list[CliParameter], path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"--config {path} cannot be read: {' '.join(str(error).split())}"
+        ) from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise UsageError(
+            f"--config {path} must hold `flag: value` lines, not a {type(raw).__name__}"
+        )
+    # required positional arguments must be on the command line
+    known = {
+        name: flag
+        for flag in flags
+        if not (flag.positional and flag.required)
+        for name in (flag.name, *(each.replace("-", "_") for each in flag.names))
+    }
+    values = {}
+    for key, value in raw.items():
+        flag = known.get(str(key).replace("-", "_"))
+        if flag is None or flag.name == "config":
+            hint = closest_name(
+                str(key).replace("-", "_"), [name for name in known if name != "config"]
+            )
+            raise UsageError(
+                f"{path}: unknown option {key!r}" + (f"; did you mean {hint}?" if hint else "")
+            )
+        if value is not None:
+            values[flag.name] = _parse_value(flag, value, f"{path}: {key}")
+    return values
+
+
+def _parse_value(flag: CliParameter, value: Any, source: str) -> Any:
+    """Convert ``value`` (from the command line or YAML) to the type of the flag's field."""
+    if isinstance(value, Enum):
+        value = value.value
+    if flag.container == "one":
+        return _parse_scalar(flag.value_type, value, source, flag.choices)
+    if flag.container == "pairs":
+        return _parse_pairs(flag, value, source)
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if flag.container == "two":
+        if len(items) != 2:
+            raise UsageError(f"{source} takes two values, not {len(items)}")
+        return tuple(str(item) for item in items)
+    if flag.container == "ints":
+        parts = [part for item in items for part in str(item).split(",") if part.strip()]
+        return tuple(_parse_scalar(int, part.strip(), source, ()) for part in parts)
+    return tuple(_parse_scalar(flag.value_type, item, source, flag.choices) for item in items)
+
+
+def _parse_pairs(flag: CliParameter, value: Any, source: str) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        items = list(value.items())
+    else:
+        items = []
+        for text in value if isinstance(value, list) else [value]:
+            name, equals, rest = str(text).partition("=")
+            if not equals or not name:
+                raise UsageError(f"{source} takes KEY=VALUE, not {text!r}")
+            items.append((name, rest))
+    return {
+        _parse_scalar(flag.key_type, k, source, ()): _parse_scalar(flag.value_type, v, source, ())
+        for k, v in items
+    }
+
+
+def _parse_scalar(value_type: type, value: Any, source: str, choices: tuple[Any, ...]) -> Any:
+    result = _convert(value_type, value)
+    if result is None:
+        quotes = (
+            "; put it into quotes"
+            if value_type is str and not isinstance(value, (dict, list))
+            else ""
+        )
+        raise UsageError(f"{source} must be {TYPE_NAMES[value_type]}, not {value!r}{quotes}")
+    if choices and result not in choices:
+        raise UsageError(f"{source} {value!r} is not one of {', '.join(map(str, choices))}")
+    return result
+
+
+def _convert(value_type: type, value: Any) -> Any:
+    """Convert ``value`` to ``value_type``; None if that is impossible.
+
+    YAML's own types are accepted, text is parsed.
+    """
+    if value_type is bool:
+        return value if isinstance(value, bool) else None
+    if isinstance(value, (bool, dict, list)) or (value_type is str and not isinstance(value, str)):
+        # YAML reads an unquoted `on` as a bool and `0123` as 83; converting these to text would
+        # change them silently
+        return None
+    try:
+        if value_type is int and isinstance(value, float):
+            return int(value) if value.is_integer() else None
+        return value_type(value)
+    except (TypeError, ValueError):
+        return None

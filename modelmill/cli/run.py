@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
-from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.cli.stdio import stdout_reader_gone
-from modelmill.cli.terminal_chat import make_wrapper
+from modelmill.cli.output import emit_json, print_note, show_progress, stdout_reader_gone
+from modelmill.cli.terminal_chat import WordWrapper, terminal_width
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.types import SamplingParams
@@ -239,7 +238,7 @@ def warn_max_tokens(
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, explicit_options: SamplingParams) -> int:
     began = time.perf_counter()
     answer: RequestOutput | None = None
-    wrapped = make_wrapper()
+    wrapped = WordWrapper(terminal_width) if sys.stdout.isatty() else None
     with InterruptHandler() as interrupt, wait_for_first_token(llm) as came:
         stream = llm.stream(prompt, params)
         for delta in stream:

@@ -82,11 +82,6 @@ def display_width(text: str) -> int:
     return cell_len(text)
 
 
-def make_wrapper() -> WordWrapper | None:
-    """Make the wrapper of stdout; None if stdout is not a terminal."""
-    return WordWrapper(terminal_width) if sys.stdout.isatty() else None
-
-
 def terminal_width() -> int:
     """Return the current width of the terminal."""
     try:

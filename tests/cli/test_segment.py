@@ -11,12 +11,12 @@ import PIL.Image
 import pytest
 import torch
 
-from modelmill.cli import log_progress
 from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.llm import build_engine
 from modelmill.models import sam
 from modelmill.nn.vision_context import VisionContext
+from modelmill.progress import LogProgress
 from tests.models.sam_seeded import small_file
 from tests.vision.coco_rle import decode_rle, from_coco_rle
 
@@ -125,9 +125,7 @@ def test_everything_reports_progress_without_a_terminal(
     engine: Path, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     updates: list[tuple[str, float, float]] = []
-    monkeypatch.setattr(
-        log_progress.LogProgress, "update", lambda _, *update: updates.append(update)
-    )
+    monkeypatch.setattr(LogProgress, "update", lambda _, *update: updates.append(update))
     assert run_segment(engine, photos / "0.png", "--everything", "--points-per-side", "2") == 0
     assert {("points", 0, 4), ("points", 4, 4)} <= set(updates)
     capsys.readouterr()

@@ -1,16 +1,23 @@
 """A reader that leaves, a disk that is full, a stream that was closed: every verb goes on to its
-own end and code.
+own end and code. Progress in lines where there is no terminal.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from modelmill.cli import output
+from modelmill.progress import LogProgress, format_progress
+from tests.wait import wait_until
 
 FULL = Path("/dev/full")
 
@@ -136,3 +143,64 @@ def test_a_stream_that_was_closed_before(engine: Path, closed: int, tmp_path: Pa
         )  # fmt: skip
     assert done.returncode == 0, stdout_file.read_text()
     assert "Traceback" not in stdout_file.read_text()
+
+
+def test_without_a_terminal_progress_is_lines_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[LogProgress] = []
+    monkeypatch.setattr(
+        output,
+        "LogProgress",
+        lambda *args: made.append(LogProgress(*args, every=0.01)) or made[-1],
+    )
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    with output.show_progress("building", lines=True) as on_progress:
+        on_progress("weights", 1 << 20, 1 << 22)
+        wait_until(
+            lambda: re.search(r"^modelmill: weights: 25 %, \d+ s$", stderr.getvalue(), re.MULTILINE)
+        )
+    for options in ({}, {"lines": True, "quiet": True}):
+        with output.show_progress("building", **options) as on_progress:
+            on_progress("weights", 1, 2)
+    assert len(made) == 1
+
+
+class RecordedLines:
+    """Replaces LogProgress; keeps the lines."""
+
+    lines: list[str]
+
+    def __init__(self, *_: Any) -> None:
+        RecordedLines.lines = []
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        RecordedLines.lines.append(format_progress(stage, done, total, 0))
+
+    def close(self) -> None:
+        RecordedLines.lines.append("ended")
+
+
+def test_a_build_without_a_terminal_logs_progress_lines(
+    cli: Callable[..., tuple[int, Any, str]],
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "LogProgress", RecordedLines)
+    assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "-q", "int8")[0] == 0
+    lines = RecordedLines.lines
+    assert lines[-1] == "ended"
+    assert any(each.startswith("acceptance: modules of layers: 1 of ") for each in lines), lines
+    assert "acceptance: wiring, 0 s" in lines
+    assert any(each.startswith("weights") for each in lines)
+
+
+def test_with_json_it_says_nothing(
+    cli: Callable[..., tuple[int, Any, str]],
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output, "LogProgress", None)
+    assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "--json")[0] == 0
