@@ -35,7 +35,6 @@ from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, warmup
-from modelmill.runtime.admission import RequestLimits
 from modelmill.runtime.batch import Packer, reserve_step_buffers
 from modelmill.runtime.chunked_prefill import max_mixed_tokens
 from modelmill.runtime.input_processor import InputProcessor, MakeGuide
@@ -44,7 +43,7 @@ from modelmill.runtime.model_runner import ModelRunner, PendingStep
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
-from modelmill.runtime.sequence import RopeRule
+from modelmill.runtime.sequence import RequestLimits, RopeRule
 from modelmill.runtime.tp_workers import TPWorkers
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Guide, Request
-from modelmill.runtime.admission import RequestLimits, check_request
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import derive_seed
-from modelmill.runtime.sequence import RopeRule, Sequence
+from modelmill.runtime.sequence import RequestLimits, RopeRule, Sequence, check_request
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
 MakeGuide = Callable[[Request], Guide]

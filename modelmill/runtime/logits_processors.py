@@ -58,12 +58,6 @@ def apply_presence_penalties(
 _NEG_INF = float("-inf")
 
 
-def request_logits_processors(seq: Sequence) -> LogitsProcessors | None:
-    """The logits processors of a sequence; None if it has none, or has a grammar instead."""
-    processors = seq.request.params.logits_processors
-    return processors if processors and seq.guide is None else None
-
-
 def history_ids(seq: Sequence) -> list[int]:
     """The tokens that the original model sees as ids: no image tokens, of some prompts none."""
     if not seq.request.penalize_prompt:

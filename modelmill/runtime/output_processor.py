@@ -9,7 +9,6 @@ import torch
 
 from modelmill.core.types import POOL_MEAN, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
-from modelmill.runtime.logits_processors import request_logits_processors
 from modelmill.runtime.model_runner import PendingStep
 from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
@@ -254,7 +253,7 @@ class OutputProcessor:
 
 def _needs_sampled_token(seq: Sequence) -> bool:
     """Whether the host must read a token before the next one can be sampled."""
-    processors = request_logits_processors(seq)
+    processors = seq.logits_processors
     return seq.guide is not None or (processors is not None and processors.depends_on_tokens)
 
 

@@ -309,9 +309,7 @@ class Sampler:
         penalties = self._penalty_rows(seqs)
         guided = [i for i, s in enumerate(seqs) if s.guide is not None]
         guided_rows = self._int_tensor(guided) if guided else None
-        active = (
-            (i, logits_processors.request_logits_processors(seq)) for i, seq in enumerate(seqs)
-        )
+        active = ((i, seq.logits_processors) for i, seq in enumerate(seqs))
         processors = [(i, settings) for i, settings in active if settings is not None]
         banned = self._banned_ids(seqs, below_min_tokens)
         return LogitChanges(bias, penalties, banned, guided, guided_rows, processors)

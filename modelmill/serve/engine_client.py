@@ -22,7 +22,7 @@ from modelmill.core.errors import (
 )
 from modelmill.core.types import FinishReason, Stats, TokenOutput
 from modelmill.request_state import RequestState
-from modelmill.runtime.admission import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import budget
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput
 from modelmill.request_state import RequestState
-from modelmill.runtime.admission import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.json_text import dump_json

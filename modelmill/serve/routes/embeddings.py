@@ -12,7 +12,7 @@ from starlette.responses import Response
 from modelmill.core.errors import RequestError
 from modelmill.core.types import SamplingParams
 from modelmill.request_state import RequestState
-from modelmill.runtime.admission import RequestLimits, check_request
+from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import MAX_OUTPUT_FLOATS, EmbeddingRequest, format_embedding
 from modelmill.serve.routes.common import find_engine, submit_requests

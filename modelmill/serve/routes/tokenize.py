@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError, TokenizerError
-from modelmill.runtime.admission import RequestLimits
+from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_text
