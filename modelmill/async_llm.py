@@ -18,10 +18,9 @@ from modelmill.core.options import check_option_names, show_signature_of
 from modelmill.core.types import POOL_MEAN, SamplingParams
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import closed_error
-from modelmill.outputs import OutputDelta, RequestOutput
-from modelmill.prompt_inputs import as_prompt_list, stack_embeddings
+from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
 from modelmill.request_state import RequestState
-from modelmill.text_processor import Messages, Prompt
+from modelmill.text_processor import Messages, Prompt, as_prompt_list
 
 _DeltaCallback = Callable[[OutputDelta | BaseException | None], None]
 

@@ -34,17 +34,18 @@ from modelmill.opened_engine import (
     OpenedEngine,
     opening_progress,
 )
-from modelmill.outputs import OutputDelta, RequestOutput
+from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
 from modelmill.progress import show_progress
-from modelmill.prompt_inputs import (
+from modelmill.request_state import RequestState
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.text_processor import (
+    Messages,
+    Prompt,
+    TextProcessor,
     as_prompt_list,
     check_params,
     params_per_prompt,
-    stack_embeddings,
 )
-from modelmill.request_state import RequestState
-from modelmill.runtime.engine_core import EngineCore
-from modelmill.text_processor import Messages, Prompt, TextProcessor
 
 if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan

@@ -96,3 +96,12 @@ def unit_vector(state: bytes, dimensions: int | None = None) -> np.ndarray:
             "ask for more dimensions"
         )
     return (x / length).astype("<f4")
+
+
+def stack_embeddings(outputs: Sequence[RequestOutput], dimensions: int | None) -> np.ndarray:
+    """Stack embeddings as rows [N, H] float32 of length 1. Raises RequestError."""
+    if not outputs:
+        raise RequestError("there is nothing to embed; give at least one prompt")
+    states = [output.embedding for output in outputs]
+    assert all(state is not None for state in states), "every output of a pooling request has one"
+    return np.stack([unit_vector(state, dimensions) for state in states if state is not None])

@@ -77,7 +77,7 @@ class TextProcessor:
             load_chat(files, self.tokenizer) if self.tokenizer else None
         )
         self.generation_defaults = _load_defaults(path, manifest, openai=openai_defaults)
-        self.defaults = self.generation_defaults.values
+        self.defaults = dict(self.generation_defaults.values)
         self.eos_ids = eos_ids(manifest, self.tokenizer)
         self._base_stops = _base_stops(manifest)
         self._request_counter = itertools.count()
@@ -309,6 +309,44 @@ class TextProcessor:
             eos_ids=eos,
             cache_salt=salt,
         )
+
+
+def as_prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several as a list; a list of token ids is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    is_ids = bool(prompts) and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts)
+    return [prompts] if is_ids else prompts
+
+
+def params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams | None]:
+    """Parameters for each of ``count`` prompts. Raises RequestError."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(one, SamplingParams | None) for one in params
+    ):
+        raise RequestError(
+            "sampling parameters must be one SamplingParams for all prompts, or a list with one "
+            "per prompt"
+        )
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} SamplingParams for {count} prompts; give one, or one per prompt"
+        )
+    return list(params)
+
+
+def check_params(params: SamplingParams | None) -> SamplingParams | None:
+    """Return the parameters of one prompt; RequestError if they are of another type."""
+    if not isinstance(params, SamplingParams | None):
+        raise RequestError(
+            f"sampling parameters must be SamplingParams, not {type(params).__name__}"
+        )
+    return params
 
 
 def _load_defaults(path: Path, manifest: Any, *, openai: bool) -> GenerationDefaults:

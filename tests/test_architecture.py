@@ -52,7 +52,6 @@ MAY = {
     "text_processor": {"core", "text", "artifact.manifest", "request_state", "vision.image_input"},
     "progress": {"core"},
     "opened_engine": {"core", "progress"},
-    "prompt_inputs": {"core", "outputs", "text_processor"},
     "llm": {
         *(
             "core",
@@ -64,7 +63,6 @@ MAY = {
             "outputs",
             "request_state",
             "text_processor",
-            "prompt_inputs",
         ),
         *("builder", "accept", "checkpoint"),
     },
@@ -83,7 +81,6 @@ MAY = {
         "outputs",
         "request_state",
         "text_processor",
-        "prompt_inputs",
         "llm",
     },
     "serve": {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from modelmill.core.errors import RequestError
@@ -108,8 +109,8 @@ class GenerationDefaults:
     unused: Mapping[str, str] = field(default_factory=dict)
     source: str = CHECKPOINT_SOURCE
 
-    @property
-    def values(self) -> dict[str, Any]:
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
         """SamplingParams fields that do not depend on the prompt's length."""
         result = dict(self.sampling)
         if self.greedy:
@@ -136,7 +137,7 @@ class GenerationDefaults:
             params: of the request.
             prompt_length: of its prompt in tokens.
         """
-        filled = self.values
+        filled = dict(self.values)
         if self.source == MODELMILL_SOURCE and any(
             getattr(params, name) is not None for name in MODELMILL_DEFAULTS
         ):

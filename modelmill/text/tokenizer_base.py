@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from modelmill.core.errors import TokenizerError
+from modelmill.text.detokenizer import Utf8Stream
 from modelmill.text.regex_union import regex_union
-from modelmill.text.utf8 import Utf8Stream
 
 # Unicode's White_Space property; str.isspace has four control characters more
 WHITESPACE = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | frozenset(
