@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.serve_command import serve_command
+from benchmarks.serve_command import read_address, serve_command
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import ModelmillError
 from modelmill.core.types import Request, SamplingParams
@@ -90,12 +89,7 @@ class ServedEngine:
         for name, value in run.items():
             words += ["--" + name.replace("_", "-"), str(value)]
         self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        line = self._process.stderr.readline()
-        match = re.search(r"listening on (http://[^;]+);", line)
-        if match is None:
-            raise RuntimeError(line + self._process.stderr.read())
-        self.client = OpenAIClient.from_url(match[1])
+        self.client = OpenAIClient.from_url(read_address(self._process))
 
     def ready(self, seconds: float = 600) -> None:
         """Wait for it, and pin both processes."""

@@ -15,13 +15,12 @@ from modelmill.cli.bench_serve import check_serve, make_serve_rows, measure_serv
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
     CacheBuildOptions,
-    non_default_fields,
     open_llm,
     share_gpu_with_reference,
 )
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.config import DTYPES, RunConfig, non_default_fields, option
 from modelmill.core.errors import TokenizerError, UsageError
 from modelmill.core.packages import require
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.build import worst_by_module
-from modelmill.cli.engine_options import non_default_fields
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import inherit_option
 from modelmill.cli.output import show_progress
-from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.config import BuildConfig, RunConfig, non_default_fields
 
 if TYPE_CHECKING:
     from modelmill.llm import LLM
@@ -60,10 +60,3 @@ def share_gpu_with_reference(run: RunConfig) -> RunConfig:
         or run.kv_cache_bytes is not None
     )
     return run if user_set else replace(run, gpu_memory_utilization=REFERENCE_GPU_FRACTION)
-
-
-def non_default_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that differ from their defaults."""
-    default = type(config)()
-    pairs = ((each.name, getattr(config, each.name)) for each in fields(config))
-    return {name: value for name, value in pairs if value != getattr(default, name)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.cli.engine_options import CacheBuildOptions, non_default_fields
+from modelmill.cli.engine_options import CacheBuildOptions
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note, show_progress
-from modelmill.core.config import BuildConfig, RunConfig, option
+from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
 from modelmill.core.errors import UsageError
 
 HELP = "Write an engine in the form that another server takes (Triton Inference Server)."

@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, non_default_fields
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions
 from modelmill.cli.options import CommonArgs, config, inherit_option
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.progress import Progress
 

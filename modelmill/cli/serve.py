@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import CacheBuildOptions, non_default_fields
+from modelmill.cli.engine_options import CacheBuildOptions
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import print_note
-from modelmill.core.config import RunConfig, option
+from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import require
 

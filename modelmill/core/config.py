@@ -287,3 +287,10 @@ def _check_choice(config: Any, name: str, allowed: tuple[Any, ...]) -> None:
         raise UsageError(
             f"--{name.replace('_', '-')} {value!r} is not one of {', '.join(map(str, allowed))}"
         )
+
+
+def non_default_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a config that differ from their defaults."""
+    default = type(config)()
+    pairs = ((each.name, getattr(config, each.name)) for each in fields(config))
+    return {name: value for name, value in pairs if value != getattr(default, name)}

@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 
 from modelmill.async_llm import AsyncLLM
-from modelmill.core.config import RunConfig, from_dict
+from modelmill.core.config import RunConfig, from_dict, non_default_fields
 from modelmill.core.errors import GRAMMAR_LOST, ModelmillError, RequestError, UsageError
 from modelmill.export.triton_fields import INPUTS, OUTPUTS, ParsedRequest, parse_request
 from modelmill.export.triton_metrics import TritonMetrics
@@ -79,7 +79,7 @@ class TritonBackend:
                 folder / ENGINE_DIR,
                 chat_template=start.chat_template,
                 openai_defaults=True,
-                **_non_default_options(run),
+                **non_default_fields(run),
             )
             engine.llm.engine_core.warm_up(all_specializations=True)
         except ModelmillError as error:
@@ -311,8 +311,3 @@ def set_python_executable() -> None:
             "interpreter"
         )
     sys.executable = str(executable)
-
-
-def _non_default_options(run: RunConfig) -> dict[str, Any]:
-    default = RunConfig()
-    return {name: value for name, value in vars(run).items() if value != getattr(default, name)}

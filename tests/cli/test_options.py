@@ -15,11 +15,10 @@ from modelmill.cli import main as command
 from modelmill.cli.engine_options import (
     REFERENCE_GPU_FRACTION,
     CacheBuildOptions,
-    non_default_fields,
     share_gpu_with_reference,
 )
 from modelmill.cli.options import CommonArgs, collect_flags, config, flag_variable
-from modelmill.core.config import BuildConfig, RunConfig, option
+from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
 from modelmill.core.registry import find_module
 from modelmill.core.types import SamplingParams
 

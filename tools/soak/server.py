@@ -7,9 +7,9 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.serve_command import read_address, serve_command
 from modelmill.serve.segment_messages import SEGMENTATION
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -40,23 +41,16 @@ class SoakServer:
         self, engines: Path | Sequence[Path], flags: Sequence[str] = (), *, ready: bool = True
     ) -> None:
         paths = [engines] if isinstance(engines, Path) else engines
-        command = [
-            sys.executable,
-            "-m",
-            "modelmill",
-            "serve",
-            *map(str, paths),
-            "--port",
-            "0",
-            *flags,
-        ]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        match = re.search(r"listening on http://([^:]+):(\d+);", line)
-        if match is None:
-            raise SoakFailure(line + self.process.stderr.read())
-        self.host, self.port = match[1], int(match[2])
+        self.process = subprocess.Popen(
+            serve_command(paths, 0, *flags), stderr=subprocess.PIPE, text=True
+        )
+        try:
+            address = urllib.parse.urlsplit(read_address(self.process))
+        except RuntimeError as error:
+            raise SoakFailure(str(error)) from None
+        assert address.hostname is not None
+        assert address.port is not None
+        self.host, self.port = address.hostname, address.port
         self._processes: set[psutil.Process] = {psutil.Process(self.process.pid)}
         if ready:
             self.wait_for_health(200)
