@@ -44,6 +44,7 @@ class FileRecorder:
 
     Attributes:
         files: Files with at least one call.
+        functions: (file, qualified name of the function), in the order of their first calls.
         step_files: Those among them whose call came from the engine core's ``step``.
         weight_files: Those whose call came from a linear layer or a weight format.
         tensor_files: Those in which a function takes, makes or returns a tensor.
@@ -52,6 +53,7 @@ class FileRecorder:
     def __init__(self, package: Path) -> None:
         self.package = str(package) + "/"
         self.files: set[str] = set()
+        self.functions: dict[tuple[str, str], None] = {}
         self.step_files: set[str] = set()
         self.weight_files: set[str] = set()
         self.tensor_files: set[str] = set()
@@ -90,6 +92,7 @@ class FileRecorder:
                 self.tensor_files.add(name)
         elif event == "call":
             self.files.add(name)
+            self.functions.setdefault((name, frame.f_code.co_qualname))
             if name not in self.step_files and self._is_under(frame, STEP_FILES, "step"):
                 self.step_files.add(name)
             if name not in self.weight_files and self._is_under(frame, WEIGHT_FILES):

@@ -1,14 +1,18 @@
-"""The count of files on a walk, on a package made for it."""
+"""The count of files on a walk, on a package made for it; the page that says what to read."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.walks import FileRecorder
+import modelmill
+from modelmill.llm import LLM
+from tests.stories import build_stories
+from tools.walks import FileRecorder, run_prompt
 
 FILES = {
     "__init__.py": "",
@@ -31,7 +35,21 @@ def test_files_whose_functions_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with recorder.recording():
         module.start(1)
     assert recorder.files == {"start.py", "helper.py"}
+    assert list(recorder.functions) == [("start.py", "start"), ("helper.py", "half")]
     assert not recorder.tensor_files
     with recorder.recording():
         module.start(torch.zeros(1))
     assert recorder.tensor_files == {"start.py", "helper.py"}
+
+
+def test_the_page_is_the_walk_of_a_prompt(shared: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/walks.md").read_text("utf-8")
+    listed = re.findall(r"^\| `([a-z_/]+\.py)` \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(listed) == page.count("\n| ") - 1, "a row is not FILE, FUNCTION, TEXT"
+    engine = build_stories(shared, tmp_path, check=False)
+    recorder = FileRecorder(Path(modelmill.__file__).resolve().parent)
+    run_prompt(engine, LLM, recorder)
+    calls = list(recorder.functions)
+    missing = [each for each in listed if each not in calls]
+    assert not missing, "these do not run"
+    assert listed == sorted(listed, key=calls.index), "the order of the first calls is another"
