@@ -18,7 +18,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from modelmill.builder import build_engine, layer_quantizer
+from modelmill.builder import tensor_plan
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.registry import find_module
 from tests.accept.build_and_accept import build_and_accept
@@ -158,16 +158,13 @@ def change_tensor(
     target: str, change: Callable[[Tensor], Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
     """A patch of the builder: one tensor comes out as something else."""
-    real_apply = build_engine.apply_rule
+    real_apply = tensor_plan.apply_rule
 
     def apply(resolved: Any, *more: Any) -> Any:
         tensor = real_apply(resolved, *more)
         return change(tensor) if resolved.target == target else tensor
 
-    both = contextlib.ExitStack()
-    for module in (build_engine, layer_quantizer):
-        both.enter_context(mock.patch.object(module, "apply_rule", apply))
-    return both
+    return mock.patch.object(tensor_plan, "apply_rule", apply)
 
 
 def _based(config: Any, factor: float) -> Any:

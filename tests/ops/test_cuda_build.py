@@ -110,13 +110,12 @@ def test_kernels_are_given_as_many_bytes_as_they_read() -> None:
     """Each kernel's ``static_assert`` of its parameter's size names the module whose
     ``struct.pack`` makes it.
     """
-    arguments = [
-        (int(size), source.with_name(f"{module}.py"))
-        for source in build.FOLDER.rglob("*.cu")
-        for size, module in re.findall(
-            r'sizeof\(\w+\) == (\d+), "(\w+)\.py packs \1 bytes"', source.read_text()
-        )
-    ]
+    asserted = re.compile(r'sizeof\(\w+\) == (\d+), "([\w., ]+) packs? (\d+) bytes"')
+    arguments = []
+    for source in build.FOLDER.rglob("*.cu*"):
+        for size, names, same in asserted.findall(source.read_text()):
+            assert size == same, source
+            arguments += [(int(size), source.with_name(name)) for name in names.split(", ")]
     assert len(arguments) == 18
     for size, module in arguments:
         formats = re.findall(r'struct\.pack\(\s*"(=\w+)"', module.read_text())

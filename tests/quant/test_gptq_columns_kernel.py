@@ -55,7 +55,7 @@ def test_the_kernel_walks_as_torch_does(
     steps = steps_of(weight, hessian, grid_type)
     results = []
     for used in (None, walks):
-        monkeypatch.setattr("modelmill.quant.gptq._gptq_columns_kernel", lambda _, used=used: used)
+        monkeypatch.setattr("modelmill.quant.gptq._load_gptq_columns", lambda _, used=used: used)
         first = round_with_compensation(weight, hessian, steps)
         results.append((first, coordinate_descent_sweep(weight, hessian, first, steps)))
     for expected, actual in zip(*results, strict=True):

@@ -30,7 +30,7 @@ def test_it_exists(file: str, name: str) -> None:
 def test_every_row_has_a_test() -> None:
     rows = [
         line
-        for line in LIST.splitlines()
+        for line in LIST.partition("## Soak tests")[0].splitlines()
         if line.startswith("| ") and not line.startswith("| what")
     ]
     assert len(rows) >= 40
