@@ -1,4 +1,6 @@
-"""``python -m tools.kernels_page``: write docs/kernels.md, or ``--check``.
+"""``python -m tools.kernels_page``: write docs/kernels.md and docs/kernels, or ``--check``.
+
+docs/kernels.md is the overview; each family of kernels has a page, docs/kernels/<family>.md.
 
 Rows are op × kernel file. What a kernel computes, its range and technique come from the head of its
 file (tools/kernel_heads.py), its share of the ceiling from the newest rows of benchmarks/results,
@@ -19,6 +21,7 @@ from tools.kernel_heads import OPS, KernelHead, read_heads
 from tools.performance.rows import LAUNCH_BOUND_BYTES, Row, read_rows
 
 PAGE = Path("docs/kernels.md")
+FAMILY_PAGES = Path("docs/kernels")
 RESULTS = Path("benchmarks/results")
 TESTS = Path("tests")
 EVERY_OP_TEST = "tests/ops/test_implementations.py"
@@ -218,33 +221,61 @@ def render_helpers(heads: Sequence[KernelHead]) -> list[str]:
     return lines
 
 
-def render_page(root: Path) -> str:
-    """The page of the repository at ``root``."""
+def render_pages(root: Path) -> dict[Path, str]:
+    """Every page of the repository at ``root``, by its path below it."""
     heads = read_heads(root)
     rows = {name: read_rows(root / RESULTS / f"{name}.jsonl") for name in ("h200", "cpu")}
-    parts = ["# Kernels", NOTE, *INTRO]
     families: dict[str, list[str]] = {}
     for op in sorted({op for head in heads for op in head.ops}):
         families.setdefault(op_family(root, op), []).append(op)
+    pages, overview = {}, ["| page | ops |", "|---|---|"]
     for family, heading in HEADINGS.items():
         ops = families.get(family, [])
-        parts += [f"## {heading}", "\n".join(render_table(root, ops, heads, rows))]
+        if ops:
+            path = FAMILY_PAGES / f"{family}.md"
+            pages[path] = _family_page(heading, render_table(root, ops, heads, rows))
+            listed = ", ".join(f"`{op}`" for op in ops)
+            overview.append(f"| [{heading}]({path.relative_to(PAGE.parent)}) | {listed} |")
     helpers = [head for head in heads if not head.ops]
-    parts += [f"## {HELPERS}", "\n".join(render_helpers(helpers))]
-    return "\n\n".join(parts) + "\n"
+    path = FAMILY_PAGES / "shared.md"
+    pages[path] = _family_page(HELPERS, render_helpers(helpers))
+    overview.append(f"| [{HELPERS}]({path.relative_to(PAGE.parent)}) | |")
+    pages[PAGE] = "\n\n".join(["# Kernels", NOTE, *INTRO, "\n".join(overview)]) + "\n"
+    return pages
+
+
+def _family_page(title: str, table: Sequence[str]) -> str:
+    text = "\n".join(table).replace("](../", "](../../")
+    return (
+        f"# {title}\n\n{NOTE}\n\nColumns and their meaning: [Kernels](../kernels.md).\n\n{text}\n"
+    )
 
 
 def stale(root: Path) -> list[Path]:
-    """The page, if it is not what the heads and rows give."""
-    page = root / PAGE
-    fresh = page.is_file() and page.read_text(encoding="utf-8") == render_page(root)
-    return [] if fresh else [PAGE]
+    """The pages that are not what the heads and rows give, and those of no family."""
+    pages = render_pages(root)
+    changed = [path for path, text in pages.items() if _read(root / path) != text]
+    return changed + [path for path in _existing(root) if path not in pages]
 
 
 def write(root: Path) -> list[Path]:
-    """Write the page; its path."""
-    (root / PAGE).write_text(render_page(root), encoding="utf-8")
-    return [PAGE]
+    """Write the pages, delete those of no family; their paths."""
+    pages = render_pages(root)
+    (root / FAMILY_PAGES).mkdir(parents=True, exist_ok=True)
+    for path in _existing(root):
+        if path not in pages:
+            (root / path).unlink()
+    for path, text in pages.items():
+        (root / path).write_text(text, encoding="utf-8")
+    return list(pages)
+
+
+def _existing(root: Path) -> list[Path]:
+    return sorted(path.relative_to(root) for path in (root / FAMILY_PAGES).glob("*.md"))
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -123,14 +123,18 @@ def test_stale_after_another_head_or_row(
     assert kernels_page.main([*arguments, "--check"]) == 1
     assert "make kernels" in capsys.readouterr().err
     assert kernels_page.main(arguments) == 0
-    page = (tmp_path / kernels_page.PAGE).read_text()
-    assert "| `linear` | cuda | [x.cu](../modelmill/ops/cuda/gemm_16bit/x.cu) | bfloat16 |" in page
-    assert "| M ≤ 64 | TMA | – | [x](../tests/ops/test_x.py) |" in page
+    assert "(kernels/gemm_16bit.md) | `linear` |" in (tmp_path / kernels_page.PAGE).read_text()
+    family = tmp_path / kernels_page.FAMILY_PAGES / "gemm_16bit.md"
+    text = family.read_text()
+    assert (
+        "| `linear` | cuda | [x.cu](../../modelmill/ops/cuda/gemm_16bit/x.cu) | bfloat16 |" in text
+    )
+    assert "| M ≤ 64 | TMA | – | [x](../../tests/ops/test_x.py) |" in text
     assert kernels_page.main([*arguments, "--check"]) == 0
     (results / "h200.jsonl").write_text(json.dumps(row("8x4096->4096", 0.3)) + "\n")
     assert kernels_page.main([*arguments, "--check"]) == 1
     assert kernels_page.main(arguments) == 0
-    assert "**0.30**" in (tmp_path / kernels_page.PAGE).read_text()
+    assert "**0.30**" in family.read_text()
     source.write_text(source.read_text().replace("TMA", "wgmma"))
     assert kernels_page.main([*arguments, "--check"]) == 1
 

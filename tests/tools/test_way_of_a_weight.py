@@ -1,4 +1,4 @@
-"""The reading list of a weight's way in docs/architecture.md names what is there."""
+"""The reading list of a weight's way in docs/walks.md names what is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.source_files import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "walks.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## The way of a weight\n")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", SECTION, re.MULTILINE)
 
