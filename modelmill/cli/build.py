@@ -14,6 +14,7 @@ from modelmill.builder.recipe_options import (
     RECIPE_OPTIONS,
     check_recipe_options,
 )
+from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_note, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -103,6 +104,7 @@ def run(args: Args) -> int:
         from modelmill.loader.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
+        source = local_model(source)
         if is_engine(source):
             raise UsageError(
                 f"{source} is an engine already; give the checkpoint that it was built from"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.build import worst_by_module
+from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -72,7 +73,7 @@ def run(args: Args) -> int:
         check_plot(args.plot)
     artifact = open_artifact(args.engine)
     source, vision = args.vision_files.split_checkpoint(args.checkpoint)
-    checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
+    checkpoint = open_checkpoint(local_model(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -48,6 +49,7 @@ class Args(CommonArgs):
     engine: Path | None = option(
         None, "an engine: whether it fits this machine", positional=True, metavar="ENGINE"
     )
+    report: bool = option(False, "print what an issue needs, as text to paste, without paths")
 
 
 def run(args: Args) -> int:
@@ -60,7 +62,12 @@ def run(args: Args) -> int:
             **collect_facts(),
             **({} if args.engine is None else {"engine": engine_facts(args.engine)}),
         }
-    emit_json(facts) if args.json else _show(facts)
+    if args.json:
+        emit_json(facts)
+    elif args.report:
+        print("\n".join(report_lines(facts)))
+    else:
+        _show(facts)
     return 1 if any(not each["needs"] for each in facts["missing"]) else 0
 
 
@@ -210,6 +217,33 @@ def _kernels_line(report: dict[str, str | None]) -> str:
     if report["origin"] is None:
         return f"none, so that torch computes, several times slower: {report['reason']}"
     return f"{report['origin']}: {report['path']}"
+
+
+def report_lines(facts: Mapping[str, Any]) -> list[str]:
+    """The facts that matter to an issue, in Markdown; no path of this machine."""
+    cpu, prebuilt = facts["cpu"], facts["cpu_kernels"]
+    versions = [f"{name} {version}" for name, version in facts["packages"].items() if version]
+    gpus = [
+        f"{g['name']} ({format_bytes(g['memory'])}, sm {g['capability']})" for g in facts["gpus"]
+    ]
+    chosen: dict[tuple[str, str], list[str]] = {}
+    for kernel in facts["kernels"]:
+        chosen.setdefault((kernel["device"], kernel["chosen"]), []).append(kernel["op"])
+    lines = [
+        f"* modelmill {facts['modelmill']}, Python {facts['python']}, {facts['system']}",
+        f"* CPU: {cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads, "
+        f"{cpu['capability']}, {format_bytes(cpu['memory'])}; "
+        f"kernels: {prebuilt['origin'] or 'none'}",
+        f"* GPU: {', '.join(gpus) or 'none'}; CUDA {facts['cuda'] or 'none'}",
+        f"* compiler: {Path(facts['compiler']).name if facts['compiler'] else 'none'}",
+        f"* packages: {', '.join(versions)}",
+    ]
+    lines += [
+        f"* {device} {backend}: {', '.join(ops)}" for (device, backend), ops in chosen.items()
+    ]
+    lines += [f"* missing: {each['name']}" for each in facts["missing"]]
+    lines += [f"* not tested: {each['name']} {each['version']}" for each in facts["outside"]]
+    return lines
 
 
 def _show(report: dict[str, Any]) -> None:

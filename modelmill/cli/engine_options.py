@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import inherit_option
 from modelmill.cli.output import show_progress
+from modelmill.core import env
 from modelmill.core.config import BuildConfig, RunConfig, non_default_fields
 
 if TYPE_CHECKING:
     from modelmill.llm import LLM
 
-ENGINE_HELP = "an engine folder, or a checkpoint (it is built into the cache first)"
+ENGINE_HELP = (
+    "an engine folder, or a checkpoint or a hub's org/name (it is built into the cache first)"
+)
 
 REFERENCE_GPU_FRACTION = 0.45
 """Share of the GPU's memory for an engine if transformers runs on the same GPU."""
@@ -29,17 +32,33 @@ class CacheBuildOptions:
     )
 
 
+def local_model(model: Path) -> Path:
+    """Return an engine's or checkpoint's path; a hub's org/name is fetched into the cache first.
+
+    Raises:
+        CheckpointError: if the model cannot be fetched.
+    """
+    from modelmill.checkpoint.pull import is_model_name, pull_once
+
+    if not is_model_name(model):
+        return model
+    name = model.as_posix()
+    with show_progress(f"pulling {name}", lines=True) as on_progress:
+        return pull_once(name, env.cache_dir() / "models", on_progress)
+
+
 def open_llm(model: Path, build: CacheBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
     """Open an LLM for an engine; a checkpoint is built into the cache first, with a note on stderr.
 
     LLM rejects a dtype or recipe for an engine.
 
     Args:
-        model: an engine or a checkpoint.
+        model: an engine, a checkpoint, or a hub's org/name.
         build: how to build a checkpoint.
         run: how to start the engine.
         llm_options: LLM's own options; those that are None are not passed.
     """
+    model = local_model(model)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         from modelmill.llm import LLM  # inside, since torch takes seconds to import
 

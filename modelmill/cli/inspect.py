@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.cli.build import show_acceptance
+from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.core.byte_size import format_bytes
@@ -101,7 +102,7 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
     from modelmill.builder.model_config import with_config
     from modelmill.checkpoint.open import open_checkpoint
 
-    checkpoint = with_config(open_checkpoint(args.path))
+    checkpoint = with_config(open_checkpoint(local_model(args.path)))
     infos = [checkpoint.info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
     CacheBuildOptions,
+    local_model,
     open_llm,
     share_gpu_with_reference,
 )
@@ -108,7 +109,9 @@ def _reference(args: Args, ids: list[int], length: int, stride: int, device: str
     from modelmill.eval.perplexity import measure_perplexity
 
     assert args.reference is not None
-    reference = load_reference(open_checkpoint(args.reference), args.reference_dtype, device)
+    reference = load_reference(
+        open_checkpoint(local_model(args.reference)), args.reference_dtype, device
+    )
     with show_progress("transformers", quiet=args.json) as on_progress:
         return measure_perplexity(
             ids, reference, max_length=length, stride=stride, on_progress=on_progress

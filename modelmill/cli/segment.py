@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, local_model
 from modelmill.cli.options import CommonArgs, config, inherit_option
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
@@ -108,11 +108,12 @@ def run(args: Args) -> int:
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     outputs = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
-    with show_progress(f"opening {args.engine.name}", lines=True) as on_progress:
+    engine = local_model(args.engine)
+    with show_progress(f"opening {engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 
         segmenter = Segmenter(
-            args.engine,
+            engine,
             device=args.device,
             threads=args.threads,
             progress=on_progress,

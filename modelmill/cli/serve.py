@@ -6,11 +6,11 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import CacheBuildOptions
+from modelmill.cli.engine_options import CacheBuildOptions, local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import print_note
 from modelmill.core.config import RunConfig, non_default_fields, option
@@ -121,6 +121,7 @@ def run(args: Args) -> int:
             f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
         ) from None
     place, names = _server_options(args), _model_names(args)
+    args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
 

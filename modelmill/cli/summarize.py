@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
     CacheBuildOptions,
+    local_model,
     open_llm,
     share_gpu_with_reference,
 )
@@ -117,7 +118,7 @@ def run(args: Args) -> int:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
-        checkpoint = open_checkpoint(args.reference)
+        checkpoint = open_checkpoint(local_model(args.reference))
         reference = load_reference(checkpoint, args.reference_dtype, llm.engine_core.device)
         reference_summarizer = HfSummarizer(
             reference, batches["reference"], f"transformers {args.reference_dtype}"

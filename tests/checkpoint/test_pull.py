@@ -215,3 +215,51 @@ def test_the_real_demo_is_fetched_and_opens(tmp_path):
     for name in opened.raw.names():
         expected = dequantize(gguf_tensors[name].data, gguf_tensors[name].tensor_type)
         np.testing.assert_array_equal(opened.raw.get(name).numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_name"),
+    [
+        ("org/name", True),
+        ("org/name:file.gguf", True),
+        ("Demo", True),
+        ("models/name", False),  # below a folder that exists: a mistyped path
+        ("here.gguf", False),
+        ("name", False),
+        ("../org/name", False),
+        ("/org/name", False),
+        ("org/name/more", False),
+    ],
+)
+def test_what_is_a_name_and_not_a_path(tmp_path, wheel, monkeypatch, name, is_name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "here.gguf").touch()
+    assert module.is_model_name(Path(name)) is is_name
+
+
+def test_a_complete_repository_is_opened_without_the_hub(tmp_path, monkeypatch):
+    def fetch(repository: str, file: str, dest: Path) -> Path:
+        folder = dest / repository.replace("/", "--")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    monkeypatch.setattr(module, "_pull_hub", fetch)
+    path = module.pull_once("org/name", tmp_path)
+    monkeypatch.setattr(module, "_pull_hub", lambda *_: pytest.fail("the hub was asked again"))
+    assert module.pull_once("org/name", tmp_path) == path == tmp_path / "org--name"
+
+
+def test_an_interrupted_download_is_no_complete_one(tmp_path, monkeypatch):
+    calls = []
+
+    def fail(repository: str, file: str, dest: Path) -> Path:
+        calls.append(repository)
+        (dest / "org--name").mkdir(parents=True, exist_ok=True)
+        raise CheckpointError("no network")
+
+    monkeypatch.setattr(module, "_pull_hub", fail)
+    for _ in range(2):
+        with pytest.raises(CheckpointError):
+            module.pull_once("org/name", tmp_path)
+    assert len(calls) == 2
