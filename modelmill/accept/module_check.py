@@ -22,7 +22,7 @@ from modelmill.accept.reference_trace import (
     OtherSequence,
     ReferenceTrace,
     cast_like,
-    norm_args_for_stream,
+    norm_args_summing_to,
     reference_output,
     reference_value,
     split_layer_path,
@@ -132,7 +132,7 @@ class ModuleCheck:
                 self._add_finding(
                     f"layers.{index - 1}", index - 1, "layer", "layer", stream, expected
                 )
-            return norm_args_for_stream(expected, args)
+            return norm_args_summing_to(expected, args)
 
         self._run_with_hooks(before, None)
 
@@ -151,7 +151,7 @@ class ModuleCheck:
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             module = self._module(name)
             if name == "norm" or (isinstance(module, NormSpec) and len(module.reads) > 1):
-                return norm_args_for_stream(tiny(args[0].shape[1])[: len(args[0])], args)
+                return norm_args_summing_to(tiny(args[0].shape[1])[: len(args[0])], args)
             if isinstance(module, NormSpec | CacheSpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
             return None
@@ -195,7 +195,7 @@ class ModuleCheck:
             previous = self._layer_outputs(reference_trace, layer - 1)
             reference_trace.enter_layer(layer)
             if previous is None:
-                return norm_args_for_stream(reference_trace.stream, args)
+                return norm_args_summing_to(reference_trace.stream, args)
             return *map(cast_like, previous, args[:2]), *args[2:]
         if name == "norm":
             previous = self._layer_outputs(reference_trace, self.reference.num_layers - 1)

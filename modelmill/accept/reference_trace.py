@@ -107,7 +107,7 @@ def split_output(output: torch.Tensor, expected: list[torch.Tensor]) -> list[tor
     return list(flat.split(widths, -1)) if sum(widths) == flat.shape[-1] else [flat] * len(expected)
 
 
-def norm_args_for_stream(stream: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def norm_args_summing_to(stream: torch.Tensor, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a norm's (x, residual, …) whose sum is exactly ``stream`` in the engine's dtype."""
     x, residual = args[0], args[1]
     stream_cast = cast_like(stream, x)

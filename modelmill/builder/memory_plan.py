@@ -41,7 +41,7 @@ ENCODING_BYTES = 110 * MIB
 """Allocations of a stage for a model of size zero: buffers of threads, KV pages of the acceptance
 text.
 """
-LAYER_READ_BYTES = 130 * MIB
+LAYER_READ_BASE_BYTES = 130 * MIB
 """Allocations of a stage for a model of size zero: thread buffers, KV pages of the sample text."""
 EXPAND_BYTES_PER_WEIGHT = 9
 """Bytes per weight while a packed tensor of a checkpoint is expanded to float32: input and result.
@@ -408,7 +408,7 @@ def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
 
     In float32, they are the embedding, or a layer and the next one.
     """
-    return LAYER_READ_BYTES + max(
+    return LAYER_READ_BASE_BYTES + max(
         float32_bytes(planned_tensors, "embed"), 2 * largest_layer_bytes(planned_tensors)
     )
 

@@ -38,7 +38,7 @@ Examples:
 
 PROMPT_KEYS = ("messages", "prompt_token_ids", "prompt", "text")
 """Keys of a line of --file; exactly one is allowed."""
-COMMAND_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
+UNSUPPORTED_LINE_KEYS = {each.name for each in fields(SamplingParams)} | {
     "image",
     "images",
     "system",
@@ -129,7 +129,7 @@ def _read_jobs(path: Path) -> list[dict[str, Any]]:
     for number, value in read_jsonl(path):
         prompt_keys = [key for key in PROMPT_KEYS if key in value]
         # other keys of a data set are ignored; keys that would change the answer are errors
-        unread = sorted(set(value) & COMMAND_LINE_KEYS)
+        unread = sorted(set(value) & UNSUPPORTED_LINE_KEYS)
         if not prompt_keys:
             raise UsageError(f"{path}, line {number}: has none of {', '.join(PROMPT_KEYS)}")
         if len(prompt_keys) > 1:

@@ -113,7 +113,7 @@ def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Lat
 
 
 @dataclass(frozen=True)
-class LatencySweep:
+class LatencySweepResult:
     """Latencies of the measured batch sizes, and why the next size was not measured."""
 
     results: list[Latency]
@@ -122,7 +122,7 @@ class LatencySweep:
 
 def sweep_shapes(
     targets: Sequence[BenchTarget], shapes: Sequence[LatencyShape], vocab: int, **options: Any
-) -> LatencySweep:
+) -> LatencySweepResult:
     """Run ``measure_latency`` at each shape until memory is exhausted.
 
     Raises the error if the first shape fails.
@@ -134,5 +134,5 @@ def sweep_shapes(
         except ModelmillError as error:
             if not isinstance(error, CapacityError) or not results:
                 raise
-            return LatencySweep(results, f"batch {shape.batch}: {error}")
-    return LatencySweep(results, None)
+            return LatencySweepResult(results, f"batch {shape.batch}: {error}")
+    return LatencySweepResult(results, None)

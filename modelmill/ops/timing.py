@@ -108,7 +108,7 @@ def copy_bandwidth(device: str = "cuda") -> float:
         0, 1 << 30, (COPY_BYTES[_device_type(device)] // 4,), dtype=torch.int32, device=device
     )
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _best_time(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / _typical_time(lambda: target.copy_(source), device)
 
 
 def memory_read() -> tuple[Call, int]:
@@ -131,7 +131,7 @@ def memory_bandwidth(device: str) -> float:
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
     read, size = memory_read()
-    return max(size / _best_time(read, device), copy_bandwidth(device))
+    return max(size / _typical_time(read, device), copy_bandwidth(device))
 
 
 def square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
@@ -173,14 +173,14 @@ def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
     """
     try:
         multiply, operations = square_matmul(device, dtype)
-        return operations / _best_time(multiply, device)
+        return operations / _typical_time(multiply, device)
     except RuntimeError as error:  # unsupported dtype; running out of memory is raised
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):
             raise
         return None
 
 
-def _best_time(call: Call, device: str) -> float:
+def _typical_time(call: Call, device: str) -> float:
     """The minimum of ten samples; the median on a GPU, whose samples hardly vary."""
     times = time_interleaved([call], 10, 1, device)[0]
     return statistics.median(times) if device.startswith("cuda") else min(times)

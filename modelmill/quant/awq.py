@@ -70,7 +70,7 @@ def search_scales(
     alpha = 0.0
     first = 0.0
     for step in range(ALPHA_STEPS):
-        scales = awq_scales(statistics.mean_abs, step / ALPHA_STEPS)
+        scales = awq_scales_for_alpha(statistics.mean_abs, step / ALPHA_STEPS)
         scaled_statistics = scale_statistics(statistics, scales)
         wide = weight * scales
         off = round_weight(wide, scaled_statistics) - wide
@@ -83,7 +83,7 @@ def search_scales(
     return chosen, alpha, best / first if first > 0 else 1.0
 
 
-def awq_scales(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
+def awq_scales_for_alpha(mean_abs: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return mean|X|^α divided by √(max · min)."""
     scales = mean_abs.clamp(min=_MIN_CHANNEL_SHARE * float(mean_abs.max().clamp(min=1e-30))).pow(
         alpha

@@ -435,7 +435,7 @@ class ModelRunner:
         if rows.num_state_rows:
             logits, states = self.hidden_states(batch, rows.num_state_rows)
         else:
-            logits = (self.forward if prefill_pad is None else self._forward_prefill)(batch)
+            logits = (self.forward if prefill_pad is None else self._replay_prefill_graph)(batch)
         return StepForward(schedule, rows, sampling, batch, logits, states=states)
 
     @torch.inference_mode()
@@ -492,7 +492,7 @@ class ModelRunner:
             return
         for size, bound in self.prefill_graphs.all_sizes():
             for _ in range(CAPTURE_AFTER_USES):
-                self._forward_prefill(self.packer.dummy_batch(size, 1, bound))
+                self._replay_prefill_graph(self.packer.dummy_batch(size, 1, bound))
 
     def _disable_graphs(self, error: NotCapturable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)
@@ -592,7 +592,7 @@ class ModelRunner:
             return None
         return self.prefill_graphs.padded_size(count, context)
 
-    def _forward_prefill(self, batch: PackedBatch) -> torch.Tensor:
+    def _replay_prefill_graph(self, batch: PackedBatch) -> torch.Tensor:
         assert self.prefill_graphs is not None
         return self.prefill_graphs.run(batch)
 

@@ -53,7 +53,7 @@ def with_cpu_budget(
     return replace(config, kv_cache_bytes=kv_bytes, prefix_cache_bytes=prefix_bytes)
 
 
-def with_cuda_budget(
+def with_gpu_memory_share(
     config: RunConfig,
     free_bytes: int,
     total_bytes: int,

@@ -28,7 +28,7 @@ def encode_logprobs(entries: Mapping[int, Logprob]) -> bytes:
     )
 
 
-class LogprobTable(Mapping[int, Logprob]):
+class EncodedLogprobs(Mapping[int, Logprob]):
     """The encoded entries of one position, decoded on access."""
 
     __slots__ = ("_data",)
@@ -67,7 +67,7 @@ def encode_prompt_logprobs(tables: Sequence[Mapping[int, Logprob] | None]) -> li
     ]
 
 
-class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
+class EncodedPromptLogprobs(Sequence[Mapping[int, Logprob] | None]):
     """The encoded entries of a prompt."""
 
     def __init__(self, blobs: Sequence[bytes]) -> None:
@@ -86,13 +86,15 @@ class PromptLogprobTables(Sequence[Mapping[int, Logprob] | None]):
         return len(self._ends)
 
     @overload
-    def __getitem__(self, position: int) -> LogprobTable | None: ...
+    def __getitem__(self, position: int) -> EncodedLogprobs | None: ...
     @overload
-    def __getitem__(self, position: slice) -> list[LogprobTable | None]: ...
-    def __getitem__(self, position: int | slice) -> LogprobTable | list[LogprobTable | None] | None:
+    def __getitem__(self, position: slice) -> list[EncodedLogprobs | None]: ...
+    def __getitem__(
+        self, position: int | slice
+    ) -> EncodedLogprobs | list[EncodedLogprobs | None] | None:
         if isinstance(position, slice):
             return [self[each] for each in range(*position.indices(len(self)))]
         end = int(self._ends[position])  # raises IndexError
         position %= len(self)
         begin = int(self._ends[position - 1]) if position else 0
-        return LogprobTable(self._data[begin:end]) if end > begin else None
+        return EncodedLogprobs(self._data[begin:end]) if end > begin else None

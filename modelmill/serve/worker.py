@@ -421,7 +421,7 @@ def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenE
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    return budget.with_cuda_budget(
+    return budget.with_gpu_memory_share(
         config, free, total, weight_bytes, open_engine.later_weight_bytes, open_engine.segment_bytes
     )
 

@@ -28,8 +28,8 @@ from modelmill.core.types import (
 )
 from modelmill.serve.logprob_blobs import (
     BLOBS_PER_PROMPT,
-    LogprobTable,
-    PromptLogprobTables,
+    EncodedLogprobs,
+    EncodedPromptLogprobs,
     encode_logprobs,
     encode_prompt_logprobs,
 )
@@ -366,7 +366,9 @@ def _decode_token(raw: list[Any]) -> TokenOutput:
         request,
         index,
         id,
-        logprobs=LogprobTable(base64.b64decode(rest["logprobs"])) if "logprobs" in rest else None,
+        logprobs=EncodedLogprobs(base64.b64decode(rest["logprobs"]))
+        if "logprobs" in rest
+        else None,
         finish_reason=FinishReason(rest["finish"]) if "finish" in rest else None,
         stop_token_id=rest.get("stop"),
         cached_tokens=cached,
@@ -382,7 +384,8 @@ def _decode_step_tokens(content: list[Any], blobs: Sequence[bytes]) -> StepToken
         token = _decode_token(raw)
         if len(raw) > 4 and "prompt" in raw[4]:
             token = replace(
-                token, prompt_logprobs=PromptLogprobTables(blobs[begin : begin + BLOBS_PER_PROMPT])
+                token,
+                prompt_logprobs=EncodedPromptLogprobs(blobs[begin : begin + BLOBS_PER_PROMPT]),
             )
             begin += BLOBS_PER_PROMPT
         tokens.append(token)

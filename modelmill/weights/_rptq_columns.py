@@ -27,7 +27,7 @@ def rptq_group_layout(columns: int, mode: str, splits_per_channel: int = 1) -> t
     return unit, full + min(spare, -(-full // 8))
 
 
-def repeated_columns(perm: torch.Tensor) -> torch.Tensor:
+def repeated_column_mask(perm: torch.Tensor) -> torch.Tensor:
     """Return [P] bool, true for columns whose channel already has an earlier column."""
     ranked = torch.sort(perm, stable=True)
     again = torch.zeros_like(perm, dtype=torch.bool)

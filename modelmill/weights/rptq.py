@@ -27,7 +27,7 @@ from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 from modelmill.weights._rptq_columns import (
     permute_columns,
-    repeated_columns,
+    repeated_column_mask,
     round_scale_to_fp16,
     rptq_group_layout,
     unpermute_columns,
@@ -170,7 +170,9 @@ class RptqWeight(WeightFormat):
         """
         min_code = -(2 ** (self.bits - 1))
         return torch.where(
-            self.perm < 0, 0, torch.where(repeated_columns(self.perm), min_code, input_zero_points)
+            self.perm < 0,
+            0,
+            torch.where(repeated_column_mask(self.perm), min_code, input_zero_points),
         )
 
     def _dequantize_clustered(self) -> torch.Tensor:

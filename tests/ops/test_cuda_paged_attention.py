@@ -169,5 +169,5 @@ def test_steps_that_are_too_small_for_its_tiles() -> None:
     assert not variant._supports_prefill(
         args["q"][:120], *caches, indices, 140
     )  # the launch takes longer than all else
-    assert not variant.supports(**(_arguments([(40, 70)])))
+    assert not variant.supports(PagedAttentionInputs(**_arguments([(40, 70)])))
     _check(_arguments([(40, 70), (1, 90), (3, 3), (1, 1), (1, 0)]))

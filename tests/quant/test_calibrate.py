@@ -21,7 +21,7 @@ from modelmill.nn.rotary import RopeSpec
 from modelmill.ops import registry
 from modelmill.quant.awq import (
     average_kv_group,
-    awq_scales,
+    awq_scales_for_alpha,
     fold_scales,
     is_foldable,
     scale_layer,
@@ -172,8 +172,8 @@ def test_heads_that_share_keys_share_scales() -> None:
 
 def test_scales_follow_the_formula() -> None:
     mean = torch.tensor([1.0, 16.0, 4.0])
-    assert torch.equal(awq_scales(mean, 0.0), torch.ones(3))
-    torch.testing.assert_close(awq_scales(mean, 0.5), mean.sqrt() / 2)
+    assert torch.equal(awq_scales_for_alpha(mean, 0.0), torch.ones(3))
+    torch.testing.assert_close(awq_scales_for_alpha(mean, 0.5), mean.sqrt() / 2)
 
 
 def test_awq_scales_the_channel_that_matters() -> None:

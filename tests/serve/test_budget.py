@@ -19,7 +19,7 @@ def test_engines_that_load_in_turn_fill_the_device_and_no_more() -> None:
     config = RunConfig(gpu_memory_utilization=0.9)
     kv = []
     for place, weight_bytes in enumerate(weights):
-        own = budget.with_cuda_budget(
+        own = budget.with_gpu_memory_share(
             config, total - used, total, weight_bytes, weights[place + 1 :]
         )
         used_after = int(total * own.gpu_memory_utilization) - used
@@ -35,7 +35,7 @@ def test_kv_bytes_that_were_given_are_for_all() -> None:
     assert budget.split_kv_budget(RunConfig(), 3).kv_cache_bytes is None
     config = RunConfig(kv_cache_bytes=3000)
     assert budget.with_cpu_budget(config, 10**9, 2) is config
-    assert budget.with_cuda_budget(config, 10**9, 10**9, 5, [1, 2]) is config
+    assert budget.with_gpu_memory_share(config, 10**9, 10**9, 5, [1, 2]) is config
 
 
 def test_on_a_cpu_the_rest_is_divided() -> None:
@@ -49,7 +49,7 @@ def test_room_is_left_for_engines_that_segment() -> None:
     """
     total, weight_bytes = 80 * GIB, 14 * GIB
     aside = budget.segment_engine_bytes(3 * GIB, GIB)
-    own = budget.with_cuda_budget(
+    own = budget.with_gpu_memory_share(
         RunConfig(gpu_memory_utilization=0.9), total - GIB, total, weight_bytes, [], aside
     )
     assert abs(int(total * own.gpu_memory_utilization) + aside - int(0.9 * total)) < 1024

@@ -50,8 +50,8 @@ _V3 = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "mov
 _V4 = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 _VNNI = _V4 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
-_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
-_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_VNNI_COMPILE_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16_COMPILE_FLAGS = (*_VNNI_COMPILE_FLAGS, "-mavx512bf16")
 
 
 class CpuLevel(NamedTuple):
@@ -75,10 +75,15 @@ class CpuLevel(NamedTuple):
 # Best first. MILL_PREFETCH_L2, MILL_BF16_AS_FP32: build.machine_flags.
 LEVELS = (
     CpuLevel(
-        "x86-64-v4-zen4", "x86_64", _BF16, (*_BF16_FLAGS, "-DMILL_PREFETCH_L2"), "AuthenticAMD", 25
+        "x86-64-v4-zen4",
+        "x86_64",
+        _BF16,
+        (*_BF16_COMPILE_FLAGS, "-DMILL_PREFETCH_L2"),
+        "AuthenticAMD",
+        25,
     ),
-    CpuLevel("x86-64-v4-bf16", "x86_64", _BF16, _BF16_FLAGS, "AuthenticAMD"),
-    CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_FLAGS),
+    CpuLevel("x86-64-v4-bf16", "x86_64", _BF16, _BF16_COMPILE_FLAGS, "AuthenticAMD"),
+    CpuLevel("x86-64-v4-vnni", "x86_64", _VNNI, _VNNI_COMPILE_FLAGS),
     CpuLevel("x86-64-v4", "x86_64", _V4, ("-march=x86-64-v4",)),
     CpuLevel("x86-64-v3", "x86_64", _V3, ("-march=x86-64-v3",)),
     CpuLevel("x86-64-v2", "x86_64", _V2, ("-march=x86-64-v2",)),

@@ -127,7 +127,7 @@ class _PackedDecoder:
         self.k, self.v = k, v
         self.dtype = dtype = stack.norm.dtype
         _, kv_heads, page_size, dim = k[0].shape
-        tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _is_plain(layer))]
+        tensors = [*k, *v, stack.norm, *(t for layer in stack.layers for t in _norm_weights(layer))]
         matrices = [
             m for layer in stack.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
@@ -152,7 +152,7 @@ class _PackedDecoder:
         )
 
 
-def _is_plain(layer: DecodeLayerWeights) -> list[torch.Tensor]:
+def _norm_weights(layer: DecodeLayerWeights) -> list[torch.Tensor]:
     return [
         t for t in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if t is not None
     ]

@@ -146,7 +146,7 @@ def _supports_prefill(
         supports_indices(indices)
         and page
         and few
-        and _supports_tma(q)
+        and _is_tma_loadable(q)
         and _supports_pages(k_cache)
         and _supports_pages(v_cache)
     )
@@ -262,7 +262,7 @@ def _heads_per_pass(kv_heads: int, bytes_per_head: int) -> int:
     return next(n for n in range(most, 0, -1) if kv_heads % n == 0)
 
 
-def _supports_tma(x: torch.Tensor) -> bool:
+def _is_tma_loadable(x: torch.Tensor) -> bool:
     """Whether TMA can read x: 16-byte steps, the last dimension packed."""
     step = 16 // x.element_size()
     return (
