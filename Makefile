@@ -112,6 +112,7 @@ conformance: .venv-conformance/.ready
 # the notes; after new rows, text or notes. It measures nothing: docs/reproduce.md has the commands that do
 performance: $(VENV)/.test
 	$(BIN)/python -m tools.performance
+	$(BIN)/python -m tools.readme_chart
 
 # docs/quantization.md and its plots from benchmarks/results and tools/quantization.template.md; after new rows or new text.
 # It measures nothing: benchmarks/quantization.py does

@@ -36,29 +36,12 @@ def render() -> dict[Path, str]:
 
 def stale(root: Path) -> list[Path]:
     """Pages that are not what the help gives, and those of verbs that no longer exist."""
-    pages = render()
-    changed = [path for path, text in pages.items() if _read(root / path) != text]
-    return changed + [path for path in _existing(root) if path not in pages]
+    return generated_page.stale_pages(root, render(), FOLDER)
 
 
 def write(root: Path) -> list[Path]:
     """Write every page, delete those of verbs that no longer exist; the pages' paths."""
-    pages = render()
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
-    for path in _existing(root):
-        if path not in pages:
-            (root / path).unlink()
-    for path, text in pages.items():
-        (root / path).write_text(text, encoding="utf-8")
-    return list(pages)
-
-
-def _existing(root: Path) -> list[Path]:
-    return sorted(path.relative_to(root) for path in (root / FOLDER).glob("*.md"))
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    return generated_page.write_pages(root, render(), FOLDER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

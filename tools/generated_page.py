@@ -1,10 +1,10 @@
-"""The command line of a tool that writes pages from rows: write them, or say which are stale."""
+"""The command line of a tool that writes pages from their source: write, or say which are stale."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,3 +31,33 @@ def run(
     for name in old:
         print(f"{name} is stale; run `make {target}`", file=sys.stderr)
     return 1 if old else 0
+
+
+def stale_pages(root: Path, pages: Mapping[Path, str], folder: Path | None = None) -> list[Path]:
+    """Pages whose file below ``root`` is another text, and files of ``folder`` that are no page.
+
+    pages: text by path; folder: one whose Markdown files are all generated.
+    """
+    changed = [path for path, text in pages.items() if _read(root / path) != text]
+    return changed + [path for path in _files(root, folder) if path not in pages]
+
+
+def write_pages(root: Path, pages: Mapping[Path, str], folder: Path | None = None) -> list[Path]:
+    """Write the pages, delete the files of ``folder`` that are no page; the pages' paths."""
+    for path in _files(root, folder):
+        if path not in pages:
+            (root / path).unlink()
+    for path, text in pages.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+    return list(pages)
+
+
+def _files(root: Path, folder: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    return sorted(path.relative_to(root) for path in (root / folder).glob("*.md"))
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.is_file() else None

@@ -253,29 +253,12 @@ def _family_page(title: str, table: Sequence[str]) -> str:
 
 def stale(root: Path) -> list[Path]:
     """The pages that are not what the heads and rows give, and those of no family."""
-    pages = render_pages(root)
-    changed = [path for path, text in pages.items() if _read(root / path) != text]
-    return changed + [path for path in _existing(root) if path not in pages]
+    return generated_page.stale_pages(root, render_pages(root), FAMILY_PAGES)
 
 
 def write(root: Path) -> list[Path]:
     """Write the pages, delete those of no family; their paths."""
-    pages = render_pages(root)
-    (root / FAMILY_PAGES).mkdir(parents=True, exist_ok=True)
-    for path in _existing(root):
-        if path not in pages:
-            (root / path).unlink()
-    for path, text in pages.items():
-        (root / path).write_text(text, encoding="utf-8")
-    return list(pages)
-
-
-def _existing(root: Path) -> list[Path]:
-    return sorted(path.relative_to(root) for path in (root / FAMILY_PAGES).glob("*.md"))
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    return generated_page.write_pages(root, render_pages(root), FAMILY_PAGES)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -117,21 +117,18 @@ def _bar(x: float, y: float, width: float, height: float, color: str) -> str:
     return f'<rect {place} fill="{color}"/>'
 
 
-def _chart(root: Path) -> str:
-    return draw(read_pairs(read_rows(root / RESULTS)))
+def _chart(root: Path) -> dict[Path, str]:
+    return {CHART: draw(read_pairs(read_rows(root / RESULTS)))}
 
 
 def stale(root: Path) -> list[Path]:
     """The chart, where it is not what the rows give."""
-    path = root / CHART
-    fresh = path.exists() and path.read_text(encoding="utf-8") == _chart(root)
-    return [] if fresh else [CHART]
+    return generated_page.stale_pages(root, _chart(root))
 
 
 def write(root: Path) -> list[Path]:
     """Write the chart; its path."""
-    (root / CHART).write_text(_chart(root), encoding="utf-8")
-    return [CHART]
+    return generated_page.write_pages(root, _chart(root))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
