@@ -52,14 +52,17 @@ def make_trace(
 
 
 def assign_lanes(events: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
-    """Distribute events over as few lanes as possible; nested events share a lane."""
+    """Distribute events over as few lanes as possible; nested events share a lane.
+
+    They are compared in nanoseconds, as they are written: rounded, slices that touch may overlap.
+    """
     lanes: list[list[TraceEvent]] = []
     # for each lane the ends of its open slices, outermost first
-    open_ends: list[list[float]] = []
-    for event in sorted(events, key=lambda each: (each.start_us, -each.duration_us)):
-        end = event.start_us + event.duration_us
+    open_ends: list[list[int]] = []
+    timed = [(*_nanoseconds(event), event) for event in events]
+    for begin, end, event in sorted(timed, key=lambda each: (each[0], -each[1])):
         for lane, lane_ends in zip(lanes, open_ends, strict=True):
-            while lane_ends and lane_ends[-1] <= event.start_us:
+            while lane_ends and lane_ends[-1] <= begin:
                 lane_ends.pop()
             if not lane_ends or end <= lane_ends[-1]:
                 lane.append(event)
@@ -97,12 +100,18 @@ def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
+def _nanoseconds(event: TraceEvent) -> tuple[int, int]:
+    """The begin and the end of an event."""
+    return round(event.start_us * 1e3), round((event.start_us + event.duration_us) * 1e3)
+
+
 def _metadata_event(event_name: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": event_name, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
 
 
 def _slice_event(event: TraceEvent, pid: int, tid: int) -> dict[str, Any]:
-    times = {"ts": round(event.start_us, 3), "dur": round(event.duration_us, 3)}
+    begin, end = _nanoseconds(event)
+    times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
     return {
         "ph": "X",
         "cat": "op",

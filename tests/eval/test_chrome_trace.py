@@ -17,8 +17,8 @@ EVENTS = st.lists(
     st.builds(
         TraceEvent,
         st.sampled_from("abc"),
-        st.integers(0, 100).map(float),
-        st.integers(0, 30).map(float),
+        st.floats(0, 100),
+        st.floats(0, 30),
     ),
     max_size=25,
 )
@@ -29,7 +29,7 @@ def check_trace(traced: Any) -> None:
     apart.
     """
     assert isinstance(traced["traceEvents"], list)
-    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
     named = set()
     for event in traced["traceEvents"]:
         assert {"ph", "name", "pid", "tid", "ts"} <= set(event)
@@ -46,9 +46,8 @@ def check_trace(traced: Any) -> None:
         assert event["ts"] >= 0
         assert event["dur"] >= 0
         assert (event["pid"], event["tid"]) in named
-        threads.setdefault((event["pid"], event["tid"]), []).append(
-            (event["ts"], event["ts"] + event["dur"])
-        )
+        begin, duration = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+        threads.setdefault((event["pid"], event["tid"]), []).append((begin, begin + duration))
     for slices in threads.values():
         for i, (begins, ends) in enumerate(slices):
             for other_begins, other_ends in slices[i + 1 :]:
