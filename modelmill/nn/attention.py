@@ -22,6 +22,7 @@ from modelmill.nn.layer_spec import (
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.step import Step
+from modelmill.ops.binding import OpBinding
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.parallel.shard import Range
@@ -151,12 +152,13 @@ class RopeAndCache(nn.Module):
         self.heads = spec.heads
         self.cache_index = cache_index
         self.eps = spec.eps
+        self._op = OpBinding()
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
 
     def forward(self, qkv: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, (heads + 2·kv_heads)·D] → q [T, heads, D]."""
-        return step.ops.rope_cache(qkv, self.op_inputs(rope, step))
+        return self._op(step.ops.rope_cache, qkv, self.op_inputs(rope, step))
 
     def op_inputs(self, rope: RopeCosSin, step: Step) -> RopeCacheInputs:
         """The inputs of the op ``rope_cache`` beside qkv."""
@@ -185,6 +187,7 @@ class AttentionCore(nn.Module):
         self.cache_index = cache_index
         self.window = spec.window
         self.scale = spec.head_dim**-0.5
+        self._op = OpBinding()
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, D] → [T, heads·D]."""
@@ -201,4 +204,4 @@ class AttentionCore(nn.Module):
             self.window,
             *step.kv.scales(self.cache_index),
         )
-        return step.ops.paged_attention(inputs)
+        return self._op(step.ops.paged_attention, inputs)

@@ -111,15 +111,15 @@ class PlainNorm(AffineNorm):
         """
         ops, act_quant = vision.ops, vision.act_quant(next_linear)
         if branch is None:
-            normed = ops.layer_norm(x, self.weight, self.bias, self.eps)
+            normed = self._norm(ops.layer_norm, x, self.weight, self.bias, self.eps)
             if act_quant is None:
                 return normed, x
-            values, scale = ops.quantize(normed, act_quant)
+            values, scale = next_linear.weight.run_bound(ops.quantize, normed, act_quant)
             return QuantizedInput(values, scale, x.dtype), x
         if act_quant is None:
-            return ops.add_layer_norm(branch, x, self.weight, self.bias, self.eps)
+            return self._add_norm(ops.add_layer_norm, branch, x, self.weight, self.bias, self.eps)
         inputs = AddLayerNormQuantInputs(
             branch, x, self.weight, self.bias, self.eps, act_quant.dtype, act_quant.inv_scale
         )
-        values, scale, total = ops.add_layer_norm_quant(inputs)
+        values, scale, total = self._add_norm(ops.add_layer_norm_quant, inputs)
         return QuantizedInput(values, scale, x.dtype), total

@@ -33,6 +33,7 @@ from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import GatedMLP, PlainMLP
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.step import Step
+from modelmill.ops.binding import OpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.rope_cache import RopeCacheInputs
 
@@ -171,6 +172,7 @@ class FusedNorm(FusedModule):
         super().__init__(plain)
         quantizes = next_linear is not None and isinstance(plain, RMSNorm)
         object.__setattr__(self, "next_linear", next_linear if quantizes else None)
+        self._norm, self._add_norm = OpBinding(), OpBinding()
 
     def forward(
         self, x: torch.Tensor | None, residual: torch.Tensor | None, step: Step
@@ -184,9 +186,11 @@ class FusedNorm(FusedModule):
             return self.plain.forward(x, residual, step)
         norm, ops = cast(RMSNorm, self.plain), step.ops
         if residual is None:
-            values, scale = ops.rms_norm_quant(x, norm.weight, norm.eps, spec)
+            values, scale = self._norm(ops.rms_norm_quant, x, norm.weight, norm.eps, spec)
             return QuantizedInput(values, scale, x.dtype), x
-        values, scale, total = ops.add_rms_norm_quant(x, residual, norm.weight, norm.eps, spec)
+        values, scale, total = self._add_norm(
+            ops.add_rms_norm_quant, x, residual, norm.weight, norm.eps, spec
+        )
         return QuantizedInput(values, scale, x.dtype), total
 
     def _act_quant(self, step: Step) -> ActQuantSpec | None:

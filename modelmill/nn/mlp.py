@@ -15,22 +15,31 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.step import Step
+from modelmill.ops.binding import OpBinding
 
 
 class SiluMul(nn.Module):
     """silu(gate) · up over a fused [T, 2·I]."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._op = OpBinding()
+
     def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, 2·I] → [T, I]."""
-        return step.ops.silu_mul(gate_up)
+        return self._op(step.ops.silu_mul, gate_up)
 
 
 class GeluTanh(nn.Module):
     """GELU in its tanh approximation, GPT-2's activation."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._op = OpBinding()
+
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Apply GELU elementwise to a tensor of any shape."""
-        return step.ops.gelu_tanh(x)
+        return self._op(step.ops.gelu_tanh, x)
 
 
 class GatedMLP(nn.Module):

@@ -6,10 +6,13 @@ all-reduced.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from modelmill.nn.step import Step
+from modelmill.ops.binding import OpBinding
 
 
 class RMSNorm(nn.Module):
@@ -20,6 +23,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self._norm, self._add_norm = OpBinding(), OpBinding()
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
     def forward(
@@ -30,9 +34,9 @@ class RMSNorm(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, H]."""
         if residual is None:
-            return step.ops.rms_norm(x, self.weight, self.eps), x
+            return self._norm(step.ops.rms_norm, x, self.weight, self.eps), x
         return step.tp_group.all_reduce_add_rms_norm(
-            step.ops.add_rms_norm,
+            partial(self._add_norm, step.ops.add_rms_norm),
             x,
             residual,
             self.weight,
@@ -50,6 +54,7 @@ class AffineNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self._norm, self._add_norm = OpBinding(), OpBinding()
         self.register_buffer("weight", torch.empty(width, device="meta"))
         self.register_buffer("bias", torch.empty(width, device="meta"))
 
@@ -66,7 +71,7 @@ class LayerNorm(AffineNorm):
             if residual is None
             else step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
         )
-        return step.ops.layer_norm(total, self.weight, self.bias, self.eps), total
+        return self._norm(step.ops.layer_norm, total, self.weight, self.bias, self.eps), total
 
 
 class QKNormWeight(nn.Module):

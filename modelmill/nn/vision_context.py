@@ -33,14 +33,16 @@ class VisionContext:
         fused = self.act_quant(next_linear)
         if fused is not None:
             inner = self.linear(layer, x)
-            values, scale = self.ops.gelu_quant(inner, fused.dtype, fused.inv_scale)
+            values, scale = next_linear.weight.run_bound(
+                self.ops.gelu_quant, inner, fused.dtype, fused.inv_scale
+            )
             return QuantizedInput(values, scale, inner.dtype)
         if layer.weight.format == "dense" and isinstance(x, torch.Tensor):
             weight = layer.weight.tensors()["weight"]
             rows = x.reshape(-1, x.shape[-1])
-            out = layer.weight.run_gemm(self.ops.linear_gelu, rows, weight, layer.bias)
+            out = layer.weight.run_bound(self.ops.linear_gelu, rows, weight, layer.bias)
             return out.view(*x.shape[:-1], -1)
-        return self.ops.gelu(self.linear(layer, x))
+        return layer.weight.run_bound(self.ops.gelu, self.linear(layer, x))
 
     def act_quant(self, layer: Linear) -> ActQuantSpec | None:
         """The 8-bit input that the op in front should put out.

@@ -9,8 +9,22 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.layer_norm import layer_norm
+from modelmill.ops.operand_match import match_rows
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration()
+
+def _problem(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float
+) -> RowProblem:
+    return row_problem(x, weight, bias, residual=residual)
+
+
+DECLARATION = OpDeclaration(
+    problem=_problem,
+    operands=("x", "residual", "weight", "bias", "eps"),
+    per_call="residual",
+    match=match_rows,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 768), (7, 1024), (3, 100), (35, 40))

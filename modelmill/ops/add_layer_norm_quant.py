@@ -12,7 +12,9 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import RowProblem, row_problem
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
@@ -39,7 +41,22 @@ class AddLayerNormQuantInputs(NamedTuple):
     inv_scale: torch.Tensor | None = None
 
 
-DECLARATION = OpDeclaration(inputs=AddLayerNormQuantInputs)
+def _problem(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    _: float,
+    dtype: torch.dtype,
+    inv_scale: torch.Tensor | None,
+) -> RowProblem:
+    spec = ActQuantSpec(dtype, inv_scale)
+    return row_problem(x, weight, bias, residual=residual, spec=spec)
+
+
+DECLARATION = OpDeclaration(
+    inputs=AddLayerNormQuantInputs, problem=_problem, per_call="residual", match=match_rows
+)
 
 
 def add_layer_norm_quant(

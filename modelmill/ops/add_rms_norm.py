@@ -8,9 +8,23 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.rms_norm import SHAPES, rms_norm
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration()
+
+def _problem(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: float
+) -> RowProblem:
+    return row_problem(x, weight, residual=residual)
+
+
+DECLARATION = OpDeclaration(
+    problem=_problem,
+    operands=("x", "residual", "weight", "eps"),
+    per_call="residual",
+    match=match_rows,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

@@ -10,9 +10,25 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.add_rms_norm import add_rms_norm
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
+
+def _problem(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec
+) -> RowProblem:
+    return row_problem(x, weight, residual=residual, spec=spec)
+
+
+DECLARATION = OpDeclaration(
+    inputs=ActQuantSpec,
+    inputs_name="spec",
+    problem=_problem,
+    operands=("x", "residual", "weight", "eps", "spec"),
+    per_call="residual",
+    match=match_rows,
+)
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

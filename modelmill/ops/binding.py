@@ -1,11 +1,11 @@
-"""GEMM ops bound to a weight: the implementation for each class of row counts is chosen once.
+"""Ops bound to their operands: the implementation for each class of row counts is chosen once.
 
-``GemmOp`` is what the registry selects for an op with implementations: called, it tries each one
-in order of preference. ``bind`` does so once for a weight: the row counts fall into the classes
+``SelectedOp`` is what the registry selects for an op with implementations: called, it tries each
+one in order of preference. ``bind`` does so once for a weight: the row counts fall into the classes
 that the implementations' ranges (``ops.kernel_range``) make, each with the function that serves it,
 so that a step's call goes directly to the kernel. The choice is the same for all arguments; those
-whose memory differs from that of the bound ones (another alignment, other strides) are checked
-one by one, as without a binding.
+that differ from the bound ones (another weight, alignment or strides) are checked one by one, as
+without a binding.
 """
 
 from __future__ import annotations
@@ -17,30 +17,28 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import UNBOUNDED, GemmProblem, Kernel, ProblemRange, first_kernel
+from modelmill.ops.kernel_range import UNBOUNDED, Kernel, KernelRange, first_kernel
+from modelmill.ops.operand_match import Match
 
 Run = Callable[..., Any]
 MAX_MEASURED_ROWS = 512  # row counts whose measured condition is remembered for each weight
-ALIGNMENT = 16  # bytes; of operands that a binding serves
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One backend's implementation of a GEMM op.
+    """One backend's implementation of an op.
 
     Attributes:
         run: computes the op, with the device's launch configs.
         supports: whether the operands' memory is as the kernels need it.
-        ranges: products that it serves; () means all.
+        ranges: problems that it serves; () means all.
         kernels: its kernels in order of preference; () means that ``run`` is the only one.
     """
 
     run: Run
     supports: Callable[..., bool] | None = None
-    ranges: tuple[ProblemRange, ...] = ()
+    ranges: tuple[KernelRange, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
     @classmethod
@@ -53,12 +51,12 @@ class Implementation:
             getattr(module, "KERNELS", ()),
         )
 
-    def select(self, problem: GemmProblem, *args: Any) -> Run | None:
+    def select(self, problem: Any, *args: Any) -> Run | None:
         """The function that computes the op of these arguments, or None if they are not served."""
         covered = not self.ranges or any(each.covers(problem) for each in self.ranges)
         if not covered or (self.supports is not None and not self.supports(*args)):
             return None
-        return first_kernel(self.kernels, problem, *args) or self.run
+        return first_kernel(self.kernels, problem, *args) if self.kernels else self.run
 
     def bind(self, *args: Any) -> Implementation | None:
         """The same without the conditions on memory, which these arguments settle."""
@@ -69,22 +67,20 @@ class Implementation:
             for kernel in self.kernels
             if kernel.supports is None or kernel.supports(*args)
         )
+        if self.kernels and not kernels:
+            return None
         return replace(self, supports=None, kernels=kernels)
 
-    def with_hook(self, hook: Callable[[Run], Run]) -> Implementation:
-        """The same with ``hook`` around each function."""
-        kernels = tuple(kernel._replace(run=hook(kernel.run)) for kernel in self.kernels)
-        return replace(self, run=hook(self.run), kernels=kernels)
 
-
-class GemmOp:
-    """A GEMM op on a device: its implementations in order of preference.
+class SelectedOp:
+    """An op on a device: its implementations in order of preference.
 
     Attributes:
         name: of the op.
         declaration: of the op.
         implementations: those that can run on the device.
         fallback: what serves all other arguments.
+        hook: what is put around each function that computes the op, or None.
     """
 
     def __init__(
@@ -93,9 +89,12 @@ class GemmOp:
         declaration: OpDeclaration,
         implementations: Sequence[Implementation],
         fallback: Run,
+        hook: Callable[[Run], Run] | None = None,
     ) -> None:
         self.name, self.declaration = name, declaration
         self.implementations, self.fallback = tuple(implementations), fallback
+        self.hook = hook
+        self._hooked: dict[Run, Run] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op with the first implementation that serves the arguments."""
@@ -106,27 +105,56 @@ class GemmOp:
     def select(self, *args: Any) -> Run:
         """The function that computes the op of these arguments."""
         problem = self.declaration.problem_of(*args)
-        for implementation in self.implementations:
-            run = implementation.select(problem, *args)
-            if run is not None:
-                return run
-        return self.fallback
+        return self.select_among(self.implementations, problem, *args)
 
-    def bind(self, *args: Any) -> BoundGemm | None:
-        """The op for the weight of these arguments, or None if a binding does not serve them."""
-        if not _is_plain(self.declaration.operands_of(*args)[0]):
+    def select_among(
+        self, implementations: Sequence[Implementation], problem: Any, *args: Any
+    ) -> Run:
+        """The same for a problem; without ``args``, their memory is not looked at."""
+        declared = self.declaration
+        if declared.split is not None and (parts := declared.split(problem)):
+            runs = [_first(implementations, part, *args) for part in parts]
+            if None not in runs:
+                assert declared.join is not None, "an op that is split is joined"
+                return self._with_hook(declared.join(*runs))
+        run = _first(implementations, problem, *args)
+        return self._with_hook(self.fallback if run is None else run)
+
+    def bind(self, *args: Any) -> BoundOp | None:
+        """The op for operands like these, or None if a binding does not serve them."""
+        declared = self.declaration
+        if declared.match is None:
+            return None
+        match = declared.match(declared, declared.operands_of(*args))
+        if match is None:
             return None
         bound = (each.bind(*args) for each in self.implementations)
-        return BoundGemm(self, args, [each for each in bound if each is not None])
+        problem = declared.problem_of(*args)
+        return BoundOp(self, match, problem, [each for each in bound if each is not None])
 
-    def with_hook(self, hook: Callable[[Run], Run]) -> GemmOp:
+    def with_hook(self, hook: Callable[[Run], Run]) -> SelectedOp:
         """The same op with ``hook`` around each function that may compute it."""
-        wrapped = [each.with_hook(hook) for each in self.implementations]
-        return GemmOp(self.name, self.declaration, wrapped, hook(self.fallback))
+        own = self.hook
+        both = hook if own is None else lambda run: hook(own(run))
+        return SelectedOp(self.name, self.declaration, self.implementations, self.fallback, both)
+
+    def _with_hook(self, run: Run) -> Run:
+        """``run`` in the hook, the same each time."""
+        if self.hook is None:
+            return run
+        if run not in self._hooked:
+            self._hooked[run] = self.hook(run)
+        return self._hooked[run]
+
+
+def _first(implementations: Sequence[Implementation], problem: Any, *args: Any) -> Run | None:
+    """The function of the first implementation that serves the problem of these arguments."""
+    chosen = (each.select(problem, *args) for each in implementations)
+    return next((each for each in chosen if each is not None), None)
 
 
 class RowChoice:
-    """Which function computes the product of a weight with so many rows.
+    """Which function computes the op of the bound operands with so many rows.
 
     Attributes:
         edges: the last row count of each class, in order.
@@ -134,12 +162,12 @@ class RowChoice:
     """
 
     def __init__(
-        self, problem: GemmProblem, implementations: Sequence[Implementation], fallback: Run
+        self, op: SelectedOp, problem: Any, implementations: Sequence[Implementation]
     ) -> None:
-        self._problem, self._fallback = problem, fallback
+        self._op, self._problem = op, problem
         self._implementations = [each for each in implementations if _covers_weight(each, problem)]
         self._measured: dict[int, Run] = {}
-        self.edges = row_classes(self._implementations)
+        self.edges = count_classes("m", self._implementations)
         self.runs = tuple(self._bind_class(edge) for edge in self.edges)
 
     def select(self, rows: int) -> Run:
@@ -153,110 +181,129 @@ class RowChoice:
             within = [each for each in implementation.ranges if each.m[0] <= edge <= each.m[1]]
             if any(each.faster is not None and each.covers_weight(problem) for each in within):
                 return None
-            run = implementation.select(problem)
-            if run is not None:
-                return run
-        return self._fallback
+            if implementation.select(problem) is not None:
+                break
+        return self._op.select_among(self._implementations, problem)
 
     def for_exact_rows(self, rows: int) -> Run:
         """The function where the exact number of rows decides; computed once for each."""
         run = self._measured.get(rows)
         if run is None:
             problem = self._problem._replace(m=rows)
-            chosen = (each.select(problem) for each in self._implementations)
-            run = next((each for each in chosen if each is not None), self._fallback)
+            run = self._op.select_among(self._implementations, problem)
             if len(self._measured) >= MAX_MEASURED_ROWS:
                 self._measured.clear()
             self._measured[rows] = run
         return run
 
 
-class BoundGemm:
-    """A GEMM op for one weight.
+class CountsChoice:
+    """Which function computes the op of the bound operands with these counts, of several kinds."""
+
+    def __init__(
+        self, op: SelectedOp, problem: Any, implementations: Sequence[Implementation]
+    ) -> None:
+        self._op, self._problem = op, problem
+        self._implementations = tuple(implementations)
+        # 1: where a step changes its kind
+        self._edges = tuple(
+            tuple(sorted({1, *count_classes(each, implementations)}))
+            for each in op.declaration.counts
+        )
+        self._runs: dict[tuple[int, ...], Run] = {}
+
+    def select(self, counts: Sequence[int]) -> Run:
+        """The function for these counts; all of a class have the same."""
+        key = tuple(map(bisect_left, self._edges, counts))
+        run = self._runs.get(key)
+        if run is None:
+            problem = self._problem.with_counts(*counts)
+            run = self._op.select_among(self._implementations, problem)
+            self._runs[key] = run
+        return run
+
+
+class BoundOp:
+    """An op for one weight, or for what else its calls share.
 
     Attributes:
         op: the op that was bound.
+        match: the row count of a call's arguments; None if they are not like the bound ones. It
+            holds the weight and the bias, and nothing that refers to it: a weight that is dropped
+            is freed at once.
         choice: the functions by rows.
-        call: called as the op is, runs the function of the row count's class. It holds the weight
-            and the bias, and nothing that refers to it: a weight that is dropped is freed at once.
     """
 
     def __init__(
-        self, op: GemmOp, args: Sequence[Any], implementations: Sequence[Implementation]
+        self, op: SelectedOp, match: Match, problem: Any, implementations: Sequence[Implementation]
     ) -> None:
-        self.op = op
-        self.choice = RowChoice(op.declaration.problem_of(*args), implementations, op.fallback)
-        self.call = _bind_call(op, self.choice, op.declaration.operands_of(*args))
+        self.op, self.match = op, match
+        kind = RowChoice if len(op.declaration.counts) == 1 else CountsChoice
+        self.choice: RowChoice | CountsChoice = kind(op, problem, implementations)
+
+    def call(self, *args: Any) -> Any:
+        """Run the op; where the arguments are not like the bound ones it decides for this call."""
+        rows = self.match(*args)
+        return self.op(*args) if rows is None else self.choice.select(rows)(*args)
 
 
-def _bind_call(op: GemmOp, choice: RowChoice, operands: Sequence[Any]) -> Run:
-    """The function of a step's call; what it compares are local names, as it is called often.
+class OpBinding:
+    """What a module keeps of an op that it calls in each step: the op bound to its operands.
 
-    The weight, the bias and the output's dtype must be the bound ones, x and the other operand of a
-    call must lie in memory alike. Else the op decides for this call.
+    It is bound in the first call, and again for another op or weight. A copy binds its own.
     """
-    edges, runs, for_exact_rows = choice.edges, choice.runs, choice.for_exact_rows
-    declaration, names = op.declaration, op.declaration.operand_names
-    takes_inputs, bias_at = declaration.inputs is not None, names.index("bias")
-    x, weight, bias = operands[0], operands[1], operands[bias_at]
-    dtype, strides = x.dtype, x.stride()
-    other_at = names.index(declaration.per_call) if declaration.per_call else 0
-    out_dtype_at = names.index("dtype") if "dtype" in names else 0
-    out_dtype = operands[out_dtype_at] if out_dtype_at else None
-    is_alike = _layout_check(operands[other_at])
 
-    def call(*args: Any) -> Any:
-        operands = args[0] if takes_inputs else args
-        x = operands[0]
-        if (
-            x.dtype is dtype
-            and x.stride() == strides
-            and not x.data_ptr() % ALIGNMENT
-            and operands[1] is weight
-            and len(operands) > bias_at  # else the bias is left out, and None
-            and operands[bias_at] is bias
-            and (not out_dtype_at or operands[out_dtype_at] is out_dtype)
-            and (not other_at or is_alike(operands[other_at]))
-        ):
-            rows = x.shape[0]
-            run = runs[bisect_left(edges, rows)] or for_exact_rows(rows)
-            return run(*args)
+    def __init__(self) -> None:
+        self._bound: BoundOp | None = None
+
+    def __call__(self, op: Run, *args: Any) -> Any:
+        """Run one of the device's ``Ops``."""
+        bound = self._bound
+        if bound is not None and bound.op is op:
+            rows = bound.match(*args)
+            if rows is not None:
+                return bound.choice.select(rows)(*args)
+        if isinstance(op, SelectedOp):
+            bound = op.bind(*args)
+            if bound is not None:
+                self._bound = bound
         return op(*args)
 
-    return call
+    def __reduce__(self) -> tuple[type[OpBinding], tuple[()]]:
+        """A copy is empty."""
+        return OpBinding, ()
 
 
 def run_first(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
-    """The ``run`` of an implementation of several kernels: the first that serves the product.
+    """The ``run`` of an implementation of several kernels: the first that serves the problem.
 
     Args:
-        kernels: the last serves all that the implementation does.
+        kernels: together they serve all that the implementation does.
         declaration: of the op.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            args = declaration.positional(args, kwargs)
-        kernel = first_kernel(kernels, declaration.problem_of(*args), *args)
-        assert kernel is not None, "see SUPPORTED_PROBLEMS"
-        return kernel(*args)
+    def not_served(*_: Any) -> Any:
+        raise AssertionError("see SUPPORTED_PROBLEMS")
 
-    return run
+    return SelectedOp(
+        "", declaration, [Implementation(not_served, kernels=tuple(kernels))], not_served
+    )
 
 
-def row_classes(implementations: Sequence[Implementation]) -> tuple[int, ...]:
-    """The last row count of each class that the implementations' ranges make."""
+def count_classes(count: str, implementations: Sequence[Implementation]) -> tuple[int, ...]:
+    """The last value in each class that the implementations' ranges make of a count."""
     edges = {0, UNBOUNDED}
     for implementation in implementations:
         for each in (*implementation.ranges, *(kernel.range for kernel in implementation.kernels)):
-            edges |= {each.m[0] - 1, each.m[1]}
+            least, most = getattr(each, count)
+            edges |= {least - 1, most}
     return tuple(sorted(edges))
 
 
 def hooked(bound: Mapping[str, Run | None], hook: Callable[[Run], Run]) -> dict[str, Run]:
     """Selected ops with ``hook`` around each function that may compute them."""
     return {
-        name: run.with_hook(hook) if isinstance(run, GemmOp) else hook(run)
+        name: run.with_hook(hook) if isinstance(run, SelectedOp) else hook(run)
         for name, run in bound.items()
         if callable(run)
     }
@@ -274,26 +321,7 @@ def call_after(run: Run, after: Callable[[], None]) -> Run:
     return call
 
 
-def _covers_weight(implementation: Implementation, problem: GemmProblem) -> bool:
+def _covers_weight(implementation: Implementation, problem: Any) -> bool:
     """Whether one of its ranges serves the weight with some number of rows."""
     ranges = implementation.ranges
     return not ranges or any(each.covers_weight(problem._replace(m=each.m[0])) for each in ranges)
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    """Whether x [M, K] is packed, also if it is one row of a wider matrix, and aligned."""
-    return x.dim() == 2 and x.stride() == (x.shape[1], 1) and not x.data_ptr() % ALIGNMENT
-
-
-def _layout_check(bound: torch.Tensor | None) -> Callable[[torch.Tensor | None], bool]:
-    """Whether an operand is None, or of the dtype, packed and aligned, as the bound one is."""
-    if bound is None:
-        return lambda operand: operand is None
-    dtype, contiguous = bound.dtype, bound.is_contiguous()
-    aligned = not bound.data_ptr() % ALIGNMENT
-    return lambda operand: (
-        operand is not None
-        and operand.dtype is dtype
-        and operand.is_contiguous() is contiguous
-        and (not aligned or not operand.data_ptr() % ALIGNMENT)
-    )

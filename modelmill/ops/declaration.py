@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.ops.kernel_range import GemmProblem
+from modelmill.ops.operand_match import Match, match_gemm
 
 
 @dataclass(frozen=True)
@@ -25,37 +25,53 @@ class OpDeclaration:
             same but takes five times as long to make (7.5 us for 12 fields, not 1.6), and one is
             made in every layer of every step.
         inputs_name: name of that argument.
-        problem: of a GEMM op, the function that makes the ``GemmProblem`` of its operands (x first,
-            then the weight), by which kernels are chosen and bound to a weight (``ops.binding``).
-        operands: of a GEMM op without ``inputs``, the names of its arguments.
-        per_call: name of the operand of a GEMM op that is another one in each call, beside x.
+        problem: makes the problem of the operands (x first), by which kernels are chosen and bound
+            (``ops.binding``): a ``GemmProblem``, ``RowProblem`` or the like.
+        operands: the names of the op's arguments; () where they are its ``inputs`` alone.
+        per_call: name of the operand that is another one in each call, beside x.
+        match: makes the function that says the rows of a call like the bound one
+            (``ops.operand_match``); None: the op is not bound.
+        alike: makes the check of the operand ``per_call``; None: it must lie in memory alike.
+        counts: fields of the problem that differ from call to call and classes are made of.
+        split: parts of a problem that different implementations may compute; () for one as a whole.
+        join: one function of those that compute the parts.
     """
 
     fuses: tuple[str, ...] = ()
     optional: bool = False
     inputs: Any = None
     inputs_name: str = "inputs"
-    problem: Callable[..., GemmProblem] | None = None
+    problem: Callable[..., Any] | None = None
     operands: tuple[str, ...] = ()
     per_call: str | None = None
+    match: Callable[[OpDeclaration, Sequence[Any]], Match | None] | None = match_gemm
+    alike: Callable[[Any], Callable[[Any], bool] | None] | None = None
+    counts: tuple[str, ...] = ("m",)
+    split: Callable[[Any], tuple[Any, ...]] | None = None
+    join: Callable[..., Callable[..., Any]] | None = None
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether the inputs are its only argument."""
+        return self.inputs is not None and not self.operands
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """Names of a GEMM op's operands in order."""
-        return self.operands if self.inputs is None else self.inputs._fields
+        """Names of the operands in order."""
+        return self.inputs._fields if self.takes_inputs else self.operands
 
     def operands_of(self, *args: Any) -> Sequence[Any]:
-        """The operands of a GEMM op's arguments, those put together as inputs one by one."""
-        return args if self.inputs is None else args[0]
+        """The operands of an op's arguments, one by one where its inputs are the only argument."""
+        return args[0] if self.takes_inputs else args
 
-    def problem_of(self, *args: Any) -> GemmProblem:
-        """The ``GemmProblem`` of a GEMM op's arguments."""
-        assert self.problem is not None, "a GEMM op declares its problem"
+    def problem_of(self, *args: Any) -> Any:
+        """The problem of an op's arguments."""
+        assert self.problem is not None, "an op with ranges declares its problem"
         return self.problem(*self.operands_of(*args))
 
     def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in order; those left out at the end keep their defaults."""
-        names = self.operands if self.inputs is None else (self.inputs_name,)
+        names = (self.inputs_name,) if self.takes_inputs else self.operands
         rest = [kwargs.get(name) for name in names[len(args) :]]
         unknown = kwargs.keys() - set(names[len(args) :])
         if unknown:

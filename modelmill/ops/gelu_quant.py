@@ -10,9 +10,13 @@ from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import quantized_row_problem
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(
+    problem=quantized_row_problem, operands=("x", "dtype", "inv_scale"), match=match_rows
+)
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

@@ -1,6 +1,6 @@
-"""The range of a GEMM kernel as data: sizes, dtypes and groups that it serves.
+"""The range of a kernel as data: sizes, dtypes and groups that it serves; here those of GEMMs.
 
-An implementation of a GEMM op puts its ``SUPPORTED_PROBLEMS`` beside its kernels; they decide which
+An implementation of an op puts its ``SUPPORTED_PROBLEMS`` beside its kernels; they decide which
 backend serves a product. Where it consists of several kernels, its ``KERNELS`` are ranges with
 functions: the first that covers the product computes it. What depends on memory (strides,
 alignment) is not a size; that is the implementation's ``supports``.
@@ -86,12 +86,41 @@ def dense_problem(
     return gemm_problem(x, weight, bias=bias)
 
 
-@dataclass(frozen=True)
-class ProblemRange:
-    """Products that a kernel serves, and is the fastest for.
+@dataclass(frozen=True, kw_only=True)
+class KernelRange:
+    """Problems that a kernel serves, and is the fastest for; a family of ops adds its own fields.
+
+    A problem is a NamedTuple of sizes and dtypes, ``m`` its number of rows.
 
     Attributes:
         m: least and largest number of rows of x.
+        fits: a further condition (shared memory, kernel configs); it does not depend on the number
+            of rows within ``m``.
+        faster: a measured condition that depends on the exact number of rows.
+    """
+
+    m: tuple[int, int] = (1, UNBOUNDED)
+    fits: Callable[[Any], bool] | None = None
+    faster: Callable[[Any], bool] | None = None
+
+    def covers(self, problem: Any) -> bool:
+        """Whether the kernel serves this problem."""
+        return (
+            self.m[0] <= problem.m <= self.m[1]
+            and self.covers_weight(problem)
+            and (self.faster is None or self.faster(problem))
+        )
+
+    def covers_weight(self, problem: Any) -> bool:
+        """Whether it serves this problem with some number of rows in ``m``."""
+        return self.fits is None or self.fits(problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemRange(KernelRange):
+    """Products that a kernel serves.
+
+    Attributes:
         n_multiple: N is a multiple of it.
         k_multiple: K is a multiple of it.
         dtypes: of x; () means any.
@@ -101,12 +130,8 @@ class ProblemRange:
         group_multiple: groups are a multiple of so many columns.
         bias: whether there must be (True) or must not be (False) a bias; None: either.
         min_weight_bytes: the weight has at least so many bytes.
-        fits: a further condition on the weight (shared memory, kernel configs); it does not depend
-            on the number of rows within ``m``.
-        faster: a measured condition that depends on the exact number of rows.
     """
 
-    m: tuple[int, int] = (1, UNBOUNDED)
     n_multiple: int = 1
     k_multiple: int = 1
     dtypes: tuple[torch.dtype, ...] = ()
@@ -116,16 +141,6 @@ class ProblemRange:
     group_multiple: int = 1
     bias: bool | None = None
     min_weight_bytes: int = 0
-    fits: Callable[[GemmProblem], bool] | None = None
-    faster: Callable[[GemmProblem], bool] | None = None
-
-    def covers(self, problem: GemmProblem) -> bool:
-        """Whether the kernel serves this product."""
-        return (
-            self.m[0] <= problem.m <= self.m[1]
-            and self.covers_weight(problem)
-            and (self.faster is None or self.faster(problem))
-        )
 
     def covers_weight(self, problem: GemmProblem) -> bool:
         """Whether it serves this weight with some number of rows in ``m``."""
@@ -142,7 +157,7 @@ class ProblemRange:
             and all(not allowed or dtype in allowed for allowed, dtype in choices)
             and self.bias in (None, problem.bias)
             and problem.n * problem.k * problem.weight_dtype.itemsize >= self.min_weight_bytes
-            and (self.fits is None or self.fits(problem))
+            and super().covers_weight(problem)
         )
 
 
@@ -150,19 +165,17 @@ class Kernel(NamedTuple):
     """One of the kernels of an implementation.
 
     Attributes:
-        range: products that it serves.
+        range: problems that it serves.
         run: computes the op; its arguments are those of the op.
         supports: a condition on the operands' memory beyond the implementation's, or None.
     """
 
-    range: ProblemRange
+    range: KernelRange
     run: Callable[..., Any]
     supports: Callable[..., bool] | None = None
 
 
-def first_kernel(
-    kernels: Sequence[Kernel], problem: GemmProblem, *args: Any
-) -> Callable[..., Any] | None:
+def first_kernel(kernels: Sequence[Kernel], problem: Any, *args: Any) -> Callable[..., Any] | None:
     """The function of the first kernel that serves the product of these arguments, or None."""
     for kernel in kernels:
         if kernel.range.covers(problem) and (kernel.supports is None or kernel.supports(*args)):

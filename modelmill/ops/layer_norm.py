@@ -9,8 +9,17 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration()
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float) -> RowProblem:
+    return row_problem(x, weight, bias)
+
+
+DECLARATION = OpDeclaration(
+    problem=_problem, operands=("x", "weight", "bias", "eps"), match=match_rows
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 

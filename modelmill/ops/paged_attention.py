@@ -5,14 +5,16 @@ One op serves prefill and decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops.attention_range import AttentionProblem, Phase, join_phases, phases_of
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperands, reference_to
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -51,7 +53,68 @@ class PagedAttentionInputs(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-DECLARATION = OpDeclaration(inputs=PagedAttentionInputs)
+def _problem(*operands: Any) -> AttentionProblem:
+    q, k_cache, v_cache, block_tables, *_ = inputs = PagedAttentionInputs(*operands)
+    _, kv_heads, page_size, dim = k_cache.shape
+    sequences, queries = block_tables.shape[0], inputs.max_query
+    return AttentionProblem(
+        q.shape[0],
+        queries,
+        sequences,
+        sequences * kv_heads,
+        q.shape[1],
+        kv_heads,
+        dim,
+        page_size,
+        q.dtype,
+        (k_cache.dtype, v_cache.dtype),
+        inputs.k_scale is not None and inputs.v_scale is not None,
+        q.device,
+        q.is_cuda,
+        Phase.of(queries, sequences),
+    )
+
+
+def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+    """The counts of a call with these pages, and queries that lie in memory alike."""
+    q, k_cache, v_cache, *indices = operands[:6]
+    k_scale, v_scale = operands[10:]
+    if q.data_ptr() % ALIGNMENT or not _INDICES.present(*indices) or not indices[0].numel():
+        return None
+    dtype, inner, strides, kv_heads = q.dtype, q.shape[1:], q.stride(), k_cache.shape[1]
+    keys, values = reference_to(k_cache), reference_to(v_cache)
+    key_scales, value_scales = reference_to(k_scale), reference_to(v_scale)
+
+    def counts_of(inputs: PagedAttentionInputs) -> tuple[int, int, int, int] | None:
+        q, k_cache, v_cache, tables, starts, lengths, queries = inputs[:7]
+        shape, (sequences, columns) = q.shape, tables.shape
+        if (
+            k_cache is keys()
+            and v_cache is values()
+            and inputs.k_scale is key_scales()
+            and inputs.v_scale is value_scales()
+            and q.dtype is dtype
+            and shape[1:] == inner
+            and q.stride() == strides
+            and not q.data_ptr() % ALIGNMENT
+            and columns
+            and _INDICES.present(tables, starts, lengths)
+        ):
+            return shape[0], queries, sequences, sequences * kv_heads
+        return None
+
+    return counts_of
+
+
+_INDICES = StepOperands((torch.int32, 1), (torch.int32, 1), (torch.int32, 1))
+DECLARATION = OpDeclaration(
+    inputs=PagedAttentionInputs,
+    problem=_problem,
+    match=_match,
+    counts=("m", "queries", "sequences", "pairs"),
+    split=phases_of,
+    join=join_phases,
+)
 
 
 def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:

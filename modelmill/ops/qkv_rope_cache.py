@@ -9,10 +9,27 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.kernel_range import GemmProblem, dense_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.rope_cache import RopeCacheInputs, random_cache_and_angles, rope_cache
+from modelmill.ops.rope_range import rope_inputs_check
 
-DECLARATION = OpDeclaration(fuses=("linear", "rope_cache"), optional=True, inputs=RopeCacheInputs)
+
+def _problem(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _: RopeCacheInputs
+) -> GemmProblem:
+    return dense_problem(x, weight, bias)
+
+
+DECLARATION = OpDeclaration(
+    fuses=("linear", "rope_cache"),
+    optional=True,
+    inputs=RopeCacheInputs,
+    problem=_problem,
+    operands=("x", "weight", "bias", "inputs"),
+    per_call="inputs",
+    alike=rope_inputs_check,
+)
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 

@@ -9,9 +9,22 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
+
+def _problem(x: torch.Tensor, spec: ActQuantSpec) -> RowProblem:
+    return row_problem(x, spec=spec)
+
+
+DECLARATION = OpDeclaration(
+    inputs=ActQuantSpec,
+    inputs_name="spec",
+    problem=_problem,
+    operands=("x", "spec"),
+    match=match_rows,
+)
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 

@@ -10,16 +10,15 @@ or ``ops/cuda`` (attention, gemm_16bit, ...) with
   as one ``inputs`` (see ``OpDeclaration``);
 * optionally ``supports(...) -> bool``: whether it can handle these arguments; calls that it does
   not support go to the next backend in order of preference, and finally to the reference;
-* of a GEMM op optionally ``SUPPORTED_PROBLEMS``, the sizes and dtypes that it serves as data, and
-  ``KERNELS``, ranges with functions where it consists of several kernels (``ops.kernel_range``);
-  ``supports`` then says what depends on the operands' memory, and not on the number of rows;
+* of an op that declares its ``problem`` optionally ``SUPPORTED_PROBLEMS``, the sizes and dtypes
+  that it serves as data, and ``KERNELS``, ranges with functions where it consists of several
+  kernels (``ops.kernel_range``); ``supports`` then says what depends on the operands' memory, and
+  not on the number of rows;
 * optionally ``specializations(...)``: arguments that reach each compiled variant of its kernels
-  once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``);
-* optionally ``USES_FALLBACK = True``: ``run`` also takes ``fallback``, the next backend's ``run``,
-  for the part of the work that is faster there.
+  once, for kernels that are compiled for sizes that change between steps (``runtime.warmup``).
 
 ``select_backends`` selects once, when an engine is loaded. The result is passed in every Step and
-can be printed. A weight binds its GEMM ops (``ops.binding``): the choice among their
+can be printed. Weights and modules bind their ops (``ops.binding``): the choice among their
 implementations is made once for a weight and a class of row counts.
 """
 
@@ -35,7 +34,7 @@ import torch
 
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name, find_module_below, module_names
-from modelmill.ops.binding import GemmOp, Implementation, call_after, hooked
+from modelmill.ops.binding import Implementation, SelectedOp, call_after, hooked
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.launch_configs import Tuning, filter_supported
 
@@ -133,8 +132,12 @@ def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
     if declaration.problem is None:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
     args = declaration.positional(args, kwargs)
-    chosen = Implementation.of_module(module, module.run)
-    return chosen.select(declaration.problem_of(*args), *args) is not None
+    alone = [Implementation.of_module(module, module.run)]
+    return SelectedOp(op, declaration, alone, _not_served).select(*args) is not _not_served
+
+
+def _not_served(*_: Any) -> None:
+    """What an op does that no implementation serves; never called."""
 
 
 def implementations(op: str, backends: Iterable[str] = BACKENDS) -> dict[str, ModuleType]:
@@ -279,18 +282,16 @@ def _chain(
     runs = [_with_launch_configs(op, module, tuning) for module in modules]
     if declaration.problem is not None and modules and _is_conditional(modules[0]):
         implementations = map(Implementation.of_module, modules, runs)
-        return GemmOp(op, declaration, list(implementations), fallback)
-    selected, lower = fallback, None
+        return SelectedOp(op, declaration, list(implementations), fallback)
+    selected = fallback
     for module, run in zip(reversed(modules), reversed(runs), strict=True):
-        if lower is not None and getattr(module, "USES_FALLBACK", False):
-            run = functools.partial(run, fallback=lower)
-        selected, lower = _with_fallback(module, run, selected), run
+        selected = _with_fallback(module, run, selected)
     return selected
 
 
 def _is_conditional(module: ModuleType) -> bool:
     """Whether an implementation serves some arguments only."""
-    return any(hasattr(module, name) for name in ("supports", "SUPPORTED_PROBLEMS"))
+    return any(hasattr(module, name) for name in ("supports", "SUPPORTED_PROBLEMS", "KERNELS"))
 
 
 def _usable_backends(

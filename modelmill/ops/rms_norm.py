@@ -8,8 +8,15 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration()
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, *_: float) -> RowProblem:
+    return row_problem(x, weight)
+
+
+DECLARATION = OpDeclaration(problem=_problem, operands=("x", "weight", "eps"), match=match_rows)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 64), (3, 576), (7, 100), (1024, 4096), (5, 8193), (1, 4096))

@@ -9,10 +9,23 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX, ActQuantSpec
 from modelmill.ops.rms_norm import rms_norm
+from modelmill.ops.row_range import RowProblem, row_problem
 
-DECLARATION = OpDeclaration(inputs=ActQuantSpec, inputs_name="spec")
+
+def _problem(x: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec) -> RowProblem:
+    return row_problem(x, weight, spec=spec)
+
+
+DECLARATION = OpDeclaration(
+    inputs=ActQuantSpec,
+    inputs_name="spec",
+    problem=_problem,
+    operands=("x", "weight", "eps", "spec"),
+    match=match_rows,
+)
 
 # In steps of the 8-bit type: a value halfway between two steps may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 2.0}

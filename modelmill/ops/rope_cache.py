@@ -14,6 +14,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm import rms_norm
+from modelmill.ops.rope_range import match_rope, rope_problem
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -51,7 +52,9 @@ class RopeCacheInputs(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-DECLARATION = OpDeclaration(inputs=RopeCacheInputs)
+DECLARATION = OpDeclaration(
+    inputs=RopeCacheInputs, problem=rope_problem, operands=("qkv", "inputs"), match=match_rope
+)
 
 
 def rope_cache(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
+from modelmill.ops.row_range import RowProblem, row_problem
 
 # In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
@@ -41,7 +43,20 @@ class RptqQuantInputs(NamedTuple):
     gated: bool = False
 
 
-DECLARATION = OpDeclaration(inputs=RptqQuantInputs)
+def _problem(
+    x: torch.Tensor,
+    perm: torch.Tensor,
+    inv_scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    bits: int,
+    group: int,
+    gated: bool,
+) -> RowProblem:
+    spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
+    return row_problem(x, spec=spec, group=group, gated=gated)
+
+
+DECLARATION = OpDeclaration(inputs=RptqQuantInputs, problem=_problem, match=match_rows)
 
 
 def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

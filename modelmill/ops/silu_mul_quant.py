@@ -9,10 +9,14 @@ import torch
 from modelmill.ops import rms_norm_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import quantized_row_problem
 from modelmill.ops.silu_mul import silu_mul
 
-DECLARATION = OpDeclaration()
+DECLARATION = OpDeclaration(
+    problem=quantized_row_problem, operands=("gate_up", "dtype", "inv_scale"), match=match_rows
+)
 
 # In steps of the 8-bit type: the gate is rounded to x's dtype once or twice.
 TOLERANCE = rms_norm_quant.TOLERANCE

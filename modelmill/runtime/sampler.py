@@ -16,6 +16,7 @@ import torch
 
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import Logprob, SamplingParams
+from modelmill.ops.binding import OpBinding
 from modelmill.ops.registry import Ops
 from modelmill.ops.sample import SampleInputs
 from modelmill.runtime import logits_processors
@@ -173,6 +174,7 @@ class Sampler:
 
     def __init__(self, vocab: int, device: str, ops: Ops) -> None:
         self.ops = ops
+        self._argmax = OpBinding()
         self.vocab = vocab
         self.device = torch.device(device)
         self.token_counts = TokenCounts(vocab, self.device)
@@ -221,7 +223,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Ids [B] int64 from logits [B, V]: sampled with ``inputs``, or the argmax if None."""
         if inputs is None:
-            return self.ops.argmax(logits)
+            return self._argmax(self.ops.argmax, logits)
         return self.ops.sample(SampleInputs(logits, **inputs))
 
     def logprob_table(

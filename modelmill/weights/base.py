@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.quoting import quote
 from modelmill.core.registry import find_module, module_names
-from modelmill.ops.binding import BoundGemm, GemmOp
+from modelmill.ops.binding import OpBinding, SelectedOp
 from modelmill.ops.linear import AMX_COLUMNS
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.registry import Ops
@@ -146,16 +146,16 @@ class WeightFormat(ABC):
         raise NotImplementedError(f"{type(self).__name__} has nothing to expand for {dtype}")
 
     @cached_property
-    def _bound_ops(self) -> dict[str, BoundGemm]:
-        """The GEMM ops bound to this weight, by name; those of other backends replace them."""
+    def _bound_ops(self) -> dict[str, OpBinding]:
+        """The ops bound to this weight, by name; those of other backends replace them."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields: a copy binds its own ops."""
         return {name: value for name, value in vars(self).items() if name != "_bound_ops"}
 
-    def run_gemm(self, op: Callable[..., Any], *args: Any) -> Any:
-        """Run a GEMM op on this weight; which kernel serves it is chosen in the first call.
+    def run_bound(self, op: Callable[..., Any], *args: Any) -> Any:
+        """Run an op on this weight; which kernel serves it is chosen in the first call.
 
         Args:
             op: one of the device's ``Ops``.
@@ -164,15 +164,12 @@ class WeightFormat(ABC):
         Returns:
             What the op returns.
         """
-        if not isinstance(op, GemmOp):
+        if not isinstance(op, SelectedOp):
             return op(*args)
-        bound = self._bound_ops.get(op.name)
-        if bound is None or bound.op is not op:
-            bound = op.bind(*args)
-            if bound is None:
-                return op(*args)
-            self._bound_ops[op.name] = bound
-        return bound.call(*args)
+        binding = self._bound_ops.get(op.name)
+        if binding is None:
+            binding = self._bound_ops[op.name] = OpBinding()
+        return binding(op, *args)
 
     def row_blocks(self) -> tuple[WeightFormat, ...]:
         """Return the matrices that it consists of, from the first rows on; itself by default."""

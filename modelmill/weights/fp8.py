@@ -29,11 +29,11 @@ class Fp8Weight(w8a8.W8A8Weight):
     ) -> torch.Tensor:
         """Multiply an already quantized input by the weight."""
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_gemm(ops.fp8_linear, inputs)
+        return self.run_bound(ops.fp8_linear, inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply a float input by the weight."""
         inputs = Linear8BitInputs(x, self.weight, self.scale, None, x.dtype, bias)
-        return self.run_gemm(ops.fp8_linear, inputs)
+        return self.run_bound(ops.fp8_linear, inputs)

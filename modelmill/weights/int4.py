@@ -107,7 +107,7 @@ class Int4Weight(GroupwiseWeight):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_gemm(ops.int4_linear, self._inputs(x, bias))
+        return self.run_bound(ops.int4_linear, self._inputs(x, bias))
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -115,7 +115,7 @@ class Int4Weight(GroupwiseWeight):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int4_linear_swiglu is None:
             return None
-        return self.run_gemm(ops.int4_linear_swiglu, self._inputs(x, bias))
+        return self.run_bound(ops.int4_linear_swiglu, self._inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] uint8, columns in stored order."""

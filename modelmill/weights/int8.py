@@ -71,7 +71,7 @@ class Int8Weight(WeightFormat):
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         weight = self.packed if self.packed is not None and uses_int8pack_mm(x) else self.weight
-        return self.run_gemm(ops.int8_linear, x, weight, self.scale, bias)
+        return self.run_bound(ops.int8_linear, x, weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
@@ -79,7 +79,7 @@ class Int8Weight(WeightFormat):
         """Compute the product and SwiGLU's gate in one op, or return None without such an op."""
         if ops.int8_linear_swiglu is None:
             return None
-        return self.run_gemm(ops.int8_linear_swiglu, x, self.weight, self.scale, bias)
+        return self.run_bound(ops.int8_linear_swiglu, x, self.weight, self.scale, bias)
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

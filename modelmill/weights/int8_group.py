@@ -51,7 +51,7 @@ class Int8GroupWeight(GroupwiseWeight):
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops) -> torch.Tensor:
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
-        return self.run_gemm(ops.int8_group_linear, self._inputs(x, bias))
+        return self.run_bound(ops.int8_group_linear, self._inputs(x, bias))
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, K] int8, columns in stored order."""

@@ -313,14 +313,14 @@ class RptqWeight(WeightFormat):
         """Multiply [T, K] by the weight and add the bias: [T, N]."""
         if isinstance(x, QuantizedInput):
             return self.matmul_quantized(x.values, None, bias, x.dtype, ops)
-        q, step = ops.rptq_quant(self._quant_inputs(x))
+        q, step = self.run_bound(ops.rptq_quant, self._quant_inputs(x))
         return self.matmul_quantized(q, step, bias, x.dtype, ops)
 
     def try_swiglu_quant(
         self, gate_up: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply silu(first half) · second half of [T, 2·K], quantized in the same pass."""
-        q, step = ops.rptq_quant(self._quant_inputs(gate_up, gated=True))
+        q, step = self.run_bound(ops.rptq_quant, self._quant_inputs(gate_up, gated=True))
         return self.matmul_quantized(q, step, bias, gate_up.dtype, ops)
 
     def _quant_inputs(self, x: torch.Tensor, *, gated: bool = False) -> RptqQuantInputs:
@@ -343,7 +343,7 @@ class RptqWeight(WeightFormat):
         assert steps is not None, "static or dynamic scales"
         grids = (self.weight, self.scale, self.offset, self.group_size)
         inputs = RptqLinearInputs(q, *grids, steps, self.zero_point_bias, bias, dtype)
-        return self.run_gemm(ops.rptq_linear, inputs)
+        return self.run_bound(ops.rptq_linear, inputs)
 
     def codes(self) -> torch.Tensor:
         """Return the codes [N, P] int8 or uint8."""

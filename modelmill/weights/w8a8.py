@@ -150,7 +150,7 @@ class W8A8Weight(WeightFormat):
         if isinstance(x, torch.Tensor):
             if self.float_input:
                 return self.matmul_float_input(x, bias, ops)
-            values, scale = ops.quantize(x, self._input_spec)
+            values, scale = self.run_bound(ops.quantize, x, self._input_spec)
             x = QuantizedInput(values, scale, x.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
@@ -164,7 +164,9 @@ class W8A8Weight(WeightFormat):
         """
         if self.float_input or not ops.fuses_silu_mul_quant:
             return None
-        values, scale = ops.silu_mul_quant(gate_up, self.VALUE_DTYPE, self.inv_input_scale)
+        values, scale = self.run_bound(
+            ops.silu_mul_quant, gate_up, self.VALUE_DTYPE, self.inv_input_scale
+        )
         x = QuantizedInput(values, scale, gate_up.dtype)
         return self.matmul_quantized(x, self.input_scale if x.scale is None else x.scale, bias, ops)
 
@@ -173,13 +175,13 @@ class W8A8Weight(WeightFormat):
     ) -> torch.Tensor:
         """Multiply activations in 8 bits."""
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_gemm(ops.w8a8_linear, inputs)
+        return self.run_bound(ops.w8a8_linear, inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops
     ) -> torch.Tensor:
         """Multiply activations that are not quantized, by the dequantized weight."""
-        return self.run_gemm(ops.int8_linear, x, self.weight, self.scale, bias)
+        return self.run_bound(ops.int8_linear, x, self.weight, self.scale, bias)
 
     def try_linear_swiglu(
         self, x: torch.Tensor | QuantizedInput, bias: torch.Tensor | None, ops: Ops
@@ -189,7 +191,7 @@ class W8A8Weight(WeightFormat):
             return None
         x_scale = self.input_scale if x.scale is None else x.scale
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_gemm(ops.w8a8_linear_swiglu, inputs)
+        return self.run_bound(ops.w8a8_linear_swiglu, inputs)
 
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, in x's dtype."""

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops import registry
+from modelmill.ops.attention_range import phases_of
+from modelmill.ops.binding import Implementation
+from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
 
 def shuffled_pages(
@@ -60,3 +63,13 @@ def assert_same_bits(
     for _ in range(3):
         again = run(PagedAttentionInputs(**args)).double()[rows]
         assert torch.equal(again, expected), "the bits change from call to call"
+
+
+def serves_part(args: dict[str, Any], backend: str = "cuda") -> bool:
+    """Whether a backend serves a step, or of a mixed one its prompts or its single queries."""
+    module = registry.implementation("paged_attention", backend)
+    assert module is not None
+    inputs, own = PagedAttentionInputs(**args), Implementation.of_module(module, module.run)
+    problem = DECLARATION.problem_of(inputs)
+    parts = (problem, *phases_of(problem))
+    return any(own.select(part, inputs) is not None for part in parts)

@@ -15,14 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.binding import BoundGemm, GemmOp, row_classes
+from modelmill.ops.binding import BoundOp, SelectedOp, count_classes
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.kernel_range import HALF, GemmProblem, ProblemRange, dense_problem
+from modelmill.ops.operand_match import match_gemm
 from modelmill.weights.dense import DenseWeight
 from modelmill.weights.int4 import Int4Weight
 
 BF = torch.bfloat16
-GEMMS = [op for op, each in registry.declarations().items() if each.problem is not None]
+GEMMS = [
+    op
+    for op, each in registry.declarations().items()
+    if each.problem is not None and each.match is match_gemm and each.alike is None
+]
 ROWS = (1, 2, 8, 9, 16, 17, 33, 48, 64, 65, 257, 511, 512, 640, 768, 1024, 2048)
 
 
@@ -105,7 +110,7 @@ def name_of(run: Callable[..., Any]) -> tuple[object, ...]:
 @pytest.mark.parametrize(("n", "k"), [(12288, 4096), (22016, 4096), (576, 1536), (40, 96)])
 def test_a_binding_chooses_as_a_call_does(op: str, n: int, k: int, hopper: registry.Ops) -> None:
     gemm = getattr(hopper, op)
-    assert isinstance(gemm, GemmOp)
+    assert isinstance(gemm, SelectedOp)
     named = operands(op, 3, n, k)
     bound = gemm.bind(*positional(op, named))
     assert bound is not None
@@ -191,9 +196,9 @@ def test_row_classes_end_where_a_range_does(hopper: registry.Ops) -> None:
     bound = hopper.int4_linear.bind(
         *positional("int4_linear", operands("int4_linear", 1, 4096, 4096))
     )
-    assert isinstance(bound, BoundGemm)
+    assert isinstance(bound, BoundOp)
     choice = bound.choice
-    assert choice.edges == row_classes(choice._implementations)
+    assert choice.edges == count_classes("m", choice._implementations)
     assert {1, 8, 16, 32, 64} <= set(choice.edges)
     assert len(choice.edges) == len(choice.runs)
 
@@ -203,7 +208,7 @@ def test_a_weight_that_is_dropped_is_freed_at_once(hopper: registry.Ops) -> None
     gemm = hopper.linear.with_hook(lambda run: lambda *args: None)
     weight = DenseWeight(empty(96, 64))
     stored = weakref.ref(weight.weight)
-    weight.run_gemm(gemm, empty(3, 64), weight.weight, None)
+    weight.run_bound(gemm, empty(3, 64), weight.weight, None)
     assert weight._bound_ops
     gc.disable()
     try:
@@ -245,11 +250,11 @@ def test_a_weight_binds_once_and_again_for_other_ops(hopper: registry.Ops) -> No
 
     first, second = (hopper.linear.with_hook(hook(name)) for name in ("first", "second"))
     x = empty(40, 64)
-    weight.run_gemm(first, x, weight.weight, None)
+    weight.run_bound(first, x, weight.weight, None)
     bound = weight._bound_ops["linear"]
-    weight.run_gemm(first, x, weight.weight, None)
+    weight.run_bound(first, x, weight.weight, None)
     assert weight._bound_ops["linear"] is bound
-    weight.run_gemm(second, x, weight.weight, None)
+    weight.run_bound(second, x, weight.weight, None)
     assert calls == ["first", "first", "second"]
     assert "_bound_ops" not in vars(copy.deepcopy(weight))
 
@@ -259,7 +264,7 @@ def test_an_op_without_choice_is_called_as_it_is() -> None:
     weight = Int4Weight.pack(torch.randn(24, 64), torch.float32, group_size=32)
     x = torch.randn(3, 64)
     assert torch.allclose(weight.matmul(x, None, ops), x @ weight.dense().T, atol=1e-4)
-    assert not isinstance(ops.int4_linear, GemmOp)
+    assert not isinstance(ops.int4_linear, SelectedOp)
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,8 @@ def test_what_the_rotating_kernel_takes(
         "heads": 188,
     }
     args |= both(PAGES) | {"cos": torch.zeros(1024, 32), "sin": torch.zeros(1024, 32)}
-    supports = registry.by_name("qkv_rope_cache", qkv_rope_cache.supports)
-    assert supports(**args | change) == (not change)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    assert registry.serves("qkv_rope_cache", "cuda", **args | change) == (not change)
 
 
 def test_what_tma_cannot_read_is_left_to_others() -> None:

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
+from modelmill.ops.attention_range import Phase
 from modelmill.ops.cuda.attention import paged_attention as variant
-from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
+from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs, paged_attention
 from tests.ops.paged_batches import (
     assert_same_bits,
     ragged_inputs,
     run_with_nan_memory,
+    serves_part,
     shuffled_pages,
 )
 
@@ -65,11 +67,13 @@ def _arguments(
     }
 
 
-def _check(args: dict[str, Any], run: Any = variant.run) -> None:
+def _check(args: dict[str, Any]) -> None:
+    """The registry's op: of a mixed step, parts may be computed elsewhere."""
     reason = variant.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert variant.supports(PagedAttentionInputs(**args))
+    assert serves_part(args)
+    run = registry.select_backends("cuda").paged_attention
     actual = run_with_nan_memory(run, args)
     wide = {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
@@ -138,15 +142,18 @@ def test_more_tiles_than_multiprocessors() -> None:
 
 
 @pytest.mark.gpu
-def test_single_queries_of_a_mixed_step_may_come_from_elsewhere() -> None:
-    """The registry's op, decoding included, where a step mixes prompts and single queries."""
-    _check(_arguments(RAGGED), registry.select_backends("cuda").paged_attention)
+def test_the_prefill_kernel_can_take_all_rows_of_a_mixed_step() -> None:
+    """Where no kernel decodes, the prefill kernel takes all rows of a mixed step."""
+    args = _arguments(RAGGED)
+    actual = variant.prefill(PagedAttentionInputs(**args), mixed=False)
+    run = registry.select_backends("cuda").paged_attention
+    assert float((actual - run(PagedAttentionInputs(**args))).norm() / actual.norm()) < 1e-2
 
 
 @pytest.mark.gpu
 def test_what_it_does_not_serve_is_refused() -> None:
     args = _arguments([(20, 20), (140, 150)])
-    assert variant.supports(PagedAttentionInputs(**args))
+    assert serves_part(args)
     eight = args["k_cache"].nan_to_num().to(torch.float8_e4m3fn)
     for change in (
         {"k_cache": eight, "v_cache": eight},
@@ -155,19 +162,19 @@ def test_what_it_does_not_serve_is_refused() -> None:
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):
-        assert not variant.supports(PagedAttentionInputs(**(args | change))), list(change)
+        assert not serves_part(args | change), list(change)
 
 
 @pytest.mark.gpu
 def test_steps_that_are_too_small_for_its_tiles() -> None:
     """Prompts are left to the variant behind, single queries beside them are decoded."""
     args = _arguments([(20, 20), (140, 150)])
-    indices = (args["block_tables"], args["query_start"], args["context_lens"])
-    caches = (args["k_cache"], args["v_cache"])
-    assert variant._supports_prefill(args["q"], *caches, indices, 140)
-    assert not variant._supports_prefill(args["q"], *caches, indices, 64)
-    assert not variant._supports_prefill(
-        args["q"][:120], *caches, indices, 140
+    problem = DECLARATION.problem_of(PagedAttentionInputs(**args))
+    prompts = problem._replace(phase=Phase.PROMPTS)
+    assert variant.PREFILL.range.covers(prompts)
+    assert not variant.PREFILL.range.covers(prompts._replace(queries=64))
+    assert not variant.PREFILL.range.covers(
+        prompts._replace(m=120)
     )  # the launch takes longer than all else
-    assert not variant.supports(PagedAttentionInputs(**_arguments([(40, 70)])))
+    assert not serves_part(_arguments([(40, 70)]))
     _check(_arguments([(40, 70), (1, 90), (3, 3), (1, 1), (1, 0)]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelmill.ops.cuda.attention import paged_decode
+from modelmill.ops.attention_range import AttentionProblem, Phase
+from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
+from modelmill.ops.kernel_range import Kernel
 
 
 @given(
@@ -46,17 +49,31 @@ def test_what_cannot_be_read_is_refused() -> None:
     indices = (tables, starts, starts[:2])
     assert paged_decode.supports_cache(caches, indices)
     assert not paged_decode.supports_cache(tuple(t.transpose(0, 1) for t in caches), indices)
-    assert not paged_decode.supports_cache(
-        tuple(torch.zeros(3, 2, page, 64) for page in (24, 24)), indices
-    )
-    assert not paged_decode.supports_cache(
-        tuple(torch.zeros(3, 2, page, 64) for page in (256, 256)), indices
-    )
     assert not paged_decode.supports_cache(caches, (tables.long(), *indices[1:]))
     assert not paged_decode.supports_cache(caches, (tables[:, :0], *indices[1:]))
     assert not paged_decode.supports_cache(
         (caches[0], torch.zeros(3 * 2 * 16 * 64 + 1)[1:].view(3, 2, 16, 64)), indices
     )
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*paged_decode16.KERNELS, *paged_decode8.KERNELS],
+    ids=lambda each: each.run.__module__,
+)
+def test_pages_have_8_to_128_tokens(kernel: Kernel) -> None:
+    scaled = kernel in paged_decode8.KERNELS
+    dtype = torch.int8 if scaled else torch.bfloat16
+    problem = AttentionProblem(
+        1, 1, 1, 2, 2, 2, 64, 8, torch.bfloat16, (dtype, dtype), scaled, torch.device("cuda"),
+        True, Phase.DECODE,
+    )  # fmt: skip
+    served = [
+        each
+        for each in (4, 8, 24, 32, 128, 256)
+        if kernel.range.covers(problem._replace(page_size=each))
+    ]
+    assert served == [8, 32, 128]
 
 
 def test_a_number_alone_may_have_any_stride() -> None:

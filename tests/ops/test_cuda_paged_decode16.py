@@ -21,6 +21,7 @@ from tests.ops.paged_batches import (
     assert_same_bits,
     ragged_inputs,
     run_with_nan_memory,
+    serves_part,
     shuffled_pages,
 )
 
@@ -101,7 +102,7 @@ def _check(args: dict[str, Any], *, served: bool = True) -> None:
     reason = paged_attention.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert paged_attention.supports(PagedAttentionInputs(**args)) == served
+    assert serves_part(args) == served
     run = registry.select_backends("cuda").paged_attention
     actual = run_with_nan_memory(run, args)
     assert not actual.isnan().any()
@@ -238,7 +239,7 @@ def test_a_graph_serves_shorter_contexts() -> None:
 @pytest.mark.gpu
 def test_what_it_does_not_serve_is_refused() -> None:
     args = _arguments([(1, 20), (1, 150)])
-    assert paged_attention.supports(PagedAttentionInputs(**args))
+    assert serves_part(args)
     flat = args["q"].new_empty(2 * 4 * 128 + 1)[1:].view(2, 4, 128)
     for change in (
         {"q": args["q"].float()},
@@ -248,10 +249,10 @@ def test_what_it_does_not_serve_is_refused() -> None:
         {"k_cache": args["k_cache"].transpose(1, 2), "v_cache": args["v_cache"].transpose(1, 2)},
         {"block_tables": args["block_tables"].long()},
     ):
-        assert not paged_attention.supports(PagedAttentionInputs(**(args | change))), list(change)
+        assert not serves_part(args | change), list(change)
 
 
 def test_a_cpu_is_not_served() -> None:
     args = _arguments([(1, 20), (1, 150)], device="cpu")
-    assert not paged_attention.supports(PagedAttentionInputs(**args))
+    assert not serves_part(args)
     assert "GPU" in str(paged_decode16.available("cpu"))

@@ -19,6 +19,7 @@ from tests.ops.paged_batches import (
     assert_same_bits,
     ragged_inputs,
     run_with_nan_memory,
+    serves_part,
     shuffled_pages,
 )
 
@@ -79,7 +80,7 @@ def _check(args: dict[str, Any]) -> None:
     reason = paged_attention.available("cuda")
     if reason is not None:
         pytest.skip(reason)
-    assert paged_attention.supports(PagedAttentionInputs(**args))
+    assert serves_part(args)
     run = registry.select_backends("cuda").paged_attention
     actual = run_with_nan_memory(run, args)
     floats = ("q", "k_scale", "v_scale")

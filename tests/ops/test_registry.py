@@ -11,6 +11,7 @@ import pytest
 
 from modelmill.core.errors import UsageError
 from modelmill.ops import registry
+from modelmill.ops.declaration import OpDeclaration
 
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 FUSED = {op: each.fuses for op, each in registry.declarations().items() if each.fuses}
@@ -53,26 +54,16 @@ def test_what_cannot_be_is_one_line(wrong: dict[str, str]) -> None:
     assert "\n" not in str(error.value)
 
 
-def _implementation(
-    name: str, log: list[tuple[str, object]], least: int, **more: object
-) -> SimpleNamespace:
-    """An implementation that serves arguments ≥ ``least`` and writes down who ran, with what."""
-
-    def run(x: int, fallback: object = None) -> str:
-        log.append((name, fallback))
-        return name
-
+def _implementation(name: str, least: int) -> SimpleNamespace:
+    """An implementation that serves arguments ≥ ``least`` and says who ran."""
     return SimpleNamespace(
-        available=lambda device_type: None, supports=lambda x, **_: x >= least, run=run, **more
+        available=lambda device_type: None, supports=lambda x: x >= least, run=lambda x: name
     )
 
 
 def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
-    monkeypatch.setattr(
-        registry,
-        "implementation",
-        lambda op, name: offered.get(name) if op == "paged_attention" else None,
-    )
+    monkeypatch.setattr(registry, "declarations", lambda: {"toy": OpDeclaration()})
+    monkeypatch.setattr(registry, "implementation", lambda op, name: offered.get(name))
     monkeypatch.setattr(registry, "reference", lambda op: lambda *args, **kwargs: "torch")
 
 
@@ -80,12 +71,10 @@ def _offer(monkeypatch: pytest.MonkeyPatch, **offered: SimpleNamespace) -> None:
 def test_what_a_variant_does_not_serve_goes_to_the_next(
     monkeypatch: pytest.MonkeyPatch, x: int, who: str
 ) -> None:
-    _offer(
-        monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5)
-    )
+    _offer(monkeypatch, cuda=_implementation("cuda", 9), triton=_implementation("triton", 5))
     ops = registry.select_backends("cuda")
-    assert ops.backends["paged_attention"] == "cuda"
-    assert ops.paged_attention(x) == who
+    assert ops.backends["toy"] == "cuda"
+    assert vars(ops)["toy"](x) == who
 
 
 @pytest.mark.parametrize(
@@ -95,24 +84,9 @@ def test_what_a_variant_does_not_serve_goes_to_the_next(
 def test_behind_a_forced_variant_stand_those_less_preferred(
     monkeypatch: pytest.MonkeyPatch, requested: str, served: list[str]
 ) -> None:
-    _offer(
-        monkeypatch, cuda=_implementation("cuda", [], 9), triton=_implementation("triton", [], 5)
-    )
-    ops = registry.select_backends("cuda", {"paged_attention": requested})
-    assert [ops.paged_attention(x) for x in (9, 5)] == served
-
-
-def test_a_variant_that_shares_is_given_the_next_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[tuple[str, object]] = []
-    first, second = (
-        _implementation("cuda", log, 0, USES_FALLBACK=True),
-        _implementation("triton", log, 0),
-    )
-    _offer(monkeypatch, cuda=first, triton=second)
-    registry.select_backends("cuda").paged_attention(3)
-    _offer(monkeypatch, cuda=first)  # only the reference follows, which is not passed as fallback
-    registry.select_backends("cuda").paged_attention(3)
-    assert log == [("cuda", second.run), ("cuda", None)]
+    _offer(monkeypatch, cuda=_implementation("cuda", 9), triton=_implementation("triton", 5))
+    ops = registry.select_backends("cuda", {"toy": requested})
+    assert [vars(ops)["toy"](x) for x in (9, 5)] == served
 
 
 def _by_name(backend: str) -> dict[str, list[str]]:
@@ -182,3 +156,14 @@ def test_a_missing_file_of_ours_is_not_passed_over(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(registry, "find_module_below", broken)
     with pytest.raises(ModuleNotFoundError, match="gone"):
         registry.implementations("linear")
+
+
+@pytest.mark.parametrize("backend", registry.BACKENDS)
+def test_a_condition_on_memory_stands_beside_a_range(backend: str) -> None:
+    """Without one, an implementation of an op with ranges would serve any sizes and dtypes."""
+    for op, declaration in registry.declarations().items():
+        module = registry.implementation(op, backend)
+        if module is None or declaration.problem is None:
+            continue
+        has_range = hasattr(module, "SUPPORTED_PROBLEMS") or hasattr(module, "KERNELS")
+        assert has_range or not hasattr(module, "supports"), op

@@ -17,6 +17,7 @@ from tests.ops.test_implementations import EDGES, quick
 # Share of the rotated values that may round to a neighbour, and tolerance of their scales.
 MAX_DIFFERENT_SHARE = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.05}
 SCALE_RTOL = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+WITHOUT_8_BITS = ("cpu",)  # backends that leave 8-bit pages to the reference
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -59,6 +60,10 @@ def test_the_cache_write_rounds_as_the_reference(
                 _poison_cache(case, cache_dtype, number),
                 _poison_cache(case, cache_dtype, number),
             )
+            served = name not in WITHOUT_8_BITS
+            assert registry.serves("rope_cache", name, **actual) is served, f"{name} {case.name}"
+            if not served:
+                continue
             registry.by_name("rope_cache", module.run)(**actual)
             # on the CPU: on a GPU the reference writes padding to the last page
             reference = {

@@ -116,7 +116,7 @@ def test_native_sources_and_triton_kernels_have_heads() -> None:
 
 
 def _row_limits(module: ModuleType) -> list[tuple[int, int | None]]:
-    """(least, most or None) rows of each range that an implementation of a GEMM op states."""
+    """(least, most or None) rows of each range that an implementation states."""
     ranges = [*getattr(module, "SUPPORTED_PROBLEMS", ())]
     ranges += [kernel.range for kernel in getattr(module, "KERNELS", ())]
     limits = [(each.m[0], None if each.m[1] == UNBOUNDED else each.m[1]) for each in ranges]
@@ -126,10 +126,14 @@ def _row_limits(module: ModuleType) -> list[tuple[int, int | None]]:
     for name in ("DEQUANT_MIN_ROWS", "SCALED_MM_MIN_ROWS"):
         if hasattr(module, name):
             limits.append((getattr(module, name), None))
+    # the kernels for few rows and for many that rms_norm_quant and add_rms_norm_quant share
+    shared = getattr(module, "rmsnorm_quant_permute", None)
+    if shared is not None:
+        limits.append((shared.LARGE_M_MIN_ROWS, None))
     return limits or [(1, None)]
 
 
-GEMM_RANGES = [
+RANGES = [
     (op, head)
     for head in KERNELS
     for op in head.ops
@@ -137,7 +141,7 @@ GEMM_RANGES = [
 ]
 
 
-@pytest.mark.parametrize(("op", "head"), GEMM_RANGES, ids=lambda each: getattr(each, "path", each))
+@pytest.mark.parametrize(("op", "head"), RANGES, ids=lambda each: getattr(each, "path", each))
 def test_rows_of_a_range_are_those_of_the_data(op: str, head: KernelHead) -> None:
     """The M of a head begins and ends where a range of the implementation does."""
     limits = _row_limits(registry.implementations(op)[head.backend])
@@ -147,14 +151,14 @@ def test_rows_of_a_range_are_those_of_the_data(op: str, head: KernelHead) -> Non
 
 
 @pytest.mark.parametrize(
-    ("op", "backend"), sorted({(op, head.backend) for op, head in GEMM_RANGES}), ids=str
+    ("op", "backend"), sorted({(op, head.backend) for op, head in RANGES}), ids=str
 )
 def test_the_ranges_of_an_op_cover_what_is_served(op: str, backend: str) -> None:
     """From the least to the largest number of rows, unless a head says what becomes of more."""
     module = registry.implementations(op)[backend]
     limits = [(each.m[0], each.m[1]) for each in getattr(module, "SUPPORTED_PROBLEMS", ())]
     limits = limits or [(1, UNBOUNDED)]
-    heads = [head for named, head in GEMM_RANGES if (named, head.backend) == (op, backend)]
+    heads = [head for named, head in RANGES if (named, head.backend) == (op, backend)]
     shown = [row_interval(head.range_of(op)) for head in heads]
     assert min(least for least, _ in shown) == min(least for least, _ in limits)
     if not any("more rows" in head.range_of(op) for head in heads):

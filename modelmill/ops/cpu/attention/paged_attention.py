@@ -13,26 +13,38 @@ from typing import Any
 
 import torch
 
+from modelmill.ops.attention_range import AttentionRange
 from modelmill.ops.cpu.common import build
-from modelmill.ops.paged_attention import PagedAttentionInputs, paged_attention
+from modelmill.ops.paged_attention import PagedAttentionInputs
 
 available = build.available
 _DTYPES = build.DTYPES
+SUPPORTED_PROBLEMS = (
+    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=tuple(_DTYPES)),
+    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=(torch.int8,), scaled=True),
+)
+
+
+def supports(inputs: PagedAttentionInputs) -> bool:
+    """Whether pages and indices are packed, indices int32 and scales float32."""
+    k_cache, v_cache, *indices = inputs[1:6]
+    scales = (inputs.k_scale, inputs.v_scale)
+    return (
+        k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and all(map(_packed, indices))
+        and all(
+            each is None or (each.dtype is torch.float32 and each.is_contiguous())
+            for each in scales
+        )
+    )
 
 
 def run(inputs: PagedAttentionInputs) -> torch.Tensor:
-    """As the reference, which also serves fp8 pages, strided caches and other index dtypes."""
+    """As the reference."""
     q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
     max_query, _, scale, window, k_scale, v_scale = inputs[6:]
     dtype = q.dtype
-    if (
-        dtype not in _DTYPES
-        or not _supports_pages(k_cache.dtype, k_scale, v_scale)
-        or v_cache.dtype is not k_cache.dtype
-        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
-        or not (_packed(block_tables) and _packed(query_start) and _packed(context_lens))
-    ):
-        return paged_attention(inputs)
     _, kv_heads, page_size, dim = k_cache.shape
     q = q.contiguous()
     tokens, heads, _ = q.shape
@@ -60,16 +72,6 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
         _DTYPES.get(k_cache.dtype, 0),
     )
     return out
-
-
-def _supports_pages(dtype: torch.dtype, *scales: torch.Tensor | None) -> bool:
-    """Whether the kernel reads pages of this dtype: 16 or 32 bits, or int8 with packed scales."""
-    if all(scale is None for scale in scales):
-        return dtype in _DTYPES
-    return dtype is torch.int8 and all(
-        scale is not None and scale.dtype is torch.float32 and scale.is_contiguous()
-        for scale in scales
-    )
 
 
 def _packed(tensor: torch.Tensor) -> bool:

@@ -9,31 +9,35 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.rope_cache import RopeCacheInputs, rope_cache
+from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.rope_range import RopeRange
 
 available = build.available
 _DTYPES = build.DTYPES
+SUPPORTED_PROBLEMS = (
+    RopeRange(
+        dtypes=tuple(_DTYPES),
+        page_dtypes=tuple(_DTYPES),
+        same_page_dtypes=True,
+        plain_operands=True,
+    ),
+)
+
+
+def supports(qkv: torch.Tensor, inputs: RopeCacheInputs) -> bool:  # noqa: ARG001
+    """Whether pages, angles and norms are contiguous."""
+    k_cache, v_cache, *_ = inputs
+    return (
+        k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and all(each is None or each.is_contiguous() for each in inputs[4:9])
+    )
 
 
 def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
-    """As the reference, which also serves strided caches, other dtypes and a single norm."""
+    """As the reference."""
     k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm, eps = inputs[:10]
     dtype = qkv.dtype
-    if (
-        dtype not in _DTYPES
-        or k_cache.dtype not in _DTYPES
-        or not (k_cache.is_contiguous() and v_cache.is_contiguous())
-        or v_cache.dtype is not k_cache.dtype
-        or slots.dtype is not torch.int64
-        or not _plain(cos, torch.float32)
-        or not _plain(sin, torch.float32)
-        or not _plain(q_scale, torch.float32)
-        or not _plain(q_norm, dtype)
-        or not _plain(k_norm, dtype)
-        or (cos is None) is not (sin is None)
-        or (q_norm is None) is not (k_norm is None)
-    ):
-        return rope_cache(qkv, inputs)
     _, kv_heads, page_size, dim = k_cache.shape
     qkv, slots = qkv.contiguous(), slots.contiguous()
     tokens = qkv.shape[0]
@@ -59,10 +63,6 @@ def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:
         _DTYPES[k_cache.dtype],
     )
     return out
-
-
-def _plain(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is None or (tensor.dtype is dtype and tensor.is_contiguous())
 
 
 @functools.cache

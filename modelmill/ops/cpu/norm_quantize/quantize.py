@@ -10,24 +10,22 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.quantize import quantize
+from modelmill.ops.row_range import RowRange
 
 available = build.available
-
-
-def supports(x: torch.Tensor, spec: ActQuantSpec) -> bool:  # noqa: ARG001
-    """int8 of 8 bits in the order given, scaled by token or by one factor."""
-    dtype, inv_scale, zero_point, perm, bits = spec
-    plain = dtype is torch.int8 and bits == 8 and zero_point is None and perm is None
-    return plain and (
-        inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32)
-    )
+SUPPORTED_PROBLEMS = (
+    RowRange(
+        dtypes=tuple(build.DTYPES),
+        out_dtypes=(torch.int8,),
+        max_factors=1,
+        packed_dtypes=True,
+        plain_spec=True,
+    ),
+)
 
 
 def run(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference, bit for bit."""
-    if x.dtype not in build.DTYPES or not supports(x, spec) or not x.numel():
-        return quantize(x, spec)
     inv_scale = spec.inv_scale
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.int8)

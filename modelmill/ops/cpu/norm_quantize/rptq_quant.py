@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
+from modelmill.ops.row_range import RowRange
+from modelmill.ops.rptq_quant import RptqQuantInputs
 
 available = build.available
 _DTYPES = build.DTYPES
+SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes=True),)
+
+
+def supports(inputs: RptqQuantInputs) -> bool:
+    """Whether tables are contiguous, with a factor for each column."""
+    _, perm, inv_scale, zero_point, *_ = inputs
+    packed = all(each is None or each.is_contiguous() for each in (perm, inv_scale, zero_point))
+    return packed and (inv_scale is None or inv_scale.numel() == perm.numel())
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op on the CPU; same contract as the reference."""
     x, perm, inv_scale, zero_point, bits, group, gated = inputs
-    operands = ((perm, torch.int32), (inv_scale, torch.float32), (zero_point, torch.int32))
-    fits = all(t is None or (t.is_contiguous() and t.dtype is dtype) for t, dtype in operands)
-    if (
-        not fits
-        or x.dtype not in _DTYPES
-        or x.dim() != 2
-        or (inv_scale is not None and inv_scale.numel() != perm.numel())
-    ):
-        return rptq_quant(inputs)
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     columns = perm.numel()

@@ -9,16 +9,10 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.sample import SampleInputs
+from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
 
 available = build.available
-
-
-def supports(inputs: SampleInputs) -> bool:
-    """float32 logits and the parameters in the reference's dtypes."""
-    logits, temperature, top_k, top_p, min_p, noise = inputs
-    real = all(t.dtype is torch.float32 for t in (logits, temperature, top_p, min_p))
-    return real and top_k.dtype is torch.int32 and noise.dtype is torch.float64
+SUPPORTED_PROBLEMS = (REFERENCE_DTYPES,)
 
 
 def run(inputs: SampleInputs) -> torch.Tensor:

@@ -1,30 +1,28 @@
 """Attention over a paged KV cache on Hopper: prefill (paged_attention.cu) and decode.
 
-A step that mixes prompts and single queries is shared. The prefill kernel takes whole tiles of 128
-queries, of which a single query would fill one row: paged_decode16 has those, or the variant behind
-this one where that does not serve. Prompts that are too short for the tiles, or have pages of int8,
-are left to the variant behind, and their step's single queries to paged_decode16 and paged_decode8.
+A step that mixes prompts and single queries is shared: its prompts and its single queries each go
+to the first kernel that serves them (``attention_range``), here or in the backends behind. The
+prefill kernel takes whole tiles of 128 queries; prompts that are too short for the tiles, or have
+pages of int8, are left to others. Single queries are decoded by paged_decode16 and paged_decode8.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import struct
-from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.cuda.attention import paged_decode8, paged_decode16
+from modelmill.ops.attention_range import AttentionRange, Phase
+from modelmill.ops.binding import run_first
+from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES, supports_indices
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.kernel_range import UNBOUNDED, Kernel
+from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
-USES_FALLBACK = True
 PREFILL_MIN_QUERIES = 64  # up to here half of a tile of 128 would be empty, or more
 PREFILL_MIN_TOKENS = 128  # up to here starting the copies takes longer than all else
-_TRITON = importlib.util.find_spec("triton") is not None
 # Sizes of paged_attention.cu.
 QUERIES = 128
 KEYS = 128
@@ -44,24 +42,6 @@ def available(device_type: str) -> str | None:
     common = _prefill_macros(torch.bfloat16, 128, 16)
     reason = build.why_unavailable(device_type, "paged_attention", common)
     return reason or paged_decode8.available(device_type) or paged_decode16.available(device_type)
-
-
-def supports(inputs: PagedAttentionInputs) -> bool:
-    """Whether the kernels serve these operands.
-
-    Prompts in 16 bits, heads of 64 or 128, packed caches with pages of 8 to 128 tokens, up to
-    1,024 sequences.
-
-    Of a step's single queries, alone or among prompts, what paged_decode8 and paged_decode16 serve.
-    """
-    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    max_query, (k_scale, v_scale) = inputs.max_query, inputs[10:]
-    indices = (block_tables, query_start, context_lens)
-    if k_scale is None and _supports_prefill(q, k_cache, v_cache, indices, max_query):
-        return True
-    if max_query > 1 and (block_tables.shape[0] == 1 or not _TRITON):
-        return False
-    return _supports_decode(q, (k_cache, v_cache, k_scale, v_scale), indices)
 
 
 def specializations(
@@ -84,72 +64,48 @@ def specializations(
     return []
 
 
-def run(
-    inputs: PagedAttentionInputs, fallback: Callable[..., torch.Tensor] | None = None
+def prefill(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, *, mixed: bool = False
 ) -> torch.Tensor:
-    """As the reference; ``fallback`` computes the parts that these kernels do not serve.
-
-    It is a run function that also takes ``out`` and ``include_decode``.
+    """Fill the rows of prompts and, where not ``mixed``, those of single queries.
 
     Rows of padding sequences (context_len 0) are zero; rows of no sequence are undefined.
     """
-    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    max_query, max_context, scale, window, k_scale, v_scale = inputs[6:]
-    indices, sizes = (
-        (block_tables, query_start, context_lens),
-        (max_query, max_context, scale, window),
-    )
-    caches = (k_cache, v_cache, k_scale, v_scale)
-    out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-    if k_scale is not None or not _supports_prefill(q, k_cache, v_cache, indices, max_query):
-        if max_query > 1:
-            prompts = (
-                fallback
-                or importlib.import_module("modelmill.ops.triton.attention.paged_attention").run
-            )
-            prompts(inputs, out=out, include_decode=False)
-        return _decode(q, caches, indices, sizes, out)
-    served = _supports_decode(q, caches, indices)
-    mixed = block_tables.shape[0] > 1 and (served or fallback is not None)
-    _prefill(q, (k_cache, v_cache), indices, sizes, out, mixed=mixed)
-    if mixed and served:
-        _decode(q, caches, indices, sizes, out)
-    elif mixed and fallback is not None:
-        fallback(inputs._replace(max_query=1), out=out)
+    q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
+    out = paged_decode.new_output(q) if out is None else out
+    _prefill(q, (k_cache, v_cache), (tables, starts, lengths), inputs[6:10], out, mixed=mixed)
     return out
 
 
-def _supports_prefill(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    max_query: int,
-) -> bool:
-    """Whether paged_attention.cu serves the prompts of a step.
-
-    indices: page tables, starts, lengths.
-    """
-    page_size, dim = k_cache.shape[2:]
-    if (
-        max_query <= PREFILL_MIN_QUERIES
-        or q.shape[0] <= PREFILL_MIN_TOKENS
-        or q.dtype not in TYPES
-        or not q.is_cuda
-    ):
-        return False
-    if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype or dim not in (64, 128):
-        return False
-    page = 8 <= page_size <= KEYS and page_size & (page_size - 1) == 0
-    few = indices[0].shape[0] <= MAX_SEQUENCES
+def supports_prefill(inputs: PagedAttentionInputs) -> bool:
+    """Whether TMA can read the queries, pages are packed and indices int32."""
+    q, k_cache, v_cache, *indices = inputs[:6]
     return (
-        supports_indices(indices)
-        and page
-        and few
+        supports_indices(tuple(indices))
         and _is_tma_loadable(q)
         and _supports_pages(k_cache)
         and _supports_pages(v_cache)
     )
+
+
+PREFILL = Kernel(
+    AttentionRange(
+        # Of a mixed step with single queries that no kernel decodes, all rows.
+        phases=(Phase.PREFILL, Phase.PROMPTS, Phase.MIXED),
+        m=(PREFILL_MIN_TOKENS + 1, UNBOUNDED),
+        queries=(PREFILL_MIN_QUERIES + 1, UNBOUNDED),
+        sequences=(1, MAX_SEQUENCES),
+        dims=(64, 128),
+        page_sizes=(8, KEYS),
+        dtypes=tuple(TYPES),
+        on_gpu=True,
+    ),
+    prefill,
+    supports_prefill,
+)
+KERNELS = (PREFILL, *paged_decode16.KERNELS, *paged_decode8.KERNELS)
+SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
+run = run_first(KERNELS, DECLARATION)
 
 
 def _prefill(
@@ -216,32 +172,6 @@ def _tile_counters(device: int) -> torch.Tensor:
 @functools.cache
 def _stream_counters(device: int, stream: int) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def _supports_decode(
-    q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> bool:
-    """Whether single queries are served here; caches: keys, values and their scales."""
-    k_cache, v_cache, k_scale, v_scale = caches
-    if k_scale is None:
-        return paged_decode16.supports_decode(q, k_cache, v_cache, indices)
-    return paged_decode8.supports_decode(q, k_cache, v_cache, indices, k_scale, v_scale)
-
-
-def _decode(
-    q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    sizes: tuple[int, int, float, int | None],
-    out: torch.Tensor,
-) -> torch.Tensor:
-    """Fill the rows of single queries. sizes: as for ``_prefill``."""
-    k_cache, v_cache, k_scale, v_scale = caches
-    if k_scale is None or v_scale is None:
-        return paged_decode16.run(q, (k_cache, v_cache), indices, *sizes[1:], out)
-    return paged_decode8.run(q, (k_cache, v_cache, k_scale, v_scale), indices, *sizes[1:], out)
 
 
 def _prefill_kernel(dtype: torch.dtype, dim: int, page_size: int, device: int) -> launch.CudaKernel:

@@ -6,28 +6,31 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from modelmill.ops.attention_range import Phase
 from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.cuda.common import launch
 
 LOG2E = 1.4426950408889634
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_SPLITS = 8  # blocks of a cluster
+PAGE_SIZES = (8, 128)
+
+
+DECODE_PHASES = (Phase.DECODE, Phase.SINGLE_QUERIES)
+
+
+def new_output(q: torch.Tensor) -> torch.Tensor:
+    """Rows [T, heads · D] to fill."""
+    return torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
 
 
 def supports_cache(caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...]) -> bool:
-    """Whether caches are packed with pages of 8 to 128 tokens and indices are int32.
+    """Whether caches are packed and indices are int32.
 
     Caches: keys first. Indices: page tables, starts and lengths.
     """
-    page = caches[0].shape[2]
     packed = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in caches)
-    return (
-        packed
-        and supports_indices(indices)
-        and 8 <= page <= 128
-        and page & (page - 1) == 0
-        and indices[0].shape[1] > 0
-    )
+    return packed and supports_indices(indices) and indices[0].shape[1] > 0
 
 
 def supports_indices(indices: tuple[torch.Tensor, ...]) -> bool:

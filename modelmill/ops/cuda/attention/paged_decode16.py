@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
+from modelmill.ops.attention_range import AttentionRange
 from modelmill.ops.cuda.attention import paged_decode
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.kernel_range import Kernel
+from modelmill.ops.paged_attention import PagedAttentionInputs
 
 MAX_GROUP_HEADS = 8  # query heads of a KV head: columns of a product
 
@@ -79,37 +83,41 @@ def available(device_type: str) -> str | None:
     )
 
 
-def supports_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> bool:
-    """Whether the kernel serves these operands.
-
-    16 bits, heads of 64 to 128 in steps of 16 or of 256, up to 8 per KV head; packed caches,
-    pages of 8 to 128 tokens.
-
-    indices: page tables, starts, lengths.
-    """
-    if (
-        q.dtype not in TYPES
-        or not q.is_cuda
-        or k_cache.dtype != q.dtype
-        or v_cache.dtype != q.dtype
-    ):
-        return False
-    heads, dim = q.shape[1:]
+def supports_decode(inputs: PagedAttentionInputs) -> bool:
+    """Whether rows of the queries are aligned, pages packed and indices int32."""
+    q, k_cache, v_cache, *indices = inputs[:6]
     aligned = (
         q.stride(2) == 1
         and q.data_ptr() % 16 == 0
         and q.stride(0) % 8 == 0
         and q.stride(1) % 8 == 0
     )
-    kv_heads = k_cache.shape[1]
-    fits = dim in SPLIT_CONFIGS and heads <= MAX_GROUP_HEADS * kv_heads
-    few = heads == kv_heads or indices[0].shape[0] * kv_heads <= MAX_CONCURRENT_PAIRS
-    return fits and few and aligned and paged_decode.supports_cache((k_cache, v_cache), indices)
+    return aligned and paged_decode.supports_cache((k_cache, v_cache), tuple(indices))
+
+
+def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill the rows of single queries, and leave the others alone."""
+    q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
+    out = paged_decode.new_output(q) if out is None else out
+    return run(q, (k_cache, v_cache), (tables, starts, lengths), *inputs[7:10], out)
+
+
+_ONE_HEAD = AttentionRange(
+    phases=paged_decode.DECODE_PHASES,
+    max_group_heads=1,
+    dims=tuple(SPLIT_CONFIGS),
+    page_sizes=paged_decode.PAGE_SIZES,
+    dtypes=tuple(TYPES),
+    on_gpu=True,
+)
+KERNELS = (
+    Kernel(_ONE_HEAD, decode, supports_decode),
+    Kernel(
+        replace(_ONE_HEAD, max_group_heads=MAX_GROUP_HEADS, pairs=(1, MAX_CONCURRENT_PAIRS)),
+        decode,
+        supports_decode,
+    ),
+)
 
 
 def specializations(

@@ -6,9 +6,12 @@ import struct
 
 import torch
 
+from modelmill.ops.attention_range import AttentionRange
 from modelmill.ops.cuda.attention import paged_decode
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES
 from modelmill.ops.cuda.common import build, launch
+from modelmill.ops.kernel_range import Kernel
+from modelmill.ops.paged_attention import PagedAttentionInputs
 
 # Sizes of paged_decode8.cu; blocks whose registers fit an SM together.
 KEYS, WARPS, BLOCKS_PER_SM = 32, 4, 4
@@ -24,34 +27,43 @@ def available(device_type: str) -> str | None:
     )
 
 
-def supports_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> bool:
-    """Whether the kernel serves these operands.
-
-    q in 16 bits, heads of 64 or 128, one KV head each, packed int8 caches with pages of 8 to
-    128 tokens.
-
-    indices: page tables, starts, lengths.
-    """
-    if k_scale is None or v_scale is None or q.dtype not in TYPES or not q.is_cuda:
+def supports_decode(inputs: PagedAttentionInputs) -> bool:
+    """Whether channels are contiguous, pages and scales packed and indices int32."""
+    q, k_cache, v_cache, *indices = inputs[:6]
+    k_scale, v_scale = inputs[10:]
+    if k_scale is None or v_scale is None:
         return False
-    _, kv_heads, _, dim = k_cache.shape
-    if (
-        k_cache.dtype != torch.int8
-        or v_cache.dtype != torch.int8
-        or q.shape[1] != kv_heads
-        or dim not in (64, 128)
-    ):
-        return False
-    return q.stride(2) == 1 and paged_decode.supports_cache(
-        (k_cache, v_cache, k_scale, v_scale), indices
-    )
+    caches = (k_cache, v_cache, k_scale, v_scale)
+    return q.stride(2) == 1 and paged_decode.supports_cache(caches, tuple(indices))
+
+
+def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill the rows of single queries, and leave the others alone."""
+    q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
+    k_scale, v_scale = inputs[10:]
+    assert k_scale is not None, "see KERNELS"
+    assert v_scale is not None, "see KERNELS"
+    out = paged_decode.new_output(q) if out is None else out
+    caches = (k_cache, v_cache, k_scale, v_scale)
+    return run(q, caches, (tables, starts, lengths), *inputs[7:10], out)
+
+
+KERNELS = (
+    Kernel(
+        AttentionRange(
+            phases=paged_decode.DECODE_PHASES,
+            max_group_heads=1,
+            dims=(64, 128),
+            page_sizes=paged_decode.PAGE_SIZES,
+            dtypes=tuple(TYPES),
+            page_dtypes=(torch.int8,),
+            scaled=True,
+            on_gpu=True,
+        ),
+        decode,
+        supports_decode,
+    ),
+)
 
 
 def specializations(

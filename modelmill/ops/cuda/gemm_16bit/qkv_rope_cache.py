@@ -9,6 +9,7 @@ import torch
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_operands
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, ProblemRange
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 TILE_WIDTH = 256  # rows of the weight of a tile
@@ -36,14 +37,11 @@ def kernel_macros(dim: int, *, biased: bool, dtype: torch.dtype) -> tuple[str, .
 def supports(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inputs: RopeCacheInputs
 ) -> bool:
-    """Whether the kernel serves these operands and is faster.
+    """Whether the kernel serves these operands.
 
     16 bits, also of the pages, which have 2^n tokens each; heads of 64 or 128 without q/k
-    norms; prompts whose tiles fill the SMs.
+    norms.
     """
-    # the most selective check first: this runs in every layer
-    if x.dim() != 2 or not is_faster(x.shape[0], weight.shape[0], launch.sm_count(x.get_device())):
-        return False
     if not supports_operands(x, weight, bias):
         return False
     k_cache, v_cache, slots, heads, cos, sin, q_scale, q_norm, k_norm = inputs[:9]
@@ -64,10 +62,7 @@ def supports(
         return False
     if any(each is not None and each.data_ptr() % 16 for each in (bias, cos, sin)):
         return False
-    if (
-        not _supports_pages(k_cache, v_cache, x.dtype)
-        or x.shape[0] * weight.shape[0] >= _MAX_ELEMENTS
-    ):
+    if not _supports_pages(k_cache, v_cache, x.dtype):
         return False
     return weight.shape == ((heads + 2 * k_cache.shape[1]) * dim, x.shape[1])
 
@@ -90,6 +85,18 @@ def _supports_pages(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.d
 def is_faster(rows: int, outputs: int, num_sms: int) -> bool:
     """Whether one kernel is faster than cuBLAS and the rotation behind it."""
     return gemm.large_m_is_faster(rows, outputs, num_sms, (TILE_WIDTH,), MIN_OCCUPANCY)
+
+
+def _is_faster(problem: GemmProblem) -> bool:
+    """The same of a problem whose values can be counted in 32 bits."""
+    counted = problem.device >= 0 and problem.m * problem.n < _MAX_ELEMENTS
+    return counted and is_faster(problem.m, problem.n, launch.sm_count(problem.device))
+
+
+# prompts whose tiles fill the SMs
+SUPPORTED_PROBLEMS = (
+    ProblemRange(m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_faster),
+)
 
 
 def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:

@@ -6,19 +6,18 @@ import torch
 
 from modelmill.ops.cuda.common.build import available as available
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.cuda.norm_quantize.rmsnorm_quant_permute import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
 from modelmill.ops.quant_types import ActQuantSpec
 
 
 def supports(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec
 ) -> bool:
-    """As ``rmsnorm_quant_permute.supports_rows``, over a residual like x."""
-    alike = residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
-    return (
-        alike
-        and residual.data_ptr() % 16 == 0
-        and rmsnorm_quant_permute.supports_rows(x, weight, spec)
-    )
+    """As ``rmsnorm_quant_permute.supports``; the residual lies in memory as x does."""
+    packed = residual.is_contiguous() and residual.data_ptr() % 16 == 0
+    return packed and rmsnorm_quant_permute.supports(x, weight, eps, spec)
 
 
 def run(

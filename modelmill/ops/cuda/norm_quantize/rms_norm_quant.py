@@ -9,12 +9,11 @@ import torch
 
 from modelmill.ops.cuda.common.build import available as available
 from modelmill.ops.cuda.norm_quantize import rmsnorm_quant_permute
+from modelmill.ops.cuda.norm_quantize.rmsnorm_quant_permute import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
+from modelmill.ops.cuda.norm_quantize.rmsnorm_quant_permute import supports as supports
 from modelmill.ops.quant_types import ActQuantSpec
-
-
-def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
-    """Whether the kernel takes these rows; see ``rmsnorm_quant_permute.supports_rows``."""
-    return rmsnorm_quant_permute.supports_rows(x, weight, spec)
 
 
 def run(

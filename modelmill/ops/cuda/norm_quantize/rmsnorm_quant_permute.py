@@ -12,6 +12,7 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.row_range import RowRange, is_packed
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
@@ -21,35 +22,26 @@ SM_SHARED_BYTES = 226 * 1024  # bytes of an SM
 MAX_STAGES = 2
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor, spec: ActQuantSpec) -> bool:
-    """Whether the kernels serve these operands.
+SUPPORTED_PROBLEMS = (
+    RowRange(
+        on_gpu=True,
+        dtypes=tuple(TYPES),
+        same_dtype=True,
+        dims=(2, 16),
+        max_width=MAX_WIDTH,
+        width_multiple=16,
+        out_dtypes=(torch.int8, torch.float8_e4m3fn),
+        packed_dtypes=True,
+        permuted=True,
+    ),
+)
 
-    Rows in 16 bits; x and the values have a multiple of 16 columns up to 8,192; a permutation
-    is given.
-    """
-    dtype, factor, zero, order, _ = spec
-    if (
-        order is None
-        or not x.is_cuda
-        or x.dtype not in TYPES
-        or x.dtype != weight.dtype
-        or x.dim() < 2
-    ):
-        return False
-    width, columns = x.shape[-1], order.numel()
-    if width % 16 or columns % 16 or max(width, columns) > MAX_WIDTH or x.numel() == 0:
-        return False
-    types = zip((factor, zero, order), (torch.float32, torch.int32, torch.int32), strict=True)
-    packed = all(
-        t is None or (t.dtype is each and t.is_contiguous() and t.data_ptr() % 16 == 0)
-        for t, each in types
-    )
-    return (
-        packed
-        and weight.data_ptr() % 16 == 0
-        and x.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and dtype in (torch.int8, torch.float8_e4m3fn)
+
+def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
+    """Whether all operands are contiguous and aligned to 16 bytes."""
+    return is_packed(spec) and all(
+        each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0)
+        for each in (x, weight, *spec[1:4])
     )
 
 

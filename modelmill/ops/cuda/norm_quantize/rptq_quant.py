@@ -8,6 +8,8 @@ import torch
 
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import TYPES
+from modelmill.ops.kernel_range import HALF, UNBOUNDED
+from modelmill.ops.row_range import RowProblem, RowRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 
 # rows: with 64 x 4,096 Triton's kernel is faster on an H200, with thousands a tenth as fast
@@ -27,35 +29,29 @@ def available(device_type: str) -> str | None:
     )
 
 
-def supports(inputs: RptqQuantInputs) -> bool:
-    """Whether the kernel serves these operands.
+def _fits(problem: RowProblem) -> bool:
+    """Whether widths are in fours and rows fit shared memory; dynamic steps need groups of 2^n."""
+    width, columns = problem.width // (2 if problem.gated else 1), problem.columns
+    group, dynamic = problem.group, problem.spec is not None and problem.spec.inv_scale is None
+    grouped = not dynamic or (columns % group == 0 and (group in (32, 64) or group % 128 == 0))
+    fours = width % 4 == 0 and columns % 4 == 0
+    return grouped and fours and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
 
-    128 rows of 16 bits or more, widths in fours, packed; dynamic steps need groups of 32, 64,
-    128, 256 ….
-    """
-    x, perm, inv_scale, zero_point, _, group, gated = inputs
-    if (
-        x.dim() != 2
-        or x.shape[0] < MIN_ROWS
-        or x.dtype.itemsize != 2
-        or not x.is_cuda
-        or x.stride(1) != 1
-    ):
-        return False
-    width, columns = x.shape[1] // (2 if gated else 1), perm.numel()
+
+SUPPORTED_PROBLEMS = (
+    RowRange(m=(MIN_ROWS, UNBOUNDED), on_gpu=True, dtypes=HALF, dims=(2, 2), fits=_fits),
+)
+
+
+def supports(inputs: RptqQuantInputs) -> bool:
+    """Whether rows and tables are packed and aligned; a scale for each column."""
+    x, perm, inv_scale, zero_point = inputs[:4]
+    tables = [each for each in (perm, inv_scale, zero_point) if each is not None]
     packed = all(
-        t is None or (t.is_contiguous() and t.numel() == columns)
-        for t in (perm, inv_scale, zero_point)
+        each.is_contiguous() and each.numel() == perm.numel() and each.data_ptr() % 16 == 0
+        for each in tables
     )
-    tables = [t for t in (perm, inv_scale, zero_point) if t is not None]
-    aligned = (
-        x.stride(0) % 4 == 0
-        and x.data_ptr() % 8 == 0
-        and all(t.data_ptr() % 16 == 0 for t in tables)
-    )
-    grouped = columns % group == 0 and (group in (32, 64) or group % 128 == 0)
-    fours = width % 4 == 0 and columns % 4 == 0 and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
-    return packed and aligned and fours and (inv_scale is not None or grouped)
+    return packed and x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

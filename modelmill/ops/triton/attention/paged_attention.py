@@ -10,11 +10,15 @@ a large bound still uses the whole GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.attention_range import AttentionRange, Phase
+from modelmill.ops.binding import run_first
+from modelmill.ops.kernel_range import UNBOUNDED, Kernel
+from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 from modelmill.ops.triton.attention import paged_decode, paged_prefill
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import (
@@ -30,59 +34,77 @@ LOG2E = 1.4426950408889634
 MIN_SPLIT_KEYS = 64  # minimum keys of a split
 MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
 MAX_SPLITS = 64
+MIN_DIM, MAX_DIM = 8, 256  # channels of a head
 SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mixed batch
 
 
 def supports(inputs: PagedAttentionInputs) -> bool:
-    """Whether the kernels support the arguments.
-
-    Head sizes 8 to 256; power-of-two page size; k and v caches of one layout, of q's dtype or
-    contiguous 8 bits with scales.
-    """
+    """Whether keys and values have one layout with contiguous channels; 8-bit pages are packed."""
     q, k_cache, v_cache = inputs[:3]
     k_scale, v_scale = inputs[10:]
-    _, _, page_size, dim = k_cache.shape
     layout = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
-    sizes = 8 <= dim <= 256 and page_size & (page_size - 1) == 0
     if k_scale is None or v_scale is None:
-        cache_ok = k_cache.dtype == q.dtype
-    else:
-        packed = k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
-        dtype_ok = k_cache.dtype is torch.int8 or (
-            k_cache.dtype is torch.float8_e4m3fn and supports_fp8(q.device)
-        )
-        cache_ok = packed and dtype_ok
-    return layout and sizes and cache_ok and k_cache.dtype == v_cache.dtype and q.shape[0] > 0
+        return layout
+    return (
+        layout and k_cache.is_contiguous() and k_scale.is_contiguous() and v_scale.is_contiguous()
+    )
 
 
-def run(
-    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, include_decode: bool = True
+def prefill(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, *, mixed: bool = False
 ) -> torch.Tensor:
-    """Run the op.
+    """Fill the rows of prompts and, where not ``mixed``, those of single queries.
 
     Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
     undefined.
-
-    Two arguments are not in the reference: ``out`` is filled and returned; with max_query 1 only
-    rows of single queries are written. ``include_decode``: whether single queries in a mixed batch
-    are computed.
     """
-    q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    max_query, max_context, scale, window, k_scale, v_scale = inputs[6:]
-    tokens, heads, dim = q.shape
+    tensors, scale = _operands(inputs, out)
+    _prefill(tensors, (inputs.max_query, inputs.max_context), scale, inputs.window, mixed)
+    return tensors[-1]
+
+
+def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill the rows of single queries, and leave the others alone."""
+    tensors, scale = _operands(inputs, out)
+    _decode(tensors, inputs.max_context, scale, inputs.window)
+    return tensors[-1]
+
+
+def _operands(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], float]:
+    """The kernels' tensors, the output last, and the scale of scores to the base of two."""
+    q, k_cache, v_cache, *indices = inputs[:6]
+    k_scale, v_scale = inputs[10:]
     if out is None:
+        tokens, heads, dim = q.shape
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
-    tensors = (q, k_cache, v_cache, *scales, block_tables, query_start, context_lens, out)
-    # Sequences with one query would use one row of a prefill tile each: the decode kernel runs.
-    mixed = max_query > 1 and block_tables.shape[0] > 1
-    if max_query > 1:
-        _prefill(tensors, (max_query, max_context), scale * LOG2E, window, mixed)
-    if max_query == 1 or (mixed and include_decode):
-        _decode(tensors, max_context, scale * LOG2E, window)
-    return out
+    return (q, k_cache, v_cache, *scales, *indices, out), inputs.scale * LOG2E
 
 
+_PAGES_OF_Q = AttentionRange(
+    page_sizes=(1, UNBOUNDED), fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM
+)
+_PAGES_OF_8_BITS = replace(
+    _PAGES_OF_Q,
+    scaled=True,
+    page_dtypes=(torch.int8, torch.float8_e4m3fn),
+    fits=lambda step: (
+        MIN_DIM <= step.dim <= MAX_DIM
+        and (step.page_dtypes[0] is torch.int8 or supports_fp8(step.device))
+    ),
+)
+KERNELS = tuple(
+    Kernel(replace(pages, phases=phases), run)
+    for pages in (_PAGES_OF_Q, _PAGES_OF_8_BITS)
+    for phases, run in (
+        ((Phase.PREFILL, Phase.PROMPTS), prefill),
+        ((Phase.DECODE, Phase.SINGLE_QUERIES), decode),
+    )
+)
+SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
+run = run_first(KERNELS, DECLARATION)
 _prefill_launcher = CachedLauncher(paged_prefill.paged_prefill_kernel)
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from modelmill.ops.carveout import DECODE_CARVEOUT_PERCENT
 from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.rope_range import RopeRange
 from modelmill.ops.triton.common.device import as_rows, power_of_two, supports_fp8
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.dtype_convert import amax_to_scale, round_to_dtype
@@ -27,24 +28,25 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 QUANT_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def supports(qkv: torch.Tensor, inputs: RopeCacheInputs) -> bool:
-    """Whether the kernel supports the arguments.
+MAX_DIM = 256
+SUPPORTED_PROBLEMS = (
+    RopeRange(scaled=False, max_dim=MAX_DIM),
+    RopeRange(
+        scaled=True,
+        page_dtypes=tuple(QUANT_MAX),
+        max_dim=MAX_DIM,
+        fits=lambda rows: rows.page_dtypes[0] is torch.int8 or supports_fp8(rows.device),
+    ),
+)
 
-    Even head sizes up to 256; k and v caches of one layout with contiguous channels; contiguous
-    scales.
-    """
-    k_cache, v_cache = inputs[:2]
-    k_scale, v_scale = inputs[10:]
-    supported = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
-    if k_scale is not None and v_scale is not None:
-        supported = (
-            supported
-            and k_cache.dtype in QUANT_MAX
-            and k_scale.is_contiguous()
-            and v_scale.is_contiguous()
-        )
-        supported = supported and (k_cache.dtype is torch.int8 or supports_fp8(qkv.device))
-    return supported and k_cache.shape[3] % 2 == 0 and k_cache.shape[3] <= 256 and qkv.numel() > 0
+
+def supports(qkv: torch.Tensor, inputs: RopeCacheInputs) -> bool:
+    """Whether keys and values have one layout with contiguous channels; scales are contiguous."""
+    k_cache, v_cache, k_scale, v_scale = *inputs[:2], *inputs[10:]
+    packed = (
+        k_scale is None or v_scale is None or (k_scale.is_contiguous() and v_scale.is_contiguous())
+    )
+    return packed and k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
 
 
 def run(qkv: torch.Tensor, inputs: RopeCacheInputs) -> torch.Tensor:

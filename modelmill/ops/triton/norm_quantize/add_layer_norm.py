@@ -5,14 +5,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.norm_quantize.layer_norm_quant import layer_norm_quant, supports_rows
-
-
-def supports(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> bool:
-    """As ``layer_norm_quant.supports_rows``; x and residual have one shape and dtype."""
-    return x.dtype == residual.dtype and x.shape == residual.shape and supports_rows(x)
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import layer_norm_quant
 
 
 def run(

@@ -6,14 +6,10 @@ import torch
 
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.norm_quantize.layer_norm_quant import layer_norm_quant, supports_rows
-
-
-def supports(inputs: AddLayerNormQuantInputs) -> bool:
-    """As ``layer_norm_quant.supports_rows``; x and residual have one shape and dtype."""
-    x, residual = inputs.x, inputs.residual
-    alike = x.dtype == residual.dtype and x.shape == residual.shape
-    return alike and supports_rows(x, inputs.dtype, inputs.inv_scale)
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import layer_norm_quant
 
 
 def run(

@@ -14,17 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.row_range import RowRange
 from modelmill.ops.triton.common.device import as_rows, row_launch
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.rms_norm import MAX_WIDTH
 
-
-def supports(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Rows up to 32,768 wide; all of one dtype; x and residual of one shape."""
-    same = x.dtype == residual.dtype == weight.dtype and x.shape == residual.shape
-    return same and x.shape[-1] <= MAX_WIDTH and x.numel() > 0
+SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH, same_dtype=True),)
 
 
 def run(

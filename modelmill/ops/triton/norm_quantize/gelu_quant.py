@@ -18,13 +18,11 @@ from modelmill.ops.triton.common.device import INTERPRETED, as_rows
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.gelu import gelu_value
-from modelmill.ops.triton.norm_quantize.layer_norm_quant import split_width, supports_rows
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import (
+    SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
+)
+from modelmill.ops.triton.norm_quantize.layer_norm_quant import split_width
 from modelmill.ops.triton.norm_quantize.quantize_rows import round_8bit, row_inv_scale
-
-
-def supports(x: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None) -> bool:
-    """Rows up to 16,384 wide, a device that has the dtype, one static scale or none."""
-    return supports_rows(x, dtype, inv_scale)
 
 
 def run(

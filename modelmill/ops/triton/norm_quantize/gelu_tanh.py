@@ -17,6 +17,7 @@ import triton.language as tl
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import elementwise_launch
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.norm_quantize.gelu import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.norm_quantize.gelu import supports as supports
 
 

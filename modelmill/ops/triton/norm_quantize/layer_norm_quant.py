@@ -18,20 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import as_rows, power_of_two, supports_fp8
+from modelmill.ops.row_range import RowRange
+from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.norm_quantize.output_dtype import has_dtype
 from modelmill.ops.triton.norm_quantize.quantize_rows import round_8bit, row_inv_scale
 
 MAX_WIDTH = 16384
 
 
-def supports_rows(
-    x: torch.Tensor, dtype: torch.dtype | None = None, inv_scale: torch.Tensor | None = None
-) -> bool:
-    """Rows up to 16,384 wide; a device that has the dtype; one static float32 scale or none."""
-    known = dtype in (None, torch.int8) or supports_fp8(x.device)
-    one = inv_scale is None or (inv_scale.numel() == 1 and inv_scale.dtype is torch.float32)
-    return known and one and 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0
+SUPPORTED_PROBLEMS = (
+    RowRange(max_width=MAX_WIDTH, max_factors=1, packed_dtypes=True, fits=has_dtype),
+)
 
 
 def split_width(width: int) -> tuple[int, int]:

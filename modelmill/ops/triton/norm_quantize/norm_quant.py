@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,35 +23,25 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count, supports_fp8
+from modelmill.ops.row_range import RowRange, is_packed
+from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.norm_quantize.output_dtype import has_dtype, quantizes_wide_rows
 
 MAX_WIDTH = 16384
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor | None, spec: ActQuantSpec) -> bool:
-    """Whether the device has the dtype and the kernels support the arguments.
+_RANGE = RowRange(same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=has_dtype)
+SUPPORTED_PROBLEMS = (_RANGE,)
+QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=quantizes_wide_rows),)
 
-    Rows up to 16,384 wide (32,768 without norm), of the weight's dtype; scales, zero-points and
-    permutations contiguous, of their dtypes.
-    """
-    dtype, factor, zero, perm, _ = spec
-    width = x.shape[-1]
-    if perm is not None:
-        if perm.dtype is not torch.int32 or not perm.is_contiguous():
-            return False
-        width = max(width, perm.numel())
-    if factor is not None and (factor.dtype is not torch.float32 or not factor.is_contiguous()):
-        return False
-    if zero is not None and (zero.dtype is not torch.int32 or not zero.is_contiguous()):
-        return False
-    if dtype is not torch.int8 and not supports_fp8(x.device):
-        return False
-    same = x.dtype == weight.dtype if weight is not None else x.dtype.itemsize > 1
-    return same and width <= (2 * MAX_WIDTH if weight is None else MAX_WIDTH) and x.numel() > 0
+
+def supports(*args: Any) -> bool:
+    """Whether factors, zero-points and permutation of the spec, which is last, are contiguous."""
+    return is_packed(args[-1])
 
 
 class NormQuantLaunch(NamedTuple):

@@ -6,12 +6,10 @@ import torch
 
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant, supports_rows
+from modelmill.ops.triton.norm_quantize.norm_quant import QUANTIZE_PROBLEMS, rms_norm_quant
+from modelmill.ops.triton.norm_quantize.norm_quant import supports as supports
 
-
-def supports(x: torch.Tensor, spec: ActQuantSpec) -> bool:
-    """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
-    return supports_rows(x, None, spec)
+SUPPORTED_PROBLEMS = QUANTIZE_PROBLEMS
 
 
 def run(x: torch.Tensor, spec: ActQuantSpec) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -14,17 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.row_range import RowRange
 from modelmill.ops.triton.common.device import as_rows, row_launch
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_WIDTH = 32768
-
-
-def supports(x: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Rows up to 32,768 wide; weight and x of one dtype."""
-    return x.shape[-1] <= MAX_WIDTH and x.dtype == weight.dtype and x.numel() > 0
+SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH, same_dtype=True),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

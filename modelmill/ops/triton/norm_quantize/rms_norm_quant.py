@@ -6,12 +6,9 @@ import torch
 
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant, supports_rows
-
-
-def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
-    """Whether the kernel takes these rows; see ``norm_quant.supports_rows``."""
-    return supports_rows(x, weight, spec)
+from modelmill.ops.triton.norm_quantize.norm_quant import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
+from modelmill.ops.triton.norm_quantize.norm_quant import rms_norm_quant
+from modelmill.ops.triton.norm_quantize.norm_quant import supports as supports
 
 
 def run(

@@ -17,23 +17,33 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.row_range import RowProblem, RowRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
+MAX_GROUP = 8192
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
+SUPPORTED_PROBLEMS = (
+    RowRange(dims=(2, 2), fits=lambda rows: not is_dynamic(rows) or rows.group <= MAX_GROUP),
+)
+
+
+def is_dynamic(problem: RowProblem) -> bool:
+    """Whether each row and group has its own step."""
+    return problem.spec is not None and problem.spec.inv_scale is None
+
+
 def supports(inputs: RptqQuantInputs) -> bool:
     """All tensors contiguous; a scale for each column."""
-    x, perm, inv_scale, zero_point, _, group, _ = inputs
-    packed = all(
-        t is None or (t.is_contiguous() and t.numel() == perm.numel())
-        for t in (perm, inv_scale, zero_point)
+    perm, *others = inputs[1:4]
+    return perm.is_contiguous() and all(
+        each is None or (each.is_contiguous() and each.numel() == perm.numel()) for each in others
     )
-    return x.dim() == 2 and x.numel() > 0 and packed and (inv_scale is not None or group <= 8192)
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -14,15 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.row_range import RowRange
 from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
-
-def supports(gate_up: torch.Tensor) -> bool:
-    """Any shape that is not empty."""
-    return gate_up.numel() > 0
+SUPPORTED_PROBLEMS = (RowRange(),)
 
 
 def run(gate_up: torch.Tensor) -> torch.Tensor:

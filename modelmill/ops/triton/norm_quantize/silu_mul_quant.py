@@ -17,27 +17,19 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import as_rows, power_of_two, supports_fp8
+from modelmill.ops.row_range import RowRange
+from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.norm_quantize.output_dtype import quantizes_wide_rows
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-def supports(
-    gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
-) -> bool:
-    """A device that has the dtype; halves up to 32,768 wide."""
-    known = dtype is torch.int8 or supports_fp8(gate_up.device)
-    return (
-        known
-        and gate_up.numel() > 0
-        and gate_up.shape[-1] <= 2 * MAX_WIDTH
-        and gate_up.dtype.itemsize > 1
-    )
+SUPPORTED_PROBLEMS = (RowRange(max_width=2 * MAX_WIDTH, fits=quantizes_wide_rows),)
 
 
 def run(

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.row_range import RowRange
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -21,9 +22,12 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
+SUPPORTED_PROBLEMS = (RowRange(dtypes=(torch.float32,)),)
+
+
 def supports(logits: torch.Tensor) -> bool:
-    """Rows of float32 with contiguous columns."""
-    return logits.dtype is torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
+    """Whether columns are contiguous."""
+    return logits.stride(1) == 1
 
 
 def run(logits: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,13 @@ but exact. Nothing synchronizes with the host.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.sample import SampleInputs
+from modelmill.ops.sample import REFERENCE_DTYPES, SampleInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -57,19 +59,12 @@ MAX_GATHERED = 4096
 _SMALL_BATCH_ROWS = 6  # up to this many rows, smaller chunks are needed to use all SMs
 
 
+SUPPORTED_PROBLEMS = (replace(REFERENCE_DTYPES, max_width=(1 << 22) - 1),)
+
+
 def supports(inputs: SampleInputs) -> bool:
-    """Contiguous float32 rows; parameters in the reference's dtypes."""
-    logits, temperature, top_k, top_p, min_p, noise = inputs
-    is_float32 = all(t.dtype is torch.float32 for t in (logits, temperature, top_p, min_p))
-    contiguous = all(t.is_contiguous() for t in (temperature, top_k, top_p, min_p, noise))
-    dtypes_ok = is_float32 and top_k.dtype is torch.int32 and noise.dtype is torch.float64
-    return (
-        dtypes_ok
-        and contiguous
-        and logits.stride(1) == 1
-        and logits.numel() > 0
-        and logits.shape[1] < 1 << 22
-    )
+    """Whether parameters, and the columns of the logits, are contiguous."""
+    return inputs.logits.stride(1) == 1 and all(each.is_contiguous() for each in inputs[1:])
 
 
 def run(inputs: SampleInputs) -> torch.Tensor:
