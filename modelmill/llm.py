@@ -346,7 +346,7 @@ class LLM(OpenedEngine[EngineCore]):
                 continue
             delta, stopped = state.process(token)
             if stopped:
-                self.engine_core.finish(token.request_id, token.index)
+                self.engine_core.finish_on_stop_string(token.request_id, token.index)
             if state.output.finished:
                 del running[token.request_id]
             deltas.append(delta)

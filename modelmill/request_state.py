@@ -95,7 +95,7 @@ class RequestState:
 
         Returns:
             The delta, and whether a stop string ended that sequence just now: the engine core does
-            not know text, so the caller must then call ``EngineCore.finish``.
+            not know text, so the caller must then call ``EngineCore.finish_on_stop_string``.
         """
         now = time.perf_counter() - self.start_time
         result, detokenizer = self.output, self._sequences[token.index]

@@ -59,7 +59,7 @@ def check_quantized_head(
         yield Finding(row.name, None, "head", row, bound)
 
 
-def dequantize_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]:
+def dequantize_row_blocks(weight: Any, device: torch.device) -> Iterator[Tensor]:
     """Yield a weight [N, K] on a device in float32, some of its rows at a time."""
     for start in range(0, weight.shape[0], BLOCK_ROWS):
         yield _dequantize_rows(weight, device, start, min(start + BLOCK_ROWS, weight.shape[0]))

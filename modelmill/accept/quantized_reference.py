@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelmill.accept.blockwise import compare_matrix
-from modelmill.accept.embedding_and_head import dequantize_blocks
+from modelmill.accept.embedding_and_head import dequantize_row_blocks
 from modelmill.accept.metrics import ErrorMetrics, compare_tensors
 from modelmill.accept.reference import Affine, HeadTrace, LayerWeights, ModuleIO, ReferenceModel
 from modelmill.accept.reference.base import no_tf32
@@ -59,7 +59,7 @@ def quantized_reference(
         fake_quantize = input_quantizer(model.head.weight.to(str(made.device)))
         head_input = normed if fake_quantize is None else fake_quantize(normed)
         with no_tf32():
-            blocks = dequantize_blocks(model.head.weight, made.device)
+            blocks = dequantize_row_blocks(model.head.weight, made.device)
             logits = torch.cat([head_input @ block.to(made.dtype).T for block in blocks], -1)
         return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 

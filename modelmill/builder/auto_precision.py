@@ -199,7 +199,7 @@ class LayerStreamer:
             if not resolved.target.startswith(prefix):
                 continue
             tensor = (
-                apply_rule(resolved, self.checkpoint.get, self.checkpoint.info)
+                apply_rule(resolved, self.checkpoint.get, self.checkpoint.tensor_info)
                 .float()
                 .to(self.device)
                 .contiguous()

@@ -270,7 +270,7 @@ def process_bytes() -> int:
 def mapped_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor]) -> int:
     """Return the bytes of the checkpoint's tensors that are read, and of the engine."""
     sources = {name for planned in planned_tensors for name in planned.rule.sources}
-    return sum(checkpoint.info(name).nbytes for name in sources) + sum(
+    return sum(checkpoint.tensor_info(name).nbytes for name in sources) + sum(
         planned.nbytes for planned in planned_tensors
     )
 
@@ -301,7 +301,7 @@ def writing_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTenso
 def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
     """Return the bytes allocated while a tensor is read; 0 if it is mapped."""
     count = torch.Size(planned.shape).numel()
-    infos = [checkpoint.info(name) for name in planned.rule.sources]
+    infos = [checkpoint.tensor_info(name) for name in planned.rule.sources]
     if planned.kept_weight is not None:
         return planned.nbytes
     if any(is_expanded(checkpoint, info.name) for info in infos):
@@ -320,7 +320,7 @@ def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
 
 def is_expanded(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether reading a tensor computes new values, so that it is not mapped."""
-    info = checkpoint.info(name)
+    info = checkpoint.tensor_info(name)
     return info.nbytes < info.numel * info.torch_dtype.itemsize
 
 

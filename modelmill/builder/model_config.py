@@ -156,7 +156,7 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
     """
     if checkpoint.config:
         return checkpoint
-    shapes = {name: checkpoint.info(name).shape for name in checkpoint.names()}
+    shapes = {name: checkpoint.tensor_info(name).shape for name in checkpoint.names()}
     for name in module_names("modelmill.models"):
         config_from_shapes = family_options(
             find_module("modelmill.models", name)
@@ -326,7 +326,11 @@ def resolve_tied_head(
         [find_source_name(source, names, family.CHECKPOINT_PREFIXES) for source in sources[target]]
         for target in ("head.weight", "embed.weight")
     )
-    if head is None or embed is None or same_values(checkpoint.get(head), checkpoint.get(embed)):
+    if (
+        head is None
+        or embed is None
+        or equal_in_any_dtype(checkpoint.get(head), checkpoint.get(embed))
+    ):
         return model_config, []
     return untied, [
         f"config.json says tie_word_embeddings=true, but {list_names([head])} differs from "
@@ -335,7 +339,7 @@ def resolve_tied_head(
     ]
 
 
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+def equal_in_any_dtype(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same values in any dtype; a NaN equals nothing."""
     if one.shape != other.shape:
         return False

@@ -89,7 +89,7 @@ class PlannedTensor:
         if self.kept_weight is not None:
             tensors = self.kept_weight.read(checkpoint, dtype).tensors()
         else:
-            tensors = {"": apply_rule(self.rule, checkpoint.get, checkpoint.info)}
+            tensors = {"": apply_rule(self.rule, checkpoint.get, checkpoint.tensor_info)}
         for part in tensors.values():
             check_finite(", ".join(self.rule.sources), part)
         return tensors
@@ -268,7 +268,7 @@ def _plan_plain(
 
 def _floating_info(checkpoint: Checkpoint, rule: ResolvedRule) -> TensorInfo:
     """Return what a rule makes; raises TensorMismatch if it contains integers."""
-    info = result_info(rule, checkpoint.info)
+    info = result_info(rule, checkpoint.tensor_info)
     if not info.torch_dtype.is_floating_point:
         raise TensorMismatch(
             f"{', '.join(rule.sources)} has dtype {info.dtype}; a floating-point dtype is required"

@@ -74,10 +74,10 @@ class AwqScheme:
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
         here, zeros = (
-            packed_words_shape(raw.info(f"{stem}.{part}"), self.path)
+            packed_words_shape(raw.tensor_info(f"{stem}.{part}"), self.path)
             for part in ("qweight", "qzeros")
         )
-        grids = scales_shape(raw.info(f"{stem}.scales"), self.path)
+        grids = scales_shape(raw.tensor_info(f"{stem}.scales"), self.path)
         if grids[1] != here[1] * 8:
             raise CorruptCheckpoint(
                 f"{self.path}: {stem}.qweight {list(here)} and scales {list(grids)} do not fit"

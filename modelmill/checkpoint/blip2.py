@@ -78,10 +78,10 @@ class Blip2Container:
         """Return the number of blocks of the vision encoder."""
         return len({name for name in self._sources if re.fullmatch(_BLOCK, name)})
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         file_name, third = self._locate(name)
-        info = self._container.info(file_name)
+        info = self._container.tensor_info(file_name)
         if third is None:
             return TensorInfo(name, info.shape, info.dtype, info.nbytes)
         return TensorInfo(name, (info.shape[0] // 3,), info.dtype, info.nbytes // 3)
@@ -117,9 +117,9 @@ class PrefixedView:
             if n.startswith(self._prefix)
         ]
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
-        info = self._container.info(self._prefix + name)
+        info = self._container.tensor_info(self._prefix + name)
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:

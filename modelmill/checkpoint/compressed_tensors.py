@@ -150,7 +150,7 @@ class CompressedTensorsScheme:
         here = set(raw.names())
         if f"{stem}.weight_packed" in here:
             rows, columns = self._read_weight_shape(raw, stem)
-            stored = packed_words_shape(raw.info(f"{stem}.weight_packed"), self.path)
+            stored = packed_words_shape(raw.tensor_info(f"{stem}.weight_packed"), self.path)
             known = {(rows, -(-columns // 8)): 4, (rows, -(-columns // 4)): 8}
             if stored not in known:
                 raise CheckpointError(
@@ -160,7 +160,7 @@ class CompressedTensorsScheme:
                 )
             bits = known[stored]
         else:
-            info = raw.info(f"{stem}.weight")
+            info = raw.tensor_info(f"{stem}.weight")
             if info.dtype != "int8" or len(info.shape) != 2 or 0 in info.shape:
                 description = f"{info.dtype} {list(info.shape)}"
                 raise CheckpointError(
@@ -178,12 +178,12 @@ class CompressedTensorsScheme:
                 f"{self.path}: {stem} has {groups} groups for {columns} columns; {ADVICE}"
             )
         offset = f"{stem}.weight_zero_point" in here
-        if offset and raw.info(f"{stem}.weight_zero_point").dtype not in ("int8", "int32"):
-            found = raw.info(f"{stem}.weight_zero_point").dtype
+        if offset and raw.tensor_info(f"{stem}.weight_zero_point").dtype not in ("int8", "int32"):
+            found = raw.tensor_info(f"{stem}.weight_zero_point").dtype
             raise CorruptCheckpoint(
                 f"{self.path}: {stem}.weight_zero_point is {found}, int8 and int32 can be read"
             )
-        half = raw.info(f"{stem}.weight_scale").dtype == "float16" and not offset
+        half = raw.tensor_info(f"{stem}.weight_scale").dtype == "float16" and not offset
         order = perm_digest(self._read_perm(raw, stem, columns, group))
         return QuantLayout(
             self.label,
@@ -224,7 +224,7 @@ class CompressedTensorsScheme:
     def _read_weight_shape(self, raw: Container, stem: str) -> tuple[int, int]:
         """Return the rows and columns in weight_shape."""
         name = f"{stem}.weight_shape"
-        stated = raw.get(name).flatten().tolist() if raw.info(name).numel == 2 else []
+        stated = raw.get(name).flatten().tolist() if raw.tensor_info(name).numel == 2 else []
         if len(stated) != 2 or not all(
             isinstance(n, (int, float)) and 1 <= n < 2**31 and n % 1 == 0 for n in stated
         ):
@@ -235,7 +235,7 @@ class CompressedTensorsScheme:
         return int(stated[0]), int(stated[1])
 
     def _count_groups(self, raw: Container, stem: str, rows: int) -> int:
-        info = raw.info(f"{stem}.weight_scale")
+        info = raw.tensor_info(f"{stem}.weight_scale")
         count, shape = info.numel, info.shape
         if (
             not info.torch_dtype.is_floating_point

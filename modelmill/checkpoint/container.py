@@ -58,7 +58,7 @@ class Container(Protocol):
     def names(self) -> list[str]:
         """Return every tensor's name, in the file's order."""
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape, dtype and size; raises TensorMismatch for an unknown name."""
 
     def get(self, name: str) -> torch.Tensor:

@@ -43,18 +43,18 @@ class DeltaContainer:
         self._names += [name for name in base.names() if name not in second]
         for name in self._names:
             if name in second:
-                self._check_shapes(base.info(name), delta.info(name))
+                self._check_shapes(base.tensor_info(name), delta.tensor_info(name))
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
         return list(self._names)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
-        one = self._base.info(name)
+        one = self._base.tensor_info(name)
         if name not in self._delta_names:
             return one
-        other = self._delta.info(name)
+        other = self._delta.tensor_info(name)
         dtype = torch.promote_types(one.torch_dtype, other.torch_dtype)
         nbytes = other.numel * dtype.itemsize
         return TensorInfo(name, other.shape, str(dtype).removeprefix("torch."), nbytes)

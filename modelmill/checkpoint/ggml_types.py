@@ -45,7 +45,7 @@ class GgmlType:
         return self.dtype is not None or self.dequantize is not None
 
 
-def dequantize_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize_ggml_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.Tensor) -> None:
     """Dequantize `data` (uint8, flat, whole blocks) into `out` (float32, flat), by chunks."""
     assert ggml_type.dequantize is not None, ggml_type.name
     blocks, values = data.view(-1, ggml_type.block_bytes), out.view(-1, ggml_type.block_values)

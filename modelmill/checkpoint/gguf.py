@@ -17,7 +17,12 @@ import numpy as np
 import torch
 
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
-from modelmill.checkpoint.ggml_types import CHUNK_VALUES, GGML_TYPES, GgmlType, dequantize_blocks
+from modelmill.checkpoint.ggml_types import (
+    CHUNK_VALUES,
+    GGML_TYPES,
+    GgmlType,
+    dequantize_ggml_blocks,
+)
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -77,7 +82,7 @@ class GgufFile:
         """Return the names of all tensors."""
         return list(self._tensors)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         placed = self._find_tensor(name)
         return TensorInfo(name, placed.shape, placed.ggml_type.label, placed.nbytes)
@@ -118,7 +123,7 @@ class GgufFile:
         """Return the files that the tensors are read from."""
         return [self.path]
 
-    def same_values(self, one: str, other: str) -> bool:
+    def same_stored_bytes(self, one: str, other: str) -> bool:
         """Return whether two tensors have equal stored bytes; stops at the first difference."""
         a, b = self._find_tensor(one), self._find_tensor(other)
         if (a.shape, a.ggml_type) != (b.shape, b.ggml_type):
@@ -148,7 +153,7 @@ class GgufFile:
                 part.numel() // ggml_type.block_values * ggml_type.block_bytes, dtype=torch.uint8
             )
             self._read_into(stream, stored)
-            dequantize_blocks(ggml_type, stored, part)
+            dequantize_ggml_blocks(ggml_type, stored, part)
         return result
 
     def _read_into(self, stream: BinaryIO, data: torch.Tensor) -> None:

@@ -43,14 +43,17 @@ def read_config(
         raise UnknownArchitecture(
             f"{raw.path}: is a mixture of experts, which modelmill does not compute"
         )
-    if "token_embd.weight" not in raw.names() or len(raw.info("token_embd.weight").shape) != 2:
+    if (
+        "token_embd.weight" not in raw.names()
+        or len(raw.tensor_info("token_embd.weight").shape) != 2
+    ):
         raise CorruptCheckpoint(f"{raw.path}: has no token_embd.weight matrix")
-    vocabulary = raw.info("token_embd.weight").shape[0]
+    vocabulary = raw.tensor_info("token_embd.weight").shape[0]
     config: dict[str, Any] = {
         "model_type": arch,
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
-        "torch_dtype": str(raw.info("token_embd.weight").torch_dtype).removeprefix("torch."),
+        "torch_dtype": str(raw.tensor_info("token_embd.weight").torch_dtype).removeprefix("torch."),
     }
     config.update({"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama)(keys))
     ids = _special_ids(raw, vocabulary)
@@ -169,7 +172,7 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
     raw = keys.raw
     try:
         if keys.has_tensor("rope_freqs.weight"):
-            info = raw.info("rope_freqs.weight")
+            info = raw.tensor_info("rope_freqs.weight")
             if info.shape != (_head_dim(keys) // 2,):
                 raise CorruptCheckpoint(
                     f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
@@ -188,7 +191,7 @@ def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
     and seq_length is the file's context length.
     """
     head_dim, feed_forward = _head_dim(keys), keys.get_count("feed_forward_length")
-    if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.info("blk.0.ffn_up.weight").shape[
+    if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.tensor_info("blk.0.ffn_up.weight").shape[
         :1
     ] == (feed_forward,):
         # config.json counts w1 and w2 together, as do GGUFs of the official converter; this one

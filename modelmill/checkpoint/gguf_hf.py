@@ -113,7 +113,7 @@ class GgufAsHf:
         self.metadata = raw.metadata
         tied = "output.weight" not in raw.names() or (
             # The GPT-2 converter writes the tied head a second time.
-            arch == "gpt2" and raw.same_values("output.weight", "token_embd.weight")
+            arch == "gpt2" and raw.same_stored_bytes("output.weight", "token_embd.weight")
         )
         self.config, self.generation_config, self.unread = read_config(raw, str(arch), tied)
         self._entries: dict[str, _HfTensor] = {}
@@ -126,10 +126,10 @@ class GgufAsHf:
         """Return the names of all tensors."""
         return list(self._entries)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         entry = self._entry(name)
-        source = self._raw.info(entry.source)
+        source = self._raw.tensor_info(entry.source)
         return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
@@ -141,7 +141,7 @@ class GgufAsHf:
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
         entry = self._entry(name)
-        return gguf_quant_layout(self._raw.info(entry.source), transposed=entry.transposed)
+        return gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return its codes and scales, rows in Hugging Face's order (or transposed)."""
@@ -149,7 +149,7 @@ class GgufAsHf:
         blocks = self._raw.raw_blocks(entry.source)
         if entry.restore is not None and not entry.transposed:
             blocks = entry.restore(blocks)
-        return unpack_gguf_blocks(self._raw.info(entry.source).dtype, blocks)
+        return unpack_gguf_blocks(self._raw.tensor_info(entry.source).dtype, blocks)
 
     def files(self) -> list[Path]:
         """Return the files that the tensors are read from."""
@@ -166,7 +166,7 @@ class GgufAsHf:
         return self._entries[name]
 
     def _add_tensor(self, name: str, architecture: GgufArchitecture) -> None:
-        shape = self._raw.info(name).shape
+        shape = self._raw.tensor_info(name).shape
         target, base = _hf_name(name, architecture)
         undo: Callable[[torch.Tensor], torch.Tensor] | None = None
         transposed = False

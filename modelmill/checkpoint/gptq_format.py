@@ -91,10 +91,10 @@ class GptqScheme:
 
     def quant_layout(self, raw: Container, stem: str) -> QuantLayout:
         """Return the quantization layout of the matrix called stem."""
-        here = packed_words_shape(raw.info(f"{stem}.qweight"), self.path)
+        here = packed_words_shape(raw.tensor_info(f"{stem}.qweight"), self.path)
         grids, zeros = (
-            scales_shape(raw.info(f"{stem}.scales"), self.path),
-            packed_words_shape(raw.info(f"{stem}.qzeros"), self.path),
+            scales_shape(raw.tensor_info(f"{stem}.scales"), self.path),
+            packed_words_shape(raw.tensor_info(f"{stem}.qzeros"), self.path),
         )
         if grids[1] != here[1]:
             raise CorruptCheckpoint(
@@ -115,7 +115,7 @@ class GptqScheme:
             )
         grid = (
             torch.float16
-            if self.symmetric and raw.info(f"{stem}.scales").dtype == "float16"
+            if self.symmetric and raw.tensor_info(f"{stem}.scales").dtype == "float16"
             else torch.float32
         )
         order = perm_digest(self._read_perm(raw, stem, columns, group))

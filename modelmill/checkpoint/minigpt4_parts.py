@@ -81,10 +81,10 @@ class MiniGpt4Container:
             self._vision_tensors
         )
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         container, file_name = self._locate(name)
-        info = container.info(file_name)
+        info = container.tensor_info(file_name)
         return TensorInfo(name, info.shape, info.dtype, info.nbytes)
 
     def get(self, name: str) -> torch.Tensor:
@@ -267,7 +267,7 @@ def _settings_table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _shape(vision: MiniGpt4Container, name: str, dims: int) -> tuple[int, ...]:
-    shape = vision.info(name).shape
+    shape = vision.tensor_info(name).shape
     if len(shape) != dims or 0 in shape:
         raise TensorMismatch(
             f"{name} has shape {list(shape)} where {dims} dimensions above 0 are needed"

@@ -72,9 +72,9 @@ class Checkpoint:
         """Return the names of all tensors."""
         return self.view.names()
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype by Hugging Face name; raises TensorMismatch for an unknown one."""
-        return self.view.info(name)
+        return self.view.tensor_info(name)
 
     def get(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU in its native dtype (GGUF block types as float32).
@@ -130,7 +130,8 @@ class Checkpoint:
     def _canonical_facts(self) -> bytes:
         """Return config, tokenizer files' digests and tensor headers in a canonical form."""
         headers = [
-            (i.name, list(i.shape), i.dtype) for i in map(self.view.info, sorted(self.view.names()))
+            (i.name, list(i.shape), i.dtype)
+            for i in map(self.view.tensor_info, sorted(self.view.names()))
         ]
         side = {name: hashlib.sha256(data).hexdigest() for name, data in self.side_files.items()}
         facts = [self.container, self.config, self.generation_config, headers, side]

@@ -99,17 +99,17 @@ class PrequantizedContainer:
         """Return the names of all tensors."""
         return list(self._names)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         if name not in self._stems:
-            return self._raw.info(name)
+            return self._raw.tensor_info(name)
         form, stem = self.quant_layout(name), self._stems[name]
         assert form is not None, "a packed matrix"
         shape = (form.columns, form.rows) if form.transposed else (form.rows, form.columns)
         here = set(self._raw.names())
         stored = [f"{stem}.{part}" for part in self.scheme.suffixes if f"{stem}.{part}" in here]
         return TensorInfo(
-            name, shape, form.label, sum(self._raw.info(part).nbytes for part in stored)
+            name, shape, form.label, sum(self._raw.tensor_info(part).nbytes for part in stored)
         )
 
     def get(self, name: str) -> torch.Tensor:

@@ -45,7 +45,7 @@ class PthFiles(ShardedFiles):
         """Return the names of all tensors."""
         return list(self._tensors)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         tensor = self.get(name)
         label = str(tensor.dtype).removeprefix("torch.")

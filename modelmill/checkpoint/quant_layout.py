@@ -146,7 +146,7 @@ def read_group_index(raw: Container, name: str, num_columns: int, path: Path) ->
     Raises:
         CorruptCheckpoint: if these are not ``num_columns`` integers.
     """
-    info = raw.info(name)
+    info = raw.tensor_info(name)
     if info.shape != (num_columns,):
         count = info.shape[0] if len(info.shape) == 1 else list(info.shape)
         raise CorruptCheckpoint(f"{path}: {name} has {count} entries for {num_columns} columns")

@@ -113,20 +113,20 @@ def plan_renames(
 
 
 def apply_rule(
-    rule: ResolvedRule, get: GetTensor, info: Callable[[str], TensorInfo] | None = None
+    rule: ResolvedRule, get: GetTensor, tensor_info: Callable[[str], TensorInfo] | None = None
 ) -> torch.Tensor:
     """Compute the target tensor, on the CPU, in its sources' (promoted) dtype.
 
-    With `info` the target is allocated first and filled source by source, so that peak memory is
-    the target and one source; without it all sources are in memory at once. The result may share a
-    mapped file's memory: copy before writing.
+    With `tensor_info` the target is allocated first and filled source by source, so that peak
+    memory is the target and one source; without it all sources are in memory at once. The result
+    may share a mapped file's memory: copy before writing.
 
     Raises:
         TensorMismatch: if the sources' shapes do not fit together.
     """
     sources: Iterator[torch.Tensor]
-    if info is not None:
-        facts = [(info(name).shape, info(name).torch_dtype) for name in rule.sources]
+    if tensor_info is not None:
+        facts = [(tensor_info(name).shape, tensor_info(name).torch_dtype) for name in rule.sources]
         sources = (get(name) for name in rule.sources)
     else:
         tensors = [get(name) for name in rule.sources]
@@ -144,9 +144,9 @@ def apply_rule(
     return next(sources)
 
 
-def result_info(rule: ResolvedRule, info: Callable[[str], TensorInfo]) -> TensorInfo:
+def result_info(rule: ResolvedRule, tensor_info: Callable[[str], TensorInfo]) -> TensorInfo:
     """Return shape, dtype and bytes of the result of `apply_rule`, without reading a value."""
-    sources = [info(name) for name in rule.sources]
+    sources = [tensor_info(name) for name in rule.sources]
     shapes: list[Shape] = [source.shape for source in sources]
     try:
         for text in rule.how.split("+"):

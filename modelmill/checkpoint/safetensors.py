@@ -78,7 +78,7 @@ class SafetensorsFiles(ShardedFiles):
         """Return the names of all tensors."""
         return list(self._infos)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         if name not in self._infos:
             raise no_such_tensor(self._paths[0].parent, name)

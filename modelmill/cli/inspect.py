@@ -103,7 +103,7 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
     from modelmill.checkpoint.open import open_checkpoint
 
     checkpoint = with_config(open_checkpoint(local_model(args.path)))
-    infos = [checkpoint.info(name) for name in checkpoint.names()]
+    infos = [checkpoint.tensor_info(name) for name in checkpoint.names()]
     return {
         "kind": "checkpoint",
         "path": str(args.path),

@@ -310,7 +310,7 @@ def _gather_args(
     for flag in flags:
         value, where = command_line.get(flag.name), flag.label
         if flag.repeatable and value in (None, [], ()):
-            value, where = _from_variable(flag)
+            value, where = _repeatable_from_env(flag)
         if value is not None and value != [] and value != ():
             values[flag.name] = _parse_value(flag, value, where)
     if values.get("config") is not None:
@@ -336,7 +336,7 @@ def _build_dataclass(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**chosen)
 
 
-def _from_variable(flag: CliParameter) -> tuple[Any, str]:
+def _repeatable_from_env(flag: CliParameter) -> tuple[Any, str]:
     """Return the value and the name of a repeatable flag's variable.
 
     The variable holds one value, or several as a JSON list. Numbers and KEY=VALUE pairs, which

@@ -69,7 +69,7 @@ def measure_latency(
             [(shape.input, shape.output)] * shape.batch, vocab, seed + 1000 + number
         )
         for target in targets:
-            result = _timed_run(target, requests, shape)
+            result = _run_or_capacity_error(target, requests, shape)
             if number >= 0:
                 passes[target.name].append(result)
         if on_progress is not None:
@@ -77,7 +77,7 @@ def measure_latency(
     return [_summary(name, shape, results) for name, results in passes.items()]
 
 
-def _timed_run(target: BenchTarget, requests: Any, shape: LatencyShape) -> TargetRun:
+def _run_or_capacity_error(target: BenchTarget, requests: Any, shape: LatencyShape) -> TargetRun:
     import torch
 
     try:

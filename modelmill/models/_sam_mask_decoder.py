@@ -148,7 +148,7 @@ class TwoWayTransformer(nn.Module):
         return self.norm_final_attn(tokens), image
 
 
-class SamMaskHead(nn.Module):
+class SamFeedForward(nn.Module):
     """Three linear layers with ReLU between them."""
 
     def __init__(self, width: int, out: int) -> None:
@@ -180,9 +180,9 @@ class SamMaskDecoder(nn.Module):
             }
         )
         self.output_hypernetworks_mlps = nn.ModuleList(
-            SamMaskHead(width, width // 8) for _ in range(NUM_MASKS)
+            SamFeedForward(width, width // 8) for _ in range(NUM_MASKS)
         )
-        self.iou_prediction_head = SamMaskHead(width, NUM_MASKS)
+        self.iou_prediction_head = SamFeedForward(width, NUM_MASKS)
 
     def forward(
         self,

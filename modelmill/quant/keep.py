@@ -56,7 +56,7 @@ class KeptWeight:
         dtype: of dense parts.
         """
         shapes = [
-            _source_shape(checkpoint.info(name), layout)
+            _source_shape(checkpoint.tensor_info(name), layout)
             for name, layout in zip(self.sources, self.layouts, strict=True)
         ]
         if self.weight_format != "mixed_rows":
@@ -122,7 +122,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
         if form is not None:
             labels[form.label] += 1
         else:
-            types[checkpoint.info(name).dtype] += len(checkpoint.info(name).shape) > 1
+            types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
     if not labels and checkpoint.config.get("quantization_config"):
         raise CheckpointError(
             f"{checkpoint.path}: config.json describes quantized weights, but none are; "

@@ -295,7 +295,7 @@ class EngineCore:
         for seq in seqs:
             self.output_processor.finish_sequence(seq, FinishReason.ABORT)
 
-    def finish(self, request_id: str, index: int) -> None:
+    def finish_on_stop_string(self, request_id: str, index: int) -> None:
         """End one sequence without an event, because its text contains a stop string.
 
         Ends all of a beam search.

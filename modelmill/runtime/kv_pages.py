@@ -109,7 +109,7 @@ class PagePool:
             else:
                 self._idle[page] = None
 
-    def lookup(self, key: bytes) -> int | None:
+    def cached_page_for_key(self, key: bytes) -> int | None:
         """The page with this prefix key, or None; takes no reference."""
         return self._page_by_key.get(key)
 

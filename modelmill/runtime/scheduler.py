@@ -562,7 +562,7 @@ class Scheduler:
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
-            page = self.pool.lookup(seq.page_key(index, size))
+            page = self.pool.cached_page_for_key(seq.page_key(index, size))
             if page is None:
                 break
             self.pool.incref(page)

@@ -36,7 +36,7 @@ class EventFormatter(Protocol):
     def delta_events(self, items: Sequence[StreamItem]) -> bytes:
         """Events of new items."""
 
-    def last_events(self) -> bytes:
+    def terminal_events(self) -> bytes:
         """Events after the last item."""
 
     def error_events(self, error: errors.ApiError) -> bytes:
@@ -101,7 +101,7 @@ class EventStream(Response):
                     )
                     if begin:
                         await asyncio.sleep(0)  # a slow client gets many events at once
-            await _write(send, await self._make_events(formatter.last_events))
+            await _write(send, await self._make_events(formatter.terminal_events))
         except ClientStalled:
             return
         except Exception as error:

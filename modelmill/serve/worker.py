@@ -292,7 +292,7 @@ class EngineWorker:
         elif isinstance(message, AbortRequest):
             self.engine_core.abort(message.id)
         elif isinstance(message, FinishSequence):
-            self.engine_core.finish(message.id, message.index)
+            self.engine_core.finish_on_stop_string(message.id, message.index)
         elif isinstance(message, GetStats):
             self._channel.send(StatsReply(message.number, asdict(self.engine_core.stats())))
         elif isinstance(message, Ping):

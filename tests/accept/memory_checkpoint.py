@@ -19,7 +19,7 @@ class MemoryContainer:
     def names(self) -> list[str]:
         return list(self.tensors)
 
-    def info(self, name: str) -> SimpleNamespace:
+    def tensor_info(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(shape=tuple(self.tensors[name].shape))
 
     def get(self, name: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from modelmill.accept import embedding_and_head
 from modelmill.accept.embedding_and_head import (
     check_embedding_tables,
     check_quantized_head,
-    dequantize_blocks,
+    dequantize_row_blocks,
 )
 from modelmill.accept.reference import tensor_source
 from modelmill.accept.run import sample_ids
@@ -184,7 +184,7 @@ def vocabulary(monkeypatch: pytest.MonkeyPatch) -> Tensor:
 def test_a_vocabulary_is_walked_in_blocks(weight_format: str, vocabulary: Tensor) -> None:
     true: Any = Rows(vocabulary)
     model = holding(vocabulary, weight_format)
-    blocks = list(dequantize_blocks(model.head.weight, true.device))
+    blocks = list(dequantize_row_blocks(model.head.weight, true.device))
     assert [len(block) for block in blocks] == [64, 64, 22]
     torch.testing.assert_close(torch.cat(blocks), model.head.weight.dense(), rtol=0, atol=0)
     assert [

@@ -17,7 +17,7 @@ from modelmill.accept.run import accept
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.artifact.store import open_artifact
 from modelmill.builder import build_engine, plan
-from modelmill.builder.model_config import same_values
+from modelmill.builder.model_config import equal_in_any_dtype
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
@@ -164,12 +164,12 @@ def test_a_ggufs_output_is_used_whatever_it_holds(tmp_path: Path) -> None:
         (torch.tensor(1.0), torch.tensor(1.0), True),
     ],
 )
-def test_same_values(one: torch.Tensor, other: torch.Tensor, same: bool) -> None:
-    assert same_values(one, other) is same
+def test_equal_in_any_dtype(one: torch.Tensor, other: torch.Tensor, same: bool) -> None:
+    assert equal_in_any_dtype(one, other) is same
 
 
 def test_a_difference_in_the_last_row_is_seen() -> None:
     one = torch.zeros(5000, 2)
     other = one.clone()
     other[-1, -1] = 1e-30
-    assert not same_values(one, other)
+    assert not equal_in_any_dtype(one, other)

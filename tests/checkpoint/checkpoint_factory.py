@@ -157,7 +157,7 @@ def opens_or_fails_in_one_line(
     line = ""
     try:
         files: Any = open_files([path])
-        assert sum(files.info(name).nbytes for name in files.names()) <= nbytes
+        assert sum(files.tensor_info(name).nbytes for name in files.names()) <= nbytes
     except CheckpointError as error:
         line = str(error)
     assert "\n" not in line

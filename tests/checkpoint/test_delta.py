@@ -37,8 +37,8 @@ def test_base_and_delta_add_up_and_new_token_rows_are_taken_as_they_are(tmp_path
     assert sorted(opened.names()) == sorted(target)
     for name, tensor in target.items():
         actual = opened.get(name)
-        assert opened.info(name).shape == actual.shape == tensor.shape
-        assert opened.info(name).torch_dtype == actual.dtype == torch.float16
+        assert opened.tensor_info(name).shape == actual.shape == tensor.shape
+        assert opened.tensor_info(name).torch_dtype == actual.dtype == torch.float16
         rows = base[name].shape[0]
         assert torch.equal(actual[:rows], base[name] + added[name][:rows])
         assert torch.equal(actual[rows:], tensor[rows:])
@@ -52,7 +52,7 @@ def test_rotary_buffers_may_be_on_either_side_only(tmp_path):
     one, two = folders(tmp_path, llama_state(1) | buffer, llama_state(2))
     opened = open_checkpoint(one, delta=two)
     assert torch.equal(opened.get(next(iter(buffer))), torch.ones(4))
-    assert opened.info(next(iter(buffer))).shape == (4,)
+    assert opened.tensor_info(next(iter(buffer))).shape == (4,)
     swapped = open_checkpoint(two, delta=one)
     assert next(iter(buffer)) not in swapped.names()
 

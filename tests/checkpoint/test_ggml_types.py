@@ -9,7 +9,7 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from modelmill.checkpoint import ggml_types
-from modelmill.checkpoint.ggml_types import GGML_TYPES, dequantize_blocks
+from modelmill.checkpoint.ggml_types import GGML_TYPES, dequantize_ggml_blocks
 
 BLOCKS = {
     number: ggml_type
@@ -22,7 +22,7 @@ KNOWN_TO_GGUF = [number for number, ggml_type in BLOCKS.items() if ggml_type.nam
 def expand(number: int, data: np.ndarray) -> np.ndarray:
     ggml_type = GGML_TYPES[number]
     out = torch.empty(data.size // ggml_type.block_bytes * ggml_type.block_values)
-    dequantize_blocks(ggml_type, torch.from_numpy(data), out)
+    dequantize_ggml_blocks(ggml_type, torch.from_numpy(data), out)
     return out.numpy()
 
 

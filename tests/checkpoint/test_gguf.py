@@ -71,8 +71,8 @@ def test_what_the_gguf_package_writes_is_read_back(tmp_path, metadata, drawn, al
     assert file.names() == list(state)
     for name, array in state.items():
         actual = file.get(name)
-        assert file.info(name).shape == array.shape
-        assert file.info(name).torch_dtype == actual.dtype
+        assert file.tensor_info(name).shape == array.shape
+        assert file.tensor_info(name).torch_dtype == actual.dtype
         np.testing.assert_array_equal(actual.numpy(), array)
 
 
@@ -85,9 +85,9 @@ def test_stored_blocks_are_expanded(tmp_path, name, monkeypatch):
     writer.add_tensor("w", data, raw_dtype=ggml_type)
     write_tensors(writer)
     file = GgufFile(tmp_path / "m.gguf")
-    assert file.info("w").shape == (5, 64)
-    assert file.info("w").nbytes == data.nbytes
-    assert file.info("w").dtype == ("bfloat16" if name == "BF16" else name)
+    assert file.tensor_info("w").shape == (5, 64)
+    assert file.tensor_info("w").nbytes == data.nbytes
+    assert file.tensor_info("w").dtype == ("bfloat16" if name == "BF16" else name)
     np.testing.assert_array_equal(file.get("w").float().numpy(), dequantize(data, ggml_type))
 
 
@@ -129,8 +129,8 @@ def test_a_damaged_header_is_one_line_and_costs_no_memory(tmp_path, good, data):
     try:
         file = GgufFile(path)
         for name in file.names():
-            assert file.info(name).nbytes <= path.stat().st_size
-            if file.info(name).dtype == "float32":
+            assert file.tensor_info(name).nbytes <= path.stat().st_size
+            if file.tensor_info(name).dtype == "float32":
                 file.get(name)
     except CheckpointError as error:
         line = str(error)

@@ -42,7 +42,7 @@ def present(path: Path) -> GgufAsHf:
 def assert_same(view: GgufAsHf, state: dict[str, torch.Tensor]) -> None:
     assert sorted(view.names()) == sorted(state)
     for name, tensor in state.items():
-        assert view.info(name).shape == tuple(tensor.shape)
+        assert view.tensor_info(name).shape == tuple(tensor.shape)
         assert torch.equal(view.get(name), tensor), name
 
 
@@ -406,6 +406,6 @@ def test_senseless_keys_are_one_line_or_a_config(tmp_path, extra, factors):
 
 def test_unknown_names_are_named(tmp_path):
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state()))
-    for ask in (view.get, view.info):
+    for ask in (view.get, view.tensor_info):
         with pytest.raises(TensorMismatch, match=r"'blk\.0\.attn_q\.weight'"):
             ask("blk.0.attn_q.weight")

@@ -25,7 +25,7 @@ def assert_whole(opened) -> None:
     assert opened.model_type == "llama"
     assert sorted(opened.names()) == sorted(STATE)
     for name, tensor in STATE.items():
-        assert opened.info(name).shape == tuple(tensor.shape)
+        assert opened.tensor_info(name).shape == tuple(tensor.shape)
         assert torch.equal(opened.get(name), tensor)
 
 

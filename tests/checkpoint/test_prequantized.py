@@ -39,7 +39,7 @@ def check_matrix(checkpoint: Checkpoint, drawn: writers.SeededMatrix, bits: int)
         NAME,
         "model.norm.weight",
     }
-    assert checkpoint.info(NAME).shape == drawn.codes.shape
+    assert checkpoint.tensor_info(NAME).shape == drawn.codes.shape
     packed = checkpoint.read_packed(NAME)
     order = np.arange(len(drawn.group_index)) if packed.perm is None else packed.perm.numpy()
     shift = 0 if bits == 4 else 128
@@ -248,7 +248,7 @@ def test_gpt2_names_mean_the_transposes(tmp_path: Path) -> None:
     checkpoint = write_and_open(
         tmp_path, settings, writers.gptq_tensors(drawn, 4), model_type="gpt2"
     )
-    assert checkpoint.info(NAME).shape == (64, 16)
+    assert checkpoint.tensor_info(NAME).shape == (64, 16)
     assert np.array_equal(checkpoint.get(NAME).double().numpy(), drawn.weight.T)
     assert np.array_equal(
         DequantizedContainer(checkpoint.raw, checkpoint.config).get(NAME).numpy(), drawn.weight.T

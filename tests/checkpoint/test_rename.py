@@ -17,7 +17,7 @@ TENSORS = {
 }
 
 
-def info(name: str) -> TensorInfo:
+def tensor_info(name: str) -> TensorInfo:
     tensor = TENSORS[name]
     return TensorInfo(name, tuple(tensor.shape), str(tensor.dtype)[6:], tensor.nbytes)
 
@@ -99,9 +99,9 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
     options, sources, expected, streamed
 ):
     entry = ResolvedRule("t", sources, options)
-    actual = apply_rule(entry, TENSORS.__getitem__, info if streamed else None)
+    actual = apply_rule(entry, TENSORS.__getitem__, tensor_info if streamed else None)
     assert torch.equal(actual, expected())
-    predicted = result_info(entry, info)
+    predicted = result_info(entry, tensor_info)
     assert (predicted.name, predicted.shape, predicted.torch_dtype) == (
         "t",
         tuple(actual.shape),
@@ -122,7 +122,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sources):
     entry = ResolvedRule("layer.weight", sources, options)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
-        result_info(entry, info)
+        result_info(entry, tensor_info)
     with pytest.raises(TensorMismatch, match=r"layer\.weight"):
         apply_rule(entry, TENSORS.__getitem__)
 
@@ -140,7 +140,7 @@ def test_streaming_holds_one_source_at_a_time():
         alive.append(weakref.ref(tensor))
         return tensor
 
-    apply_rule(ResolvedRule("t", ("q", "k", "k", "k"), "cat0"), get, info)
+    apply_rule(ResolvedRule("t", ("q", "k", "k", "k"), "cat0"), get, tensor_info)
 
 
 def test_quantized_sources_are_promised_as_float32():
@@ -152,7 +152,7 @@ def test_quantized_sources_are_promised_as_float32():
 
 def test_mistakes_in_a_rule_are_ours_and_not_the_users():
     with pytest.raises(AssertionError):
-        result_info(ResolvedRule("t", ("q",), "rotate"), info)
+        result_info(ResolvedRule("t", ("q",), "rotate"), tensor_info)
     with pytest.raises(AssertionError):
         plan_renames([Rule("t", ("q",)), Rule("t", ("k",))], [], ["q", "k"])
 

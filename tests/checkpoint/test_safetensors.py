@@ -50,7 +50,7 @@ def test_whatever_is_written_is_read_back(tmp_path, drawn):
     assert sorted(files.names()) == sorted(state)
     assert files.metadata == {"format": "pt"}
     for name, tensor in state.items():
-        actual, info = files.get(name), files.info(name)
+        actual, info = files.get(name), files.tensor_info(name)
         assert (info.shape, info.torch_dtype, info.nbytes) == (
             tuple(tensor.shape),
             tensor.dtype,
@@ -138,7 +138,7 @@ def test_missing_files_and_names_are_named(tmp_path, model):
     with pytest.raises(CheckpointError, match="is missing"):
         SafetensorsFiles([tmp_path / "none.safetensors"])
     files = SafetensorsFiles([model])
-    for ask in (files.get, files.info):
+    for ask in (files.get, files.tensor_info):
         with pytest.raises(TensorMismatch, match="'nobody'"):
             ask("nobody")
 

@@ -42,7 +42,7 @@ class FakeEngineCore:
         self.aborted.append(id)
         self.live.pop(id, None)
 
-    def finish(self, id: str, index: int) -> None:
+    def finish_on_stop_string(self, id: str, index: int) -> None:
         self.live.pop(id, None)
 
     def step(self) -> list[TokenOutput]:

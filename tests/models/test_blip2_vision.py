@@ -78,7 +78,7 @@ class Memory:
     def names(self) -> list[str]:
         return list(self.tensors)
 
-    def info(self, name: str) -> TensorInfo:
+    def tensor_info(self, name: str) -> TensorInfo:
         tensor = self.tensors[name]
         return TensorInfo(
             name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes
@@ -95,7 +95,7 @@ def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers' tensors under the names of the original files."""
     parts = Blip2Container(Memory(tensors))
     for name in parts.names():
-        assert parts.get(name).shape == parts.info(name).shape
+        assert parts.get(name).shape == parts.tensor_info(name).shape
     return {name: parts.get(name) for name in parts.names()}
 
 

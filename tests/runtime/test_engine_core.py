@@ -294,7 +294,7 @@ def test_abort_and_finish_give_everything_back() -> None:
             engine.add(request)
         for _ in range(12):
             engine.step()
-        engine.finish("0", 0)
+        engine.finish_on_stop_string("0", 0)
         engine.abort("1")
         engine.abort("5")
         engine.abort("unknown")
@@ -480,7 +480,7 @@ def ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
                 and fate == "finish"
                 and str(i) in engine.output_processor.live_sequences
             ):
-                engine.finish(str(i), 0)
+                engine.finish_on_stop_string(str(i), 0)
                 expected.discard((str(i), 0))
         assert clock < 3000
     tiny.assert_idle(engine)

@@ -74,16 +74,16 @@ class PoolMachine(RuleBasedStateMachine):
         digest = bytes([key])
         if page is None:
             return
-        known = self.pool.lookup(digest)
+        known = self.pool.cached_page_for_key(digest)
         self.pool.cache(page, digest)
         if known is None and page not in self.content:
             self.content[page] = digest
         else:
-            assert self.pool.lookup(digest) == known
+            assert self.pool.cached_page_for_key(digest) == known
 
     @rule(target=holds, key=st.integers(0, 9))
     def reuse(self, key: int) -> int | None:
-        page = self.pool.lookup(bytes([key]))
+        page = self.pool.cached_page_for_key(bytes([key]))
         if page is not None:
             assert self.content[page] == bytes([key]), (
                 "a prefix was found in a page that holds something else"
@@ -140,7 +140,7 @@ def test_memory_is_what_is_held_at_once_and_what_is_kept(max_cached: int | None,
         for page in pages:
             pool.decref(page or 0)
     assert pool.num_touched == most
-    newest = [pool.lookup(bytes([99, place])) for place in (0, 1)]
+    newest = [pool.cached_page_for_key(bytes([99, place])) for place in (0, 1)]
     assert None not in newest, "the latest is found in any case"
 
 

@@ -42,9 +42,13 @@ class DequantizedContainer:
         ]
         return [*plain, *(f"{stem}.weight" for stem in self._stems)]
 
-    def info(self, name: str) -> Any:
+    def tensor_info(self, name: str) -> Any:
         """Return shape and dtype of a tensor without reading it."""
-        return self.get(name) if name.rpartition(".")[0] in self._stems else self._raw.info(name)
+        return (
+            self.get(name)
+            if name.rpartition(".")[0] in self._stems
+            else self._raw.tensor_info(name)
+        )
 
     def files(self) -> list[Path]:
         """Return nothing: the container has no files of its own."""

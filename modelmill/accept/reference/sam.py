@@ -152,14 +152,15 @@ class SamReference(VisionReference):
                 window = padded[0, top : top + side, left : left + side].reshape(
                     side * side, channels
                 )
-                done = self._window_attention(path, window, side, rows, columns)
+                done = self._single_window_attention(path, window, side, rows, columns)
                 tall, broad = min(side, height - top), min(side, width - left)
                 out[0, top : top + tall, left : left + broad] = done[:tall, :broad]
         return out
 
-    def _window_attention(
+    def _single_window_attention(
         self, path: str, window: Tensor, side: int, rows: Tensor, columns: Tensor
     ) -> Tensor:
+        """Attention of the tokens of one window [side², C], as [side, side, C]."""
         channels, heads = window.shape[1], self.heads
         dim = channels // heads
         q, k, v = self.linear(f"{path}.qkv", window).view(-1, 3, heads, dim).permute(1, 2, 0, 3)

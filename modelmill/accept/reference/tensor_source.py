@@ -32,7 +32,7 @@ class RawContainer(Protocol):
     def names(self) -> list[str]:
         """Return the names of all tensors."""
 
-    def info(self, name: str) -> TensorShape:
+    def tensor_info(self, name: str) -> TensorShape:
         """Return shape and dtype of a tensor without reading it."""
 
     def get(self, name: str) -> Tensor:
@@ -107,7 +107,7 @@ class TensorSource:
             raise TensorMismatch(
                 f"the checkpoint has no tensor {raw}; it is incomplete or of another family"
             )
-        return tuple(self.container.info(raw).shape)
+        return tuple(self.container.tensor_info(raw).shape)
 
     def equal_values(self, name: str, other: str) -> bool:
         """Return whether two tensors have equal values, read in blocks of rows."""

@@ -286,7 +286,7 @@ class ChatResponseBuilder(EventFormatter):
             return self._chunk_template.render_chunk(choice)
         return sse_event({**self._head, "choices": [choice], **event_fields, **self._tail})
 
-    def last_events(self) -> bytes:
+    def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
         states = self._handle.request_states if self._body.wants_usage else None
         return openai_format.end_of_stream(self._head, states)

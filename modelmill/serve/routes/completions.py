@@ -245,7 +245,7 @@ class CompletionResponseBuilder(EventFormatter):
         """
         return int(bool(self._body.echo) and isinstance(output.stop_reason, int))
 
-    def last_events(self) -> bytes:
+    def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
         states = self._handle.request_states if self._body.wants_usage else None
         return openai_format.end_of_stream(self._head, states)

@@ -140,7 +140,7 @@ class ResponsesBuilder(EventFormatter):
         """Events of new deltas."""
         return b"".join(self._encode_events(self._delta_events(each)) for each in items)
 
-    def last_events(self) -> bytes:
+    def terminal_events(self) -> bytes:
         """The whole response, and the end of the stream."""
         return (
             self._encode_events([{"type": f"response.{self._status}", "response": self.response()}])
