@@ -6,20 +6,25 @@ transformers' BLIP-2 in one under other names (``checkpoint.blip2``).
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.models._eva_vit import EvaSpec, EvaVisionEncoder
+from modelmill.models._eva_vit import BLOCK_SOURCES, EvaSpec, EvaVisionEncoder
+from modelmill.models._layer_rules import RuleSource, rules_outside_layers, stacked_rules
 from modelmill.models._qformer import QFormer, QFormerSpec
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
 IMAGE_MEAN, IMAGE_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CHECKPOINT_NAMES = {
+    "qformer.norm": ("Qformer.bert.embeddings.LayerNorm",),
+    "proj": ("llama_proj",),
+}
+QUERY_SOURCES = {"qformer.query_tokens": RuleSource(("query_tokens",))}
 CHECKPOINT_PREFIXES = ("", "visual_encoder.", "module.", "model.")
 
 
@@ -69,11 +74,13 @@ def rules(spec: Blip2VisionSpec) -> list[Rule]:
     """Every tensor of the image embedder, from the names of the published files."""
     with torch.device("meta"):
         embedder = Blip2ImageEmbedder(spec)
-    names = [name for name, _ in embedder.named_buffers()]
-    names += [
-        f"{name}.weight" for name, module in embedder.named_modules() if isinstance(module, Linear)
-    ]
-    return [_rule_for(name) for name in sorted(names)]
+    blocks, layers = "visual_encoder.blocks", "qformer.layer"
+    out = rules_outside_layers(embedder, (blocks, layers), CHECKPOINT_NAMES, QUERY_SOURCES)
+    block_specs = [spec.vision_encoder.block_spec] * spec.vision_encoder.depth
+    out += stacked_rules(block_specs, {}, blocks, target=blocks, tensors=BLOCK_SOURCES)
+    layer_specs = [spec.qformer.layer_spec(i) for i in range(spec.qformer.depth)]
+    out += stacked_rules(layer_specs, {}, "Qformer.bert.encoder.layer", target=layers)
+    return sorted(out, key=lambda rule: rule.target)
 
 
 def ignored_tensors(spec: Blip2VisionSpec) -> list[str]:
@@ -87,26 +94,3 @@ def ignored_tensors(spec: Blip2VisionSpec) -> list[str]:
         r"(vision_proj|text_proj|itm_head|t5_proj|opt_proj)\..*",
         "temp",
     ]
-
-
-_CHECKPOINT_SPELLINGS = (
-    (r"^qformer\.query_tokens$", "query_tokens"),
-    (r"^qformer\.norm\.", "Qformer.bert.embeddings.LayerNorm."),
-    (r"^qformer\.layer\.", "Qformer.bert.encoder.layer."),
-    (r"^proj\.", "llama_proj."),
-)
-
-
-def _respell(name: str, spellings: tuple[tuple[str, str], ...]) -> str:
-    for pattern, spelling in spellings:
-        changed = re.sub(pattern, spelling, name)
-        if changed != name:
-            return changed
-    return name
-
-
-def _rule_for(name: str) -> Rule:
-    match = re.fullmatch(r"(visual_encoder\.blocks\.\d+\.attn)\.qkv\.bias", name)
-    if match is not None:
-        return Rule(name, (f"{match[1]}.q_bias", f"{match[1]}.v_bias"), "bias_q0v")
-    return Rule(name, (_respell(name, _CHECKPOINT_SPELLINGS),))

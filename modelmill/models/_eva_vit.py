@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modelmill.models._layer_rules import RuleSource
 from modelmill.nn.conv import Conv2d
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
@@ -31,6 +32,8 @@ REFERENCE_NAMES = {
     "": "vision_encoder.block",
 }
 """Module of a block → its name in the reference."""
+BLOCK_SOURCES = {"attn.qkv.bias": RuleSource(("attn.q_bias", "attn.v_bias"), "bias_q0v")}
+"""Tensors of a block that the checkpoint has in parts: the keys have no bias."""
 MLP = ("fc1", "fc2")  # the linear layers of its MLP
 
 

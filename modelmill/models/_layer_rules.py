@@ -1,16 +1,39 @@
-"""The rename rules of a layer, from its spec and the checkpoint's names of its modules."""
+"""Rename rules from what a model declares: its modules, and the checkpoint's names of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
 
 from modelmill.checkpoint.rename import Rule
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
+from modelmill.nn.linear import Linear
 
 CheckpointNames = Mapping[str, tuple[str, ...]]
 """Module inside the layer → its sources inside the checkpoint's layer; several are concatenated by
-rows.
+rows. A module that is not listed has the same name there.
 """
+
+
+@dataclass(frozen=True)
+class RuleSource:
+    """What a single tensor is made from, where its module's checkpoint name does not say it.
+
+    Attributes:
+        names: Tensors inside the checkpoint's layer.
+        how: As ``Rule.how``.
+    """
+
+    names: tuple[str, ...]
+    how: str = "copy"
+
+
+RuleSources = Mapping[str, RuleSource]
+"""Tensor inside the layer → what it is made from."""
+NO_SOURCES: RuleSources = MappingProxyType({})
 
 
 def layer_rules(
@@ -20,38 +43,88 @@ def layer_rules(
     source: str,
     *,
     transposed: bool = False,
+    tensors: RuleSources = NO_SOURCES,
 ) -> list[Rule]:
     """Every tensor of a layer: its norms, its linear layers, then what else has tensors.
 
     Args:
         spec: The layer.
-        names: The checkpoint's names.
+        names: The checkpoint's names of its modules.
         target: The layer in the model, "layers.3".
         source: The layer in the checkpoint, "model.layers.3".
         transposed: Whether matrices of linear layers are stored as [in, out].
+        tensors: Tensors with sources of their own.
     """
     rules = []
-    for module in sorted(spec.modules, key=_kind):
-        for tensor in module.tensors:
-            path, _, leaf = f"{module.path}.{tensor}".rpartition(".")
-            sources = tuple(f"{source}.{name}.{leaf}" for name in names[path])
-            how = "cat0" if len(sources) > 1 else "copy"
+    modules: tuple[ModuleSpec | WholeSpec, ...] = (*spec.modules, *spec.wholes)
+    for module in sorted(modules, key=_kind):
+        for leaf in module.tensors:
+            made = _tensor_source(f"{module.path}.{leaf}", names, tensors)
+            how = made.how
             if transposed and isinstance(module, LinearSpec) and leaf == "weight":
                 how = "transpose"
-            rules.append(Rule(f"{target}.{path}.{leaf}", sources, how))
+            sources = tuple(f"{source}.{name}" for name in made.names)
+            rules.append(Rule(f"{target}.{module.path}.{leaf}", sources, how))
     return rules
 
 
 def stacked_rules(
-    specs: Iterable[LayerSpec], names: CheckpointNames, source: str, *, transposed: bool = False
+    specs: Iterable[LayerSpec],
+    names: CheckpointNames,
+    source: str,
+    *,
+    target: str = "layers",
+    transposed: bool = False,
+    tensors: RuleSources = NO_SOURCES,
 ) -> list[Rule]:
-    """Every tensor of a decoder's layers; source: their list in the checkpoint."""
+    """Every tensor of a stack of layers; target, source: their list in model and checkpoint."""
     return [
         rule
         for i, spec in enumerate(specs)
-        for rule in layer_rules(spec, names, f"layers.{i}", f"{source}.{i}", transposed=transposed)
+        for rule in layer_rules(
+            spec, names, f"{target}.{i}", f"{source}.{i}", transposed=transposed, tensors=tensors
+        )
     ]
 
 
-def _kind(module: ModuleSpec) -> int:
+def rules_outside_layers(
+    model: nn.Module,
+    stacks: Sequence[str],
+    names: CheckpointNames,
+    tensors: RuleSources = NO_SOURCES,
+) -> list[Rule]:
+    """Every tensor of a model that is in none of its stacks of layers.
+
+    Args:
+        model: The model.
+        stacks: The paths of its stacks.
+        names: The checkpoint's names of modules, by their paths in the model.
+        tensors: Tensors with sources of their own, by their paths in the model.
+    """
+    layers = tuple(f"{path}." for path in stacks)
+    rules = []
+    for path in _tensor_paths(model):
+        if not path.startswith(layers):
+            made = _tensor_source(path, names, tensors)
+            rules.append(Rule(path, made.names, made.how))
+    return rules
+
+
+def _tensor_source(path: str, names: CheckpointNames, tensors: RuleSources) -> RuleSource:
+    if path in tensors:
+        return tensors[path]
+    module, _, leaf = path.rpartition(".")
+    sources = tuple(f"{name}.{leaf}" for name in names.get(module, (module,)))
+    return RuleSource(sources, "cat0" if len(sources) > 1 else "copy")
+
+
+def _tensor_paths(model: nn.Module) -> Iterator[str]:
+    for name, _ in model.named_buffers():
+        yield name
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield f"{name}.weight"
+
+
+def _kind(module: ModuleSpec | WholeSpec) -> int:
     return 0 if isinstance(module, NormSpec) else 1 if isinstance(module, LinearSpec) else 2

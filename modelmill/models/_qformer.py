@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, WholeSpec
+from modelmill.nn.layer_spec import REPLICATED, LayerSpec, LinearSpec, ModuleSpec, WholeSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import affine_norm, biased_linear, read_sites
@@ -56,6 +56,7 @@ class QFormerSpec:
             modules=tuple(modules),
             sites=read_sites(modules, heavy_tailed="output_query.dense.in"),
             outputs=("output_query",),
+            partitions=REPLICATED,
             wholes=(*wholes, WholeSpec("", "qformer.layer")),
         )
 

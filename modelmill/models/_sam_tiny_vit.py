@@ -6,19 +6,30 @@ their convolutions when the engine is built.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from modelmill.models._layer_rules import RuleSource, RuleSources
 from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
+from modelmill.nn.layer_spec import (
+    REPLICATED,
+    LayerSpec,
+    LinearSpec,
+    ModuleSpec,
+    NormSpec,
+    WholeSpec,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import affine_norm, biased_linear, read_sites
 from modelmill.ops.image_attention import ImageAttentionInputs
+
+POINTWISE_CONVOLUTIONS = (".conv1", ".conv3")  # of a chain of three; linear layers here
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class TinyVitSpec:
             modules=tuple(modules),
             sites=read_sites(modules),
             outputs=("stage_out",),
+            partitions=REPLICATED,
             wholes=tuple(
                 WholeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
                 for path in wholes
@@ -109,6 +121,44 @@ def _attention_block(path: str, width: int) -> tuple[list[ModuleSpec], list[str]
         _linear(f"{path}.mlp.fc2", width),
     ]
     return modules, [f"{path}.attn", f"{path}.mlp"]
+
+
+def _folded_batch_norm(path: str, stored: str, *, pointwise: bool) -> RuleSources:
+    """A convolution's weight and bias, from the convolution and the batch norm behind it.
+
+    Args:
+        path: The convolution in the model.
+        stored: Both in the checkpoint.
+        pointwise: Whether a convolution of 1×1 becomes a linear layer.
+    """
+    weight = (f"{stored}.c.weight", f"{stored}.bn.weight", f"{stored}.bn.running_var")
+    norm = ("bias", "weight", "running_mean", "running_var")
+    how = "fold_weight+pointwise" if pointwise else "fold_weight"
+    return {
+        f"{path}.weight": RuleSource(weight, how),
+        f"{path}.bias": RuleSource(tuple(f"{stored}.bn.{name}" for name in norm), "fold_bias"),
+    }
+
+
+PATCH_EMBED_SOURCES = {
+    **_folded_batch_norm(
+        "image_encoder.patch_embed.0", "image_encoder.patch_embed.seq.0", pointwise=False
+    ),
+    **_folded_batch_norm(
+        "image_encoder.patch_embed.2", "image_encoder.patch_embed.seq.2", pointwise=False
+    ),
+}
+"""The tensors before the first stage."""
+
+
+def folded_batch_norms(stages: Iterable[LayerSpec]) -> RuleSources:
+    """The tensors of the stages' convolutions."""
+    sources: dict[str, RuleSource] = {}
+    for module in (module for stage in stages for module in stage.modules):
+        pointwise = module.path.endswith(POINTWISE_CONVOLUTIONS)
+        if pointwise or module.op == "conv2d":
+            sources |= _folded_batch_norm(module.path, module.path, pointwise=pointwise)
+    return sources
 
 
 class MBConv(nn.Module):

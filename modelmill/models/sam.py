@@ -1,7 +1,7 @@
 """Segment Anything: ViT-B, -L, -H, and MobileSAM's TinyViT.
 
 Kirillov et al. 2023, arXiv:2304.02643. Modules have the names of the original checkpoints;
-transformers' names are translated.
+``_sam_transformers_names`` has those of transformers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import TensorMismatch
+from modelmill.models import _sam_transformers_names
+from modelmill.models._layer_rules import rules_outside_layers, stacked_rules
 from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes
 from modelmill.models._sam_mask_decoder import SamMaskDecoder
 from modelmill.models._sam_prompt_encoder import SamPromptEncoder
-from modelmill.models._sam_tiny_vit import TinyVitEncoder, TinyVitSpec
+from modelmill.models._sam_tiny_vit import (
+    PATCH_EMBED_SOURCES,
+    TinyVitEncoder,
+    TinyVitSpec,
+    folded_batch_norms,
+)
 from modelmill.models._sam_vit import SamVitEncoder, SamVitSpec
-from modelmill.nn.layer_stack import LayerStack
-from modelmill.nn.linear import Linear
+from modelmill.nn.layer_stack import LayerStack, stack_specs
 from modelmill.nn.vision_context import VisionContext
 
 ENGINE_TYPE = "segmentation"
@@ -181,13 +187,22 @@ class Model(nn.Module):
 
 
 def rules(config: SamConfig) -> list[Rule]:
-    """Every tensor of the model under its own name, from the names of the checkpoint's layout."""
-    names = _tensor_names(Model(config))
+    """Every tensor of the model, from the names of the checkpoint's layout."""
+    model = Model(config)
+    [stack] = model.layer_stacks
+    specs = stack_specs(model, stack)
     if config.checkpoint_layout == "transformers":
-        return [Rule(name, (_hf_name(name),)) for name in names]
-    if isinstance(config.encoder, TinyVitSpec):
-        return [_folded_rule(name) for name in names]
-    return [Rule(name, (name,)) for name in names]
+        names = _sam_transformers_names
+        out = rules_outside_layers(model, (stack.path,), names.NAMES, names.SOURCES)
+        out += stacked_rules(specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path)
+    elif isinstance(config.encoder, TinyVitSpec):
+        out = rules_outside_layers(model, (stack.path,), {}, PATCH_EMBED_SOURCES)
+        folded = folded_batch_norms(specs)
+        out += stacked_rules(specs, {}, stack.path, target=stack.path, tensors=folded)
+    else:  # the model has the original names
+        out = rules_outside_layers(model, (stack.path,), {})
+        out += stacked_rules(specs, {}, stack.path, target=stack.path)
+    return sorted(out, key=lambda rule: rule.target)
 
 
 def ignored_tensors(config: SamConfig) -> list[str]:
@@ -197,74 +212,3 @@ def ignored_tensors(config: SamConfig) -> list[str]:
     return [r"image_encoder\.(norm_head|head)\..*", r".*\.num_batches_tracked", "pixel_mean",
         "pixel_std", r".*\.ab",
             r".*\.attention_bias_idxs"]  # fmt: skip
-
-
-def _tensor_names(model: Model) -> list[str]:
-    names = [name for name, _ in model.named_buffers()]
-    names += [
-        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)
-    ]
-    return sorted(names)
-
-
-_ENCODER = r"image_encoder\.(?:patch_embed\.[02]|layers\.\d+\.(?:blocks\.\d+\.(?:conv[123]|local_conv)|downsample\.conv[123]))"  # noqa: E501
-_CONV = re.compile(rf"({_ENCODER})\.(weight|bias)")
-
-
-def _folded_rule(name: str) -> Rule:
-    """A tensor of MobileSAM: convolutions of the encoder take their batch norm in."""
-    match = _CONV.fullmatch(name)
-    if match is None:
-        return Rule(name, (name,))
-    stem = re.sub(r"patch_embed\.([02])$", r"patch_embed.seq.\1", match[1])
-    if match[2] == "weight":
-        how = "fold_weight+pointwise" if re.search(r"\.conv[13]$", stem) else "fold_weight"
-        return Rule(name, (f"{stem}.c.weight", f"{stem}.bn.weight", f"{stem}.bn.running_var"), how)
-    parts = ("bias", "weight", "running_mean", "running_var")
-    return Rule(name, tuple(f"{stem}.bn.{part}" for part in parts), "fold_bias")
-
-
-# ours → transformers', applied in order
-_HF_SPELLINGS = (
-    (r"^image_encoder\.", "vision_encoder."),
-    (r"\.patch_embed\.proj\.", ".patch_embed.projection."),
-    (r"^vision_encoder\.blocks\.", "vision_encoder.layers."),
-    (r"^(vision_encoder\.layers\.\d+\.)norm([12])\.", r"\1layer_norm\2."),
-    (r"\.neck\.0\.", ".neck.conv1."),
-    (r"\.neck\.1\.", ".neck.layer_norm1."),
-    (r"\.neck\.2\.", ".neck.conv2."),
-    (r"\.neck\.3\.", ".neck.layer_norm2."),
-    (
-        r"^prompt_encoder\.pe_layer\.positional_encoding_gaussian_matrix$",
-        "shared_image_embedding.positional_embedding",
-    ),
-    (r"\.point_embeddings\.", ".point_embed."),
-    (r"\.mask_downscaling\.0\.", ".mask_embed.conv1."),
-    (r"\.mask_downscaling\.1\.", ".mask_embed.layer_norm1."),
-    (r"\.mask_downscaling\.3\.", ".mask_embed.conv2."),
-    (r"\.mask_downscaling\.4\.", ".mask_embed.layer_norm2."),
-    (r"\.mask_downscaling\.6\.", ".mask_embed.conv3."),
-    (r"^(mask_decoder\.transformer\.layers\.\d+\.)norm([1234])\.", r"\1layer_norm\2."),
-    (r"\.norm_final_attn\.", ".layer_norm_final_attn."),
-    (r"\.output_upscaling\.0\.", ".upscale_conv1."),
-    (r"\.output_upscaling\.1\.", ".upscale_layer_norm."),
-    (r"\.output_upscaling\.3\.", ".upscale_conv2."),
-    (
-        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.0\.",
-        r"\1.proj_in.",
-    ),
-    (
-        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.2\.",
-        r"\1.proj_out.",
-    ),
-    (
-        r"^(mask_decoder\.(?:output_hypernetworks_mlps\.\d|iou_prediction_head))\.layers\.1\.",
-        r"\1.layers.0.",
-    ),
-)
-
-
-def _hf_name(name: str) -> str:
-    for pattern, spelling in _HF_SPELLINGS:
-        name = re.sub(pattern, spelling, name)
-    return name

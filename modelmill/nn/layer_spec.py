@@ -239,6 +239,13 @@ class ChannelPartition:
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
 
+REPLICATED: tuple[()] = ()
+"""The partitions of a layer that every rank computes in full.
+
+All vision layers have it: rank 0 encodes an image and broadcasts its embeddings.
+"""
+
+
 @dataclass(frozen=True)
 class WholeSpec:
     """A module that contains others, compared with the reference as a whole as well.
@@ -263,14 +270,14 @@ class LayerSpec:
             value that none writes is computed between them.
         sites: In the order of computation.
         outputs: The values that the layer returns, (branch, residual) in a decoder.
-        partitions: What ranks divide; empty: every rank computes all of it.
+        partitions: What ranks divide, or ``REPLICATED``.
         wholes: Modules around several of ``modules`` that the reference knows.
     """
 
     modules: tuple[ModuleSpec, ...]
     sites: tuple[SiteSpec, ...]
     outputs: tuple[str, ...]
-    partitions: tuple[HeadPartition | ChannelPartition, ...] = ()
+    partitions: tuple[HeadPartition | ChannelPartition, ...]
     wholes: tuple[WholeSpec, ...] = ()
 
     @cached_property

@@ -3,7 +3,7 @@
 A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
 inner channels, with the columns of its last product that read them. The ranks' outputs are partial
 sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec;
-a layer whose spec divides nothing, as a vision encoder's, is on every rank.
+a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank.
 """
 
 from __future__ import annotations

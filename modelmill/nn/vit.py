@@ -9,6 +9,7 @@ from torch import nn
 
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.layer_spec import (
+    REPLICATED,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
@@ -123,7 +124,7 @@ def vit_block_spec(
     reference: Mapping[str, str],
     tables: tuple[str, ...] = (),
 ) -> LayerSpec:
-    """What a ``VitBlock`` is made of; every rank computes all of it.
+    """What a ``VitBlock`` is made of.
 
     Args:
         width: Channels of the stream.
@@ -156,6 +157,7 @@ def vit_block_spec(
         modules=modules,
         sites=read_sites(modules, heavy_tailed="act"),
         outputs=("mlp_out", "residual_out"),
+        partitions=REPLICATED,
         wholes=wholes,
     )
 

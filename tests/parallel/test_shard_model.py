@@ -14,12 +14,15 @@ from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
+from modelmill.nn.layer_spec import REPLICATED
+from modelmill.nn.layer_stack import image_stacks, stack_specs
 from modelmill.nn.linear import Linear
 from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights import base
+from tests.models.minigpt4_seeded import QFORMER, VISION_ENCODER
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny
 
@@ -104,6 +107,28 @@ def test_split_equals_whole(name: str, size: int) -> None:
     for output in outputs:
         torch.testing.assert_close(output, expected, rtol=2e-5, atol=2e-5)
         assert torch.equal(output, outputs[0])
+
+
+MINIGPT4 = {
+    **LLAMA,
+    "image_embedder": {
+        "vision_encoder": VISION_ENCODER,
+        "qformer": QFORMER,
+    },
+}
+
+
+def test_vision_layers_are_whole_on_every_rank() -> None:
+    """Rank 0 encodes images: the other ranks' vision layers are whole and divided by no rank."""
+    model = build_model("minigpt4", MINIGPT4)
+    specs = [spec for stack in image_stacks(model) for spec in stack_specs(model, stack)]
+    assert len(specs) == VISION_ENCODER["depth"] + QFORMER["depth"]
+    assert {spec.partitions for spec in specs} == {REPLICATED}
+    shard_model(model, TPGroup(1, 2), lambda _: 1)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    divided = {name for name, linear in linears.items() if linear.weight_shard is not None}
+    assert any(name.startswith("layers.") for name in divided)
+    assert not [name for name in divided if name.startswith("image_embedder.")]
 
 
 def test_each_rank_holds_its_share() -> None:
