@@ -72,20 +72,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, object, object]:
-    """The same for imports in fixtures."""
+    """The same for imports in fixtures and in tests."""
     try:
         return (yield)
     except Exception as error:
         optional_extras.skip_or_raise(error)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """The same for imports in tests."""
-    try:
-        return (yield)
-    except Exception as error:
-        optional_extras.skip_or_raise(error)
+pytest_pyfunc_call = pytest_runtest_setup
 
 
 def shared_dir() -> Path | None:

@@ -25,6 +25,7 @@ NOT_VERBS = (
         "options",
         "output",
         "engine_options",
+        "evaluation_options",
         "vision_flags",
         "bench_report",
     ),

@@ -6,18 +6,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import (
-    ENGINE_HELP,
-    CacheBuildOptions,
-    local_model,
-    open_llm,
-    share_gpu_with_reference,
+from modelmill.cli.evaluation_options import (
+    EvaluationArgs,
+    load_reference,
+    open_evaluated,
+    require_reference,
 )
-from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_table, show_progress
-from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.config import option
 from modelmill.core.errors import TokenizerError, UsageError
-from modelmill.core.packages import require
 
 if TYPE_CHECKING:
     from modelmill.eval.perplexity import Perplexity
@@ -34,10 +31,9 @@ MAX_WINDOW_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(CommonArgs):
+class Args(EvaluationArgs):
     """Command-line options of ``modelmill perplexity``."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(None, "UTF-8 text file", required=True, metavar="FILE")
     max_length: int | None = option(
         None, f"tokens in a window (default: what the engine allows, at most {MAX_WINDOW_TOKENS})"
@@ -46,17 +42,11 @@ class Args(CommonArgs):
         None, "tokens from one window's begin to the next (default: --max-length)"
     )
     limit_tokens: int | None = option(None, "read only this many tokens of the file")
-    reference: Path | None = option(
-        None, "transformers' value for this checkpoint, too", metavar="CHECKPOINT"
-    )
-    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Print the perplexity, and the reference's with the difference."""
-    from modelmill.eval.datasets import read_text, refuse_calibration_file
+    from modelmill.eval.datasets import read_text
     from modelmill.eval.perplexity import measure_perplexity
     from modelmill.eval.targets import EngineScorer
 
@@ -67,13 +57,9 @@ def run(args: Args) -> int:
     ):
         if value is not None and value < minimum:
             raise UsageError(f"{name} must be at least {minimum}, not {value}")
-    if args.reference is not None:
-        require("--reference", "transformers", "eval")
+    require_reference(args)
     text = read_text(args.data)
-    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
-    llm = open_llm(args.engine, args.build, settings)
-    assert llm.engine_core.artifact is not None
-    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
+    llm = open_evaluated(args)
     if llm.tokenizer is None:
         raise TokenizerError(
             f"{args.engine} is an ids-only engine (no tokenizer); a perplexity needs one"
@@ -104,14 +90,9 @@ def run(args: Args) -> int:
 
 
 def _reference(args: Args, ids: list[int], length: int, stride: int, device: str) -> Perplexity:
-    from modelmill.checkpoint.open import open_checkpoint
-    from modelmill.eval.hf_reference import load_reference
     from modelmill.eval.perplexity import measure_perplexity
 
-    assert args.reference is not None
-    reference = load_reference(
-        open_checkpoint(local_model(args.reference)), args.reference_dtype, device
-    )
+    _, reference = load_reference(args, device)
     with show_progress("transformers", quiet=args.json) as on_progress:
         return measure_perplexity(
             ids, reference, max_length=length, stride=stride, on_progress=on_progress

@@ -6,18 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import (
-    ENGINE_HELP,
-    CacheBuildOptions,
-    local_model,
-    open_llm,
-    share_gpu_with_reference,
+from modelmill.cli.evaluation_options import (
+    EvaluationArgs,
+    load_reference,
+    open_evaluated,
+    require_reference,
 )
-from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_table, show_progress
-from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.config import option
 from modelmill.core.errors import UsageError
-from modelmill.core.packages import require
 
 if TYPE_CHECKING:
     from modelmill.eval.summarize import RunFingerprint, Summarizer, Summary, SummaryTask
@@ -39,10 +36,9 @@ MAX_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(CommonArgs):
+class Args(EvaluationArgs):
     """Command-line options of ``modelmill summarize``."""
 
-    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
     data: Path | None = option(
         None, "jsonl with article and highlights", required=True, metavar="FILE.jsonl"
     )
@@ -56,10 +52,6 @@ class Args(CommonArgs):
         f"summaries made at once (default: {MAX_BATCH_SIZE} by the engine, 1 by transformers, "
         "which then pads nothing)",
     )
-    reference: Path | None = option(
-        None, "also run this checkpoint through transformers", metavar="CHECKPOINT"
-    )
-    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
     check_accuracy: float | None = option(
         None, "exit code 1 where any ROUGE differs from the reference's by more than this many "
         "points",
@@ -69,13 +61,11 @@ class Args(CommonArgs):
         None, "keep the summaries here; a broken run goes on from it", metavar="FILE.jsonl"
     )
     texts: bool = option(False, "show the summaries, too", flags=("--texts",))
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Summarize with the engine and the reference, score, and check the threshold if given."""
-    from modelmill.eval.datasets import read_articles, refuse_calibration_file
+    from modelmill.eval.datasets import read_articles
     from modelmill.eval.rouge import RougeScorer
     from modelmill.eval.summarize import (
         EngineSummarizer,
@@ -88,8 +78,7 @@ def run(args: Args) -> int:
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
-    if args.reference is not None:
-        require("--reference", "transformers", "eval")
+    require_reference(args)
     if (args.num is not None and args.num < 1) or (
         args.batch_size is not None and args.batch_size < 1
     ):
@@ -101,10 +90,7 @@ def run(args: Args) -> int:
     assert args.data is not None
     rouge, items = RougeScorer(), read_articles(args.data, args.num)
     SummaryStore(args.save).check_file()
-    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
-    llm = open_llm(args.engine, args.build, settings)
-    assert llm.engine_core.artifact is not None  # opened from an engine folder
-    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
+    llm = open_evaluated(args)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
     batches = {
@@ -115,11 +101,7 @@ def run(args: Args) -> int:
         args, llm, task, EngineSummarizer(llm, batches["engine"]), engine_fingerprint(llm)
     )
     if args.reference is not None:
-        from modelmill.checkpoint.open import open_checkpoint
-        from modelmill.eval.hf_reference import load_reference
-
-        checkpoint = open_checkpoint(local_model(args.reference))
-        reference = load_reference(checkpoint, args.reference_dtype, llm.engine_core.device)
+        checkpoint, reference = load_reference(args, llm.engine_core.device)
         reference_summarizer = HfSummarizer(
             reference, batches["reference"], f"transformers {args.reference_dtype}"
         )

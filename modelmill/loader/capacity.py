@@ -74,9 +74,7 @@ def num_kv_pages(
         free = config.kv_cache_bytes
     elif device.startswith("cuda"):
         try:
-            free = free_cuda_bytes(
-                model, ops, config, device, config.max_num_seqs, tp_group, graph_bytes
-            )
+            free = _free_cuda_bytes(model, ops, config, tp_group) - graph_bytes
         except torch.OutOfMemoryError:
             raise CapacityError(
                 f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
@@ -180,52 +178,27 @@ def cpu_kv_cache_budget(ranks: int = 1, reserved_bytes: int = 0) -> int:
     )
 
 
-def free_cuda_bytes(
-    model: nn.Module,
-    ops: Ops,
-    config: RunConfig,
-    device: str,
-    max_logit_rows: int,
-    tp_group: TPGroup = SINGLE_RANK,
-    graph_bytes: int = 0,
-) -> int:
-    """Bytes left for KV pages after weights and the largest step, measured by running one.
-
-    Args:
-        model: The model, on its device.
-        ops: The ops that it calls.
-        config: Run options.
-        device: A GPU.
-        max_logit_rows: Most rows that a step samples.
-        tp_group: This rank's group.
-        graph_bytes: Device memory that CUDA graphs captured later will take.
-    """
-    index = torch.device(device)
+def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup) -> int:
+    """Bytes left for KV pages after weights and the largest step, measured by running one."""
+    index = torch.device(model_device(model))
     torch.cuda.synchronize(index)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(index)
     torch.cuda.reset_peak_memory_stats(index)
-    _run_largest_step(model, ops, config, device, max_logit_rows, tp_group)
+    _run_largest_step(model, ops, config, tp_group)
     torch.cuda.synchronize(index)
     peak = torch.cuda.max_memory_allocated(index) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     # for graphs, the sampler's tables and fragmentation
-    reserve = _GIB // 2 + peak // 8 + graph_bytes
+    reserve = _GIB // 2 + peak // 8
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 
 @torch.inference_mode()
-def _run_largest_step(
-    model: nn.Module,
-    ops: Ops,
-    config: RunConfig,
-    device: str,
-    max_logit_rows: int,
-    tp_group: TPGroup,
-) -> None:
+def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup) -> None:
     """Run a step with the most tokens, in sequences of one page that all write to the same page."""
-    size, shape = config.page_size, model.kv
+    size, shape, device = config.page_size, model.kv, model_device(model)
     assert isinstance(shape, KVShape)
     dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
     count = max(config.max_num_batched_tokens // size, 1)
@@ -240,7 +213,7 @@ def _run_largest_step(
         block_tables=torch.zeros(count, 1, dtype=torch.int32, device=device),
         query_start=starts,
         context_lens=torch.full((count,), size, dtype=torch.int32, device=device),
-        logit_rows=torch.zeros(max_logit_rows, dtype=torch.int64, device=device),
+        logit_rows=torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device),
         max_query=size,
         max_context=size,
         kv=kv,

@@ -65,6 +65,18 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch: int = 1) -> None:
+    """Check that a vision transformer's sizes fit each other; without ``image``, of its width."""
+    if width % heads:
+        raise CheckpointError(
+            f"config.json: {heads} heads do not divide the {name}'s width of {width}"
+        )
+    if image % patch:
+        raise CheckpointError(
+            f"config.json: patches of {patch} pixels do not divide an image of {image}"
+        )
+
+
 def require_value(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any) -> None:
     """Refuse a value that would change the arithmetic and that we do not compute."""
     value = raw.get(key, default)

@@ -110,6 +110,11 @@ def rules_outside_layers(
     return rules
 
 
+def head_rules(*, tied: bool) -> list[Rule]:
+    """The LM head's tensor; none where the embedding is the head as well."""
+    return [] if tied else [Rule("head.weight", ("lm_head.weight",))]
+
+
 def _tensor_source(path: str, names: CheckpointNames, tensors: RuleSources) -> RuleSource:
     if path in tensors:
         return tensors[path]

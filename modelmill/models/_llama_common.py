@@ -18,7 +18,7 @@ from modelmill.models._hf_config import (
     require_value,
     rope_spec,
 )
-from modelmill.models._layer_rules import stacked_rules
+from modelmill.models._layer_rules import head_rules, stacked_rules
 from modelmill.nn.decoder import DecoderConfig
 
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
@@ -171,9 +171,8 @@ def rules(config: DecoderConfig) -> list[Rule]:
     out = [
         Rule("embed.weight", ("model.embed_tokens.weight",)),
         Rule("norm.weight", ("model.norm.weight",)),
+        *head_rules(tied=config.tied),
     ]
-    if not config.tied:
-        out.append(Rule("head.weight", ("lm_head.weight",)))
     specs = map(config.layer_spec, range(config.layers))
     return out + stacked_rules(specs, CHECKPOINT_NAMES, "model.layers")
 

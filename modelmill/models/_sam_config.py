@@ -13,6 +13,7 @@ from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
     MAX_LAYERS,
+    check_vit_sizes,
     num_layers,
     positive_float,
     positive_int,
@@ -135,12 +136,7 @@ def _layer_indices(value: Any, key: str) -> tuple[int, ...]:
 
 def _check_sizes(spec: SamVitSpec) -> SamVitSpec:
     """The same sizes. Raises CheckpointError where they do not fit each other."""
-    if spec.width % spec.heads:
-        raise CheckpointError(
-            f"config.json: {spec.heads} heads do not divide a hidden size of {spec.width}"
-        )
-    if spec.image % spec.patch:
-        raise CheckpointError(
-            f"config.json: patches of {spec.patch} pixels do not divide an image of {spec.image}"
-        )
+    check_vit_sizes(
+        "image encoder", width=spec.width, heads=spec.heads, image=spec.image, patch=spec.patch
+    )
     return spec

@@ -19,7 +19,7 @@ from modelmill.models._hf_config import (
     positive_int,
     require_value,
 )
-from modelmill.models._layer_rules import stacked_rules
+from modelmill.models._layer_rules import head_rules, stacked_rules
 from modelmill.nn.attention import Attention, AttentionSpec
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.decoder import PreNormLayer, pre_norm_layer
@@ -122,9 +122,8 @@ def rules(config: Gpt2Config) -> list[Rule]:
         Rule("embed.weight", ("transformer.wte.weight",)),
         Rule("embed.positions", ("transformer.wpe.weight",)),
         *_affine("norm", "transformer.ln_f"),
+        *head_rules(tied=config.tied),
     ]
-    if not config.tied:
-        out.append(Rule("head.weight", ("lm_head.weight",)))
     specs = [config.layer_spec] * config.layers
     return out + stacked_rules(specs, CHECKPOINT_NAMES, "transformer.h", transposed=True)
 

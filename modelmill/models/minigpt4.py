@@ -24,7 +24,7 @@ from modelmill.models._blip2_vision import (
     Blip2VisionSpec,
 )
 from modelmill.models._eva_vit import EvaSpec
-from modelmill.models._hf_config import positive_float, positive_int
+from modelmill.models._hf_config import check_vit_sizes, positive_float, positive_int
 from modelmill.models._qformer import QFormerSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.layer_stack import DECODER_STACK, LayerStack
@@ -134,15 +134,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
         **_spec_sizes(sizes.get("qformer"), QFormerSpec()),
         eps=positive_float(eps, "qformer", default=QFormerSpec.eps),
     )
-    for name, spec in (("vision encoder", encoder), ("qformer", qformer)):
-        if spec.width % spec.heads:
-            raise CheckpointError(
-                f"the {name}'s width {spec.width} does not divide into {spec.heads} heads"
-            )
-    if encoder.image % encoder.patch:
-        raise CheckpointError(
-            f"pictures of {encoder.image} pixels do not divide into patches of {encoder.patch}"
-        )
+    check_vit_sizes(
+        "vision encoder",
+        width=encoder.width,
+        heads=encoder.heads,
+        image=encoder.image,
+        patch=encoder.patch,
+    )
+    check_vit_sizes("Q-Former", width=qformer.width, heads=qformer.heads)
     shared = {each.name: getattr(decoder, each.name) for each in fields(decoder)}
     between = positive_float(eps, "between", default=Blip2VisionSpec.norm_eps)
     return MiniGpt4Config(

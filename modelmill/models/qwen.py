@@ -20,7 +20,7 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
-from modelmill.models._layer_rules import layer_rules
+from modelmill.models._layer_rules import head_rules, layer_rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
@@ -100,9 +100,8 @@ def rules(config: DecoderConfig) -> list[Rule]:
     out = [
         Rule("embed.weight", ("transformer.wte.weight",)),
         Rule("norm.weight", ("transformer.ln_f.weight",)),
+        *head_rules(tied=config.tied),
     ]
-    if not config.tied:
-        out.append(Rule("head.weight", ("lm_head.weight",)))
     for i in range(config.layers):
         names = (f"layers.{i}", f"transformer.h.{i}")
         layer = layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)

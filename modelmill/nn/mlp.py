@@ -58,24 +58,8 @@ class GatedMLP(nn.Module):
     @staticmethod
     def module_specs(hidden: int, inner: int, bias: bool = False) -> tuple[ModuleSpec, ...]:
         """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
-        return (
-            LinearSpec(
-                path="mlp.gate_up_proj",
-                reads=("mlp_input",),
-                writes=("gate_up",),
-                site="up",
-                parts=(Part("gate", inner, "inner"), Part("up", inner, "inner")),
-                tensors=linear_tensors(bias),
-            ),
-            ModuleSpec(
-                path="mlp.act",
-                reads=("gate_up",),
-                writes=("act",),
-                reference=("act",),
-                op="silu_mul",
-            ),
-            _down_proj(hidden, bias),
-        )
+        rows = Part("gate", inner, "inner"), Part("up", inner, "inner")
+        return _module_specs("gate_up", rows, "silu_mul", hidden, bias)
 
     @staticmethod
     def site_specs() -> tuple[SiteSpec, ...]:
@@ -100,24 +84,7 @@ class PlainMLP(nn.Module):
     @staticmethod
     def module_specs(hidden: int, inner: int) -> tuple[ModuleSpec, ...]:
         """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
-        return (
-            LinearSpec(
-                path="mlp.fc_proj",
-                reads=("mlp_input",),
-                writes=("fc",),
-                site="up",
-                parts=(Part("fc", inner, "inner"),),
-                tensors=linear_tensors(bias=True),
-            ),
-            ModuleSpec(
-                path="mlp.act",
-                reads=("fc",),
-                writes=("act",),
-                reference=("act",),
-                op="gelu_tanh",
-            ),
-            _down_proj(hidden, bias=True),
-        )
+        return _module_specs("fc", (Part("fc", inner, "inner"),), "gelu_tanh", hidden, bias=True)
 
     @staticmethod
     def site_specs() -> tuple[SiteSpec, ...]:
@@ -125,13 +92,35 @@ class PlainMLP(nn.Module):
         return SiteSpec("up"), SiteSpec("down", heavy_tailed=True)
 
 
-def _down_proj(hidden: int, bias: bool) -> LinearSpec:
-    return LinearSpec(
-        path="mlp.down_proj",
-        reads=("act",),
-        writes=("mlp_out",),
-        site="down",
-        parts=(Part("down", hidden),),
-        split_columns="inner",
-        tensors=linear_tensors(bias),
+def _module_specs(
+    first: str, rows: tuple[Part, ...], op: str, hidden: int, bias: bool
+) -> tuple[ModuleSpec, ...]:
+    """A product with these rows, an activation, a product.
+
+    Args:
+        first: The value between the first product and the activation.
+        rows: Of the first product.
+        op: The activation.
+        hidden: Channels of the layer's stream.
+        bias: Whether both products have one.
+    """
+    return (
+        LinearSpec(
+            path=f"mlp.{first}_proj",
+            reads=("mlp_input",),
+            writes=(first,),
+            site="up",
+            parts=rows,
+            tensors=linear_tensors(bias),
+        ),
+        ModuleSpec(path="mlp.act", reads=(first,), writes=("act",), reference=("act",), op=op),
+        LinearSpec(
+            path="mlp.down_proj",
+            reads=("act",),
+            writes=("mlp_out",),
+            site="down",
+            parts=(Part("down", hidden),),
+            split_columns="inner",
+            tensors=linear_tensors(bias),
+        ),
     )

@@ -348,6 +348,18 @@ def test_logprobs(logprobs_of: str) -> None:
     assert events[1].prompt_logprobs is None
 
 
+def fail_above(engine, size, limit):
+    """Let a batch run out of memory whose ``size`` is above the limit."""
+    forward = engine.model_runner.forward
+
+    def limited(batch):
+        if getattr(batch, size) > limit:
+            raise MemoryError
+        return forward(batch)
+
+    engine.model_runner.forward = limited
+
+
 def test_out_of_memory_fails_only_what_must_fail() -> None:
     model = tiny.decoder()
     todo = tiny.requests(tiny.prompts(5, 10, 30))
@@ -364,22 +376,12 @@ def test_out_of_memory_fails_only_what_must_fail() -> None:
     engine.model_runner.forward = tight
     assert tiny.run(engine, todo) == expected
 
-    def small(batch):
-        if batch.tokens > 12:
-            raise MemoryError
-        return forward(batch)
-
-    engine.model_runner.forward = small
+    engine.model_runner.forward = forward
+    fail_above(engine, "tokens", 12)
     assert tiny.run(engine, todo) == expected
 
-    def hopeless(batch):
-        if batch.max_context > 30:
-            raise MemoryError
-        return forward(batch)
-
     engine = tiny.make_engine(model, enable_prefix_caching=False)
-    forward = engine.model_runner.forward
-    engine.model_runner.forward = hopeless
+    fail_above(engine, "max_context", 30)
     for request in todo:
         engine.add(request)
     ended = tiny.finish_reasons(tiny.drain(engine))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from typing import Any
@@ -484,13 +483,11 @@ def test_too_long_is_one_code_however_long_and_wherever(running: ServiceThread, 
 
 
 def test_what_this_machine_cannot_do_is_said_in_the_log(
-    running: ServiceThread, monkeypatch: pytest.MonkeyPatch
+    running: ServiceThread, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The client is referred to the log, which has the reason and the request's id, but nothing of
     the request's content.
     """
-    log_stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", log_stream)
     why = "structured output needs llguidance"
 
     def missing() -> None:
@@ -501,7 +498,7 @@ def test_what_this_machine_cannot_do_is_said_in_the_log(
     with json_logs.log_to_stderr("error"):
         response = running.post("/v1/completions", body, headers={"x-request-id": "mine-2"})
     assert (response.status, response.json["error"]["type"]) == (500, "server_error")
-    (line,) = log_stream.getvalue().splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     entry = json.loads(line)
     assert (entry["event"], entry["error"], entry["reason"]) == (
         "request failed",

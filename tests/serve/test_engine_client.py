@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import json
 import os
 import time
@@ -309,17 +308,10 @@ def tiny_client(launcher: ThreadLauncher, restart_delay: float = 0.2) -> EngineC
     )
 
 
-def lines(stream: io.StringIO) -> list[dict[str, Any]]:
-    assert "secret" not in stream.getvalue()
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
 def test_a_worker_that_cannot_be_started_now_is_started_later(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A system that had nothing left for a while: each try counts, and the next one may succeed."""
-    log_stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", log_stream)
 
     async def main() -> None:
         async with served_engine(Scarce(range(1, 4))) as (engine, launcher):
@@ -333,11 +325,12 @@ def test_a_worker_that_cannot_be_started_now_is_started_later(
 
     with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
-    failed = [line for line in lines(log_stream) if line["event"] == "worker failed"]
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    failed = [line for line in lines if line["event"] == "worker failed"]
     assert [(line["engine"], line["error"], line["reason"]) for line in failed] == [
         ("tiny", "OSError", os.strerror(errno.EMFILE))
     ] * 3
-    assert len([line for line in lines(log_stream) if line["event"] == "worker ended"]) == 4
+    assert len([line for line in lines if line["event"] == "worker ended"]) == 4
 
 
 @pytest.mark.parametrize("fail", [range(1), range(1, 99)], ids=["the first", "every later one"])

@@ -6,12 +6,12 @@ A long step does not hang.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,13 @@ async def hung(dog: Watchdog, turns: ManualClock, count: int) -> bool:
     return is_hung
 
 
-def watched_tiny(launcher: ThreadLauncher) -> Watched:
-    """A watched engine of seeded weights, whose worker is a thread."""
-    return Watched(
-        OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT),
-        launch=launcher,
-        load_text_processor=ids_only_processor,
-    )
+@asynccontextmanager
+async def watched_tiny(launcher: ThreadLauncher) -> AsyncIterator[Watched]:
+    """A watched engine of seeded weights, whose worker is a thread; a hang is a failure."""
+    order = OpenEngine("tiny", {}, {}, watchdog_seconds=LIMIT)
+    watched = Watched(order, launch=launcher, load_text_processor=ids_only_processor)
+    async with asyncio.timeout(TIMEOUT_SECONDS), watched:
+        yield watched
 
 
 def test_silence_beyond_the_limit_is_a_hang() -> None:
@@ -203,17 +203,11 @@ class Watched:
 
 
 def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    log_stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", log_stream)
-
     async def main() -> None:
         launcher = ThreadLauncher()
-        async with (
-            asyncio.timeout(TIMEOUT_SECONDS),
-            watched_tiny(launcher) as watched,
-        ):
+        async with watched_tiny(launcher) as watched:
             engine = watched.engine
             first = engine.submit([make_request(engine, (5, 6))])
             await first.finish()
@@ -240,7 +234,7 @@ def test_a_step_that_does_not_end_is_reported_and_the_worker_replaced(
 
     with json_logs.log_to_stderr("warning"):
         asyncio.run(main())
-    entries = [json.loads(line) for line in log_stream.getvalue().splitlines()]
+    entries = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["event"] for line in entries] == ["worker hung", "worker ended"]
     assert (entries[0]["engine"], entries[0]["seconds"], entries[0]["answers"]) == (
         "tiny",
@@ -254,10 +248,7 @@ def test_a_long_step_just_under_the_limit_is_left_alone() -> None:
 
     async def main() -> None:
         launcher = ThreadLauncher()
-        async with (
-            asyncio.timeout(TIMEOUT_SECONDS),
-            watched_tiny(launcher) as watched,
-        ):
+        async with watched_tiny(launcher) as watched:
             engine = watched.engine
             stepping = launcher.children[0].allow_steps
             for _ in range(3):
@@ -276,10 +267,7 @@ def test_an_engine_with_nothing_to_do_is_asked_and_answers() -> None:
     """Far more turns than it may be silent for; each waits until the answer has come."""
 
     async def main() -> None:
-        async with (
-            asyncio.timeout(TIMEOUT_SECONDS),
-            watched_tiny(ThreadLauncher()) as watched,
-        ):
+        async with watched_tiny(ThreadLauncher()) as watched:
             received: list[None] = []
             hear = watched.engine._handle
 

@@ -23,12 +23,13 @@ TEXT = ROOT.parent / "shared" / "data" / "text" / "wikitext2_test_a.txt"
 ITEMS = 100
 MAX_DIFFERENCE = 2e-3
 """Most that a log-likelihood may differ by: sums of some 20 float32 terms in another order."""
-CHOICE_TASK = """task: modelmill_endings
-dataset_path: json
+LOCAL_DATA = """dataset_path: json
 dataset_kwargs: {{data_files: {{test: {path}}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: context
+"""
+CHOICE_TASK = """task: modelmill_endings
+output_type: multiple_choice
 doc_to_choice: choices
 doc_to_target: label
 metric_list:
@@ -36,13 +37,9 @@ metric_list:
   - metric: acc_norm
 """
 GENERATION_TASK = """task: modelmill_goes_on
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-test_split: test
 output_type: generate_until
-doc_to_text: context
-doc_to_target: "{{{{choices[label]}}}}"
-generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 12, do_sample: false}}
+doc_to_target: "{{choices[label]}}"
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 12, do_sample: false}
 metric_list:
   - metric: exact_match
 """
@@ -129,7 +126,7 @@ def _tasks(out: Path) -> Any:
         "".join(json.dumps(each) + "\n" for each in items(TEXT.read_text("utf-8"))), "utf-8"
     )
     for name, text in zip(TASKS, (CHOICE_TASK, GENERATION_TASK), strict=True):
-        (folder / f"{name}.yaml").write_text(text.format(path=data), "utf-8")
+        (folder / f"{name}.yaml").write_text(text + LOCAL_DATA.format(path=data), "utf-8")
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 

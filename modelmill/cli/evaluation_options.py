@@ -1,0 +1,73 @@
+"""Common options of the verbs that evaluate an engine's texts, and opening both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelmill.cli.engine_options import (
+    ENGINE_HELP,
+    CacheBuildOptions,
+    local_model,
+    open_llm,
+    share_gpu_with_reference,
+)
+from modelmill.cli.options import CommonArgs, config
+from modelmill.core.config import DTYPES, RunConfig, option
+from modelmill.core.packages import require
+
+if TYPE_CHECKING:
+    from modelmill.checkpoint.open import Checkpoint
+    from modelmill.eval.hf_reference import HfReference
+    from modelmill.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationArgs(CommonArgs):
+    """The engine, the data, and the checkpoint that transformers runs on the same data."""
+
+    engine: Path = option(help=ENGINE_HELP, positional=True, metavar="ENGINE")
+    data: Path | None = option(None, "what to evaluate on", required=True, metavar="FILE")
+    reference: Path | None = option(
+        None, "also run this checkpoint through transformers", metavar="CHECKPOINT"
+    )
+    reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
+    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    run: RunConfig = config(RunConfig, "Engine")
+
+
+def require_reference(args: EvaluationArgs) -> None:
+    """Check that transformers is installed if a reference is requested.
+
+    Raises:
+        MissingDependency: if it is not.
+    """
+    if args.reference is not None:
+        require("--reference", "transformers", "eval")
+
+
+def open_evaluated(args: EvaluationArgs) -> LLM:
+    """Open the engine, with memory left for the reference on the same GPU.
+
+    Raises:
+        UsageError: if the engine was calibrated on the data.
+    """
+    from modelmill.eval.datasets import refuse_calibration_file
+
+    assert args.data is not None, "a required option"
+    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
+    llm = open_llm(args.engine, args.build, settings)
+    assert llm.engine_core.artifact is not None, "opened from an engine folder"
+    refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
+    return llm
+
+
+def load_reference(args: EvaluationArgs, device: str) -> tuple[Checkpoint, HfReference]:
+    """Load the reference's checkpoint into transformers."""
+    from modelmill.checkpoint.open import open_checkpoint
+    from modelmill.eval import hf_reference
+
+    assert args.reference is not None, "checked by the caller"
+    checkpoint = open_checkpoint(local_model(args.reference))
+    return checkpoint, hf_reference.load_reference(checkpoint, args.reference_dtype, device)
