@@ -12,6 +12,7 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
+from modelmill.models import _transformer_h_names
 from modelmill.models._hf_config import (
     boolean,
     non_negative_float,
@@ -30,15 +31,8 @@ from modelmill.nn.mlp import PlainMLP
 from modelmill.nn.norm import LayerNorm
 from modelmill.nn.step import Step
 
-CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("ln_1",),
-    "attn.qkv_proj": ("attn.c_attn",),
-    "attn.o_proj": ("attn.c_proj",),
-    "mlp_norm": ("ln_2",),
-    "mlp.fc_proj": ("mlp.c_fc",),
-    "mlp.down_proj": ("mlp.c_proj",),
-}
+CHECKPOINT_PREFIXES = _transformer_h_names.PREFIXES
+CHECKPOINT_NAMES = {**_transformer_h_names.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)}
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
@@ -125,7 +119,9 @@ def rules(config: Gpt2Config) -> list[Rule]:
         *head_rules(tied=config.tied),
     ]
     specs = [config.layer_spec] * config.layers
-    return out + stacked_rules(specs, CHECKPOINT_NAMES, "transformer.h", transposed=True)
+    return out + stacked_rules(
+        specs, CHECKPOINT_NAMES, _transformer_h_names.LAYERS, transposed=True
+    )
 
 
 def ignored_tensors(config: Gpt2Config) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
+from modelmill.models import _transformer_h_names
 from modelmill.models._hf_config import (
     boolean,
     non_negative_float,
@@ -24,14 +25,10 @@ from modelmill.models._layer_rules import head_rules, layer_rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = ("transformer.",)
+CHECKPOINT_PREFIXES = _transformer_h_names.PREFIXES
 CHECKPOINT_NAMES = {
-    "attn_norm": ("ln_1",),
-    "attn.qkv_proj": ("attn.c_attn",),
-    "attn.o_proj": ("attn.c_proj",),
-    "mlp_norm": ("ln_2",),
+    **_transformer_h_names.LAYER_NAMES,
     "mlp.gate_up_proj": ("mlp.w2", "mlp.w1"),
-    "mlp.down_proj": ("mlp.c_proj",),
 }
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
@@ -103,7 +100,7 @@ def rules(config: DecoderConfig) -> list[Rule]:
         *head_rules(tied=config.tied),
     ]
     for i in range(config.layers):
-        names = (f"layers.{i}", f"transformer.h.{i}")
+        names = (f"layers.{i}", f"{_transformer_h_names.LAYERS}.{i}")
         layer = layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
         # engines have the optional biases behind the matrices: their files keep their hashes
         out += sorted(layer, key=lambda rule: rule.target.endswith(OPTIONAL_BIASES))

@@ -9,17 +9,10 @@ import pytest
 
 from modelmill.serve.openapi_models import RESPONSE_MODELS, STREAMING_PATHS
 from tests.serve.service_thread import ServiceThread
+from tests.serve.tool_schemas import tool_without_arguments
 
 TALK = [{"role": "user", "content": "x"}]
-TOOL = {
-    "name": "f",
-    "parameters": {
-        "type": "object",
-        "properties": {},
-        "required": [],
-        "additionalProperties": False,
-    },
-}
+TOOL = tool_without_arguments("f")
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "Once upon"}),
     ("/tokenize", {"messages": TALK, "return_token_strs": True}),

@@ -16,6 +16,7 @@ import pytest
 
 from modelmill.core.types import TokenOutput
 from tests.serve.service_thread import ServiceThread
+from tests.serve.tool_schemas import tool_without_arguments
 from tests.wait import wait_until
 
 PROMPTS = [
@@ -25,15 +26,7 @@ PROMPTS = [
     "A",
 ]  # fmt: skip
 TALK = [{"role": "user", "content": "Tell me a long story about a bird that cannot fly"}]
-TOOL = {
-    "name": "now",
-    "parameters": {
-        "type": "object",
-        "properties": {},
-        "required": [],
-        "additionalProperties": False,
-    },
-}
+TOOL = tool_without_arguments("now")
 LEAVES = "leaves"
 """The salt of requests whose clients leave before the end."""
 COUNTS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
