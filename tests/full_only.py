@@ -228,7 +228,6 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_system_without_descriptors_for_a_while",
         "test_a_shutdown_that_does_not_wait*",
         "test_two_engines_from_a_file",
-        "test_two_engines_share_the_memory",
     ),
     "tests/serve/test_examples.py": (
         "test_sync",
@@ -265,7 +264,6 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_large_body_delays_no_other_request[/detokenize-tokens-texts-4]",
         "test_an_answer_with_its_log_probabilities_comes_back*",
     ),
-    "tests/trust/test_pictures.py": ("test_the_key_is_needed_here_too",),
     "tests/trust/test_grammars.py": (
         "test_ten_thousand_schemas_leave_nothing_behind",
         "test_hundreds_of_schemas_through_the_api_leave_nothing_behind",

@@ -18,20 +18,21 @@ from tests.serve.service_thread import RUN, ServiceThread, with_long_stats_timeo
 
 
 class SegmentService(ServiceThread):
-    """``engine`` is the one that writes, ``segment_engine`` the one that sees."""
+    """``engine`` is the one that writes, ``segment_engine`` the one that sees.
 
-    def __init__(
-        self, stories: Path, sam: Path, limits: ServiceLimits | None = None, **order: Any
-    ) -> None:
-        self._sam, self._open_options = sam, order
-        super().__init__(stories, limits)
+    The latter takes pictures of up to 2 megapixels and caches a megabyte of embeddings.
+    """
+
+    def __init__(self, stories: Path, sam: Path) -> None:
+        self._sam = sam
+        super().__init__(stories)
         self.segment_engine = self.service.engines["sam"]
 
     async def _make_service(
         self, path: Path, limits: ServiceLimits, template: str | None, run: dict[str, Any]
     ) -> Service:
         service = await super()._make_service(path, limits, template, run)
-        order = OpenEngine(str(self._sam), {}, RUN, **{"max_pixels": 1 << 20, **self._open_options})
+        order = OpenEngine(str(self._sam), {}, RUN, max_pixels=1 << 21, image_cache_bytes=1 << 20)
         client = with_long_stats_timeout(EngineClient("sam", order, max_waiting=16))
         self._second = asyncio.create_task(client.run())
         await client.load_finished.wait()

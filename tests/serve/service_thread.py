@@ -73,6 +73,10 @@ class ServiceThread:
     def post(self, path: str, body: Any = None, **options: Any) -> Response:
         return self.run(self.client.post(path, body, **options))
 
+    def limited_client(self, key: str | None = None, **limits: Any) -> Client:
+        """A client of another application with the same engines and these limits."""
+        return Client(make_app(Service(self.service.engines, ServiceLimits(**limits))), key)
+
     def close(self) -> None:
         async def end() -> None:
             await self.engine.close()

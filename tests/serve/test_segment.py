@@ -20,10 +20,8 @@ import PIL.Image
 import pytest
 
 from modelmill.segmenter import Segmenter
-from modelmill.serve.app import make_app
 from modelmill.serve.engine_client import EngineState
 from modelmill.serve.segment_messages import SegmentJob, SegmentResult
-from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import SegmentFailure, decode, encode
 from modelmill.vision.prompts import make_prompt
 from tests.serve.asgi_client import Client, Response
@@ -139,14 +137,10 @@ def test_keys_share_no_embeddings_unless_they_may(seeing: SegmentService) -> Non
         reply = seeing.run(client.post("/v1/segment", {"model": "sam", **body}, headers=headers))
         return reply.status, reply.json.get("image")
 
-    def door(**limits: Any) -> Client:
-        return Client(
-            make_app(
-                Service(seeing.service.engines, ServiceLimits(api_keys=("one", "two"), **limits))
-            )
-        )
-
-    apart, shared = door(), door(share_cache=True)
+    keys = ("one", "two")
+    apart, shared = (
+        seeing.limited_client(api_keys=keys, share_cache=share) for share in (False, True)
+    )
     for salt in ({}, {"cache_salt": "mine"}):
         replies = [
             post_segment(apart, key, image=data_url(encode_image(random_photo(21))), **salt)[1]
@@ -277,7 +271,7 @@ def test_a_click_does_not_wait_for_everything(
 
 
 def test_a_queue_that_is_full(seeing: SegmentService) -> None:
-    body = {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 6}}
+    body = {"image": IMAGE, "everything": {**EVERYTHING, "points_per_side": 2}}
 
     async def main() -> list[Response]:
         with still(seeing):

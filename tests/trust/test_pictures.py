@@ -10,7 +10,6 @@ import random
 import struct
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import PIL.Image
 import psutil
 import pytest
 
-from modelmill.serve.service import ServiceLimits
 from tests.serve.segment_service import SegmentService, data_url, encode_image, random_photo
 from tests.trust.error_lines import check_one_line
 
@@ -26,17 +24,9 @@ GOOD = data_url(encode_image(random_photo()))
 SIZE = (120, 80)
 
 
-@pytest.fixture(scope="module")
-def seeing(stories: Path, sam: Path) -> Iterator[SegmentService]:
-    service = SegmentService(
-        stories,
-        sam,
-        ServiceLimits(max_body_bytes=4 << 20),
-        max_pixels=1 << 21,
-        image_cache_bytes=1 << 20,
-    )
-    yield service
-    service.close()
+@pytest.fixture
+def seeing(running_with_sam: SegmentService) -> SegmentService:
+    return running_with_sam
 
 
 @pytest.fixture(autouse=True)
@@ -239,7 +229,9 @@ def test_too_much(seeing: SegmentService) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1000, 1060, 3), dtype=np.uint8)
     big = base64.b64encode(encode_image(PIL.Image.fromarray(noise), "BMP")).decode()
     assert len(big) > 4 << 20
-    assert refusal(seeing, {"image": big}, 413)["code"] == "request_too_large"
+    client = seeing.limited_client(max_body_bytes=4 << 20)
+    reply = seeing.run(client.post("/v1/segment", {"image": big}))
+    assert (reply.status, reply.json["error"]["code"]) == (413, "request_too_large")
     large = segment(seeing, image=data_url(encode_image(PIL.Image.new("L", (1024, 2048), 9))))[
         "image"
     ]["id"]
@@ -283,11 +275,7 @@ def test_pieces_of_pictures_at_random(seeing: SegmentService) -> None:
     assert worker.memory_info().rss - before < 64 << 20
 
 
-def test_the_key_is_needed_here_too(stories: Path, sam: Path) -> None:
-    service = SegmentService(stories, sam, ServiceLimits(api_keys=("secret",)))
-    try:
-        assert service.post("/v1/segment", {"image": GOOD}).status == 401
-        service.client.key = "secret"
-        assert service.post("/v1/segment", {"image": GOOD}).status == 200
-    finally:
-        service.close()
+@pytest.mark.parametrize(("key", "status"), [(None, 401), ("secret", 200)])
+def test_the_key_is_needed_here_too(seeing: SegmentService, key: str | None, status: int) -> None:
+    client = seeing.limited_client(key, api_keys=("secret",))
+    assert seeing.run(client.post("/v1/segment", {"image": GOOD})).status == status

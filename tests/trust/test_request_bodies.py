@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from modelmill.serve import warmup
-from modelmill.serve.app import REQUEST_MODELS, make_app
-from modelmill.serve.service import Service, ServiceLimits
-from tests.serve.asgi_client import Client
+from modelmill.serve.app import REQUEST_MODELS
 from tests.serve.segment_service import SegmentService
 from tests.trust.request_cost import (
     MAX_BLOCKED_SECONDS,
@@ -129,14 +127,7 @@ def test_every_path_that_takes_a_body_is_there() -> None:
 
 
 def test_paths_without_pictures_take_less(running: SegmentService) -> None:
-    client = Client(
-        make_app(
-            Service(
-                running.service.engines,
-                ServiceLimits(max_body_bytes=4096, max_text_body_bytes=2048),
-            )
-        )
-    )
+    client = running.limited_client(max_body_bytes=4096, max_text_body_bytes=2048)
     sizes = {path: 4096 if path in TAKES_PICTURES else 2048 for path in REQUEST_MODELS}
     for path, most in sizes.items():
         flag = "--max-body-bytes" if path in TAKES_PICTURES else "--max-text-body-bytes"

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from modelmill.serve import json_logs
-from modelmill.serve.app import make_app
-from modelmill.serve.service import Service, ServiceLimits
 from modelmill.text.chat import TemplateChat
 from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
@@ -390,8 +388,7 @@ def test_bodies_that_are_too_large(running: ServiceThread) -> None:
 
 def guarded(running: ServiceThread, *keys: str, **limits: Any) -> Client:
     """Another door to the same engine, with keys."""
-    service = Service(running.service.engines, ServiceLimits(api_keys=keys, **limits))
-    return Client(make_app(service))
+    return running.limited_client(api_keys=keys, **limits)
 
 
 PATHS = [
