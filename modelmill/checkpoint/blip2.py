@@ -24,32 +24,32 @@ from modelmill.core.quoting import quote
 
 BLIP2_TYPE = "blip-2"
 INSTRUCTBLIP_TYPES = ("instructblip", "instructblipvideo")
-_NAME_PATTERNS = (
-    (r"vision_model\.embeddings\.class_embedding", VISION_ENCODER_PREFIX + "cls_token"),
-    (r"vision_model\.embeddings\.position_embedding", VISION_ENCODER_PREFIX + "pos_embed"),
-    (r"vision_model\.embeddings\.patch_embedding\.(\w+)",
-    VISION_ENCODER_PREFIX + r"patch_embed.proj.\1"),
-    (r"vision_model\.encoder\.layers\.(\d+)\.layer_norm([12])\.(\w+)",
-    VISION_ENCODER_PREFIX + r"blocks.\1.norm\2.\3"),
-    (
-        r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.projection\.(\w+)",
-        VISION_ENCODER_PREFIX + r"blocks.\1.attn.proj.\2",
-    ),
-    (
-        r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.weight",
-        VISION_ENCODER_PREFIX + r"blocks.\1.attn.qkv.weight",
-    ),
-    (r"vision_model\.encoder\.layers\.(\d+)\.mlp\.(fc[12]\.\w+)",
-    VISION_ENCODER_PREFIX + r"blocks.\1.mlp.\2"),
-    (r"vision_model\.post_layernorm\.(\w+)", r"ln_vision.\1"),
-    (r"qformer\.layernorm\.(\w+)", r"Qformer.bert.embeddings.LayerNorm.\1"),
-    (r"qformer\.(encoder\.layer\.\d+\.(?:cross)?attention)\.attention\.(.+)",
-    r"Qformer.bert.\1.self.\2"),
-    (r"qformer\.(encoder\..+)", r"Qformer.bert.\1"),
-    (r"language_projection\.(\w+)", r"llama_proj.\1"),
-    (r"language_model\.(.+)", LANGUAGE_PREFIX + r"\1"),
-)  # fmt: skip
-_BLOCK = re.escape(VISION_ENCODER_PREFIX) + r"blocks\.\d+\.norm1\.weight"
+_TENSORS = {
+    "vision_model.embeddings.class_embedding": VISION_ENCODER_PREFIX + "cls_token",
+    "vision_model.embeddings.position_embedding": VISION_ENCODER_PREFIX + "pos_embed",
+}
+_MODULES = {
+    "vision_model.embeddings.patch_embedding": VISION_ENCODER_PREFIX + "patch_embed.proj",
+    "vision_model.post_layernorm": "ln_vision",
+    "qformer.layernorm": "Qformer.bert.embeddings.LayerNorm",
+    "language_projection": "llama_proj",
+}
+_STACKS = {
+    "vision_model.encoder.layers.": VISION_ENCODER_PREFIX + "blocks.",
+    "qformer.encoder.layer.": "Qformer.bert.encoder.layer.",
+}
+_LAYER_MODULES = {
+    "layer_norm1": "norm1",
+    "layer_norm2": "norm2",
+    "self_attn.qkv": "attn.qkv",
+    "self_attn.projection": "attn.proj",
+    **{
+        f"{attention}.attention.{name}": f"{attention}.self.{name}"
+        for attention in ("attention", "crossattention")
+        for name in ("query", "key", "value")
+    },
+}
+"""Modules of the vision encoder's and the Q-Former's layers; others have the same names."""
 _QKV_BIAS_NAME = re.compile(r"vision_model\.encoder\.layers\.(\d+)\.self_attn\.qkv\.bias")
 
 
@@ -76,7 +76,9 @@ class Blip2Container:
     @property
     def num_blocks(self) -> int:
         """Return the number of blocks of the vision encoder."""
-        return len({name for name in self._sources if re.fullmatch(_BLOCK, name)})
+        blocks = f"{VISION_ENCODER_PREFIX}blocks."
+        norms = [name for name in self._sources if name.endswith(".norm1.weight")]
+        return sum(name.startswith(blocks) for name in norms)
 
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
@@ -217,8 +219,14 @@ def _sub_config(config: ConfigView, key: str, path: Path) -> Mapping[str, Any]:
 
 
 def _minigpt4_name(name: str) -> str:
-    for pattern, ours in _NAME_PATTERNS:
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return match.expand(ours)
-    return name
+    if name in _TENSORS:
+        return _TENSORS[name]
+    if name.startswith("language_model."):
+        return LANGUAGE_PREFIX + name.removeprefix("language_model.")
+    for stack, stack_name in _STACKS.items():
+        if name.startswith(stack):
+            number, _, tensor = name.removeprefix(stack).partition(".")
+            module, _, leaf = tensor.rpartition(".")
+            return f"{stack_name}{number}.{_LAYER_MODULES.get(module, module)}.{leaf}"
+    module, _, leaf = name.rpartition(".")
+    return f"{_MODULES[module]}.{leaf}" if module in _MODULES else name
