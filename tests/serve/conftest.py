@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,20 @@ import pytest
 from modelmill.cli.main import execute
 from modelmill.llm import LLM
 from tests.optional_extras import skip_if_extra_missing
+from tests.serve.server_process import ServerProcess
 
 
 @pytest.fixture(scope="session")
 def llm(stories: Path) -> LLM:
     """The engine ``stories`` through the class for Python."""
     return LLM(stories, device="cpu", threads=1, chat_template="chatml", kv_cache_bytes=8 << 20)
+
+
+@pytest.fixture(scope="session")
+def server(stories: Path) -> Iterator[ServerProcess]:
+    """``modelmill serve`` of the engine ``stories``, in a process of its own."""
+    with ServerProcess(stories) as serving:
+        yield serving
 
 
 @pytest.fixture

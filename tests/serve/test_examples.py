@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,9 @@ BRIEF = (
 )
 
 
-@pytest.fixture(scope="module")
-def url(stories: Path) -> Iterator[str]:
-    with ServerProcess(stories, template=BRIEF) as serving:
-        yield serving.url + "/v1"
-
-
-@pytest.fixture(scope="module")
-def brief(stories: Path) -> LLM:
-    return LLM(stories, device="cpu", threads=1, chat_template=BRIEF, kv_cache_bytes=8 << 20)
+@pytest.fixture
+def url(server: ServerProcess) -> str:
+    return server.url + "/v1"
 
 
 def generate(llm: LLM, text: str, tokens: int) -> str:
@@ -51,41 +44,40 @@ def run(name: str, url: str) -> str:
     return done.stdout
 
 
-def test_sync(url: str, brief: LLM) -> None:
+def test_sync(url: str, llm: LLM) -> None:
     printed = run("openai_sync.py", url)
-    assert printed.startswith(generate(brief, "Name three fruits.", 40) + "\n[")
+    assert printed.startswith(generate(llm, "Name three fruits.", 40) + "\n[")
     assert printed.endswith(" tokens]\n")
 
 
-def test_async(url: str, brief: LLM) -> None:
+def test_async(url: str, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
     lines = []
     for country in ("France", "Italy", "Spain", "Japan"):
         text = (
-            brief.generate(f"The capital of {country} is", params, progress=False)[0]
-            .outputs[0]
-            .text
+            llm.generate(f"The capital of {country} is", params, progress=False)[0].outputs[0].text
         )
         lines.append(f"{country}:{text.rstrip()}")
     assert run("openai_async.py", url).splitlines() == lines
 
 
-def test_stream(url: str, brief: LLM) -> None:
+def test_stream(url: str, llm: LLM) -> None:
     assert run("openai_stream.py", url).startswith(
-        generate(brief, "What is a watermill? One sentence.", 60) + "\n["
+        generate(llm, "What is a watermill? One sentence.", 60) + "\n["
     )
 
 
-def test_functions(url: str) -> None:
-    printed = run("openai_functions.py", url)
+def test_functions(stories: Path) -> None:
+    with ServerProcess(stories, template=BRIEF) as serving:
+        printed = run("openai_functions.py", serving.url + "/v1")
     call = re.match(r"weather\((\{.*?\})\)\n", printed)
     assert call, printed
     assert list(json.loads(call[1])) == ["city"]
     assert len(printed) > call.end()
 
 
-def test_plain_sse(url: str, brief: LLM) -> None:
-    assert run("plain_sse.py", url) == generate(brief, "Say hello.", 30) + "\n"
+def test_plain_sse(url: str, llm: LLM) -> None:
+    assert run("plain_sse.py", url) == generate(llm, "Say hello.", 30) + "\n"
 
 
 def test_none_is_forgotten() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ LONG = {
     "max_tokens": 450,
     "ignore_eos": True,
 }
-
-
-@pytest.fixture(scope="module")
-def server(stories: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(stories) as serving:
-        yield serving
 
 
 def client(server: ServerProcess) -> openai.OpenAI:
