@@ -36,7 +36,7 @@ from modelmill.accept.tolerances import (
     module_bound,
     whole_formats,
 )
-from modelmill.nn.layer_spec import CacheSpec, ModuleSpec, NormSpec, layer_spec
+from modelmill.nn.layer_spec import CacheSpec, LinearSpec, ModuleSpec, NormSpec, layer_spec
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
@@ -294,7 +294,10 @@ class ModuleCheck:
         for ours, canonical, right in zip(
             split_output(output, expected), names, expected, strict=True
         ):
-            path = f"{parent}.{canonical}_proj" if len(names) > 1 else name
+            path = name
+            if len(names) > 1:
+                is_linear = isinstance(module, LinearSpec)
+                path = f"{parent}.{canonical}_proj" if is_linear else f"{name}.{canonical}"
             label = path.removeprefix(f"layers.{layer}.")
             self._add_finding(path, layer, label, module.arithmetic, ours, right, name)
 

@@ -61,6 +61,7 @@ def quantized_reference(
         with no_tf32():
             blocks = dequantize_row_blocks(model.head.weight, made.device)
             logits = torch.cat([head_input @ block.to(made.dtype).T for block in blocks], -1)
+        logits = made.finish_logits(logits)
         return {"final_norm": ModuleIO((x,), normed), "logits": ModuleIO((normed,), logits)}
 
     made.norm_weights = norm_weights  # type: ignore[method-assign]
@@ -135,7 +136,7 @@ def compare_layer_weights(
         module_spec, site = places.get(name) or (norms[name], "")
         path = module_spec.path
         weight_format = weight_formats.get(f"layers.{index}.{path}", "dense")
-        several = len(module_spec.reference) > 1
+        several = name in places and len(module_spec.reference) > 1
         module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight

@@ -38,6 +38,10 @@ class Rule:
         running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
+        "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
+        "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
+        pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
+        "neighbours" (2i, 2i + 1) or "halves" (i, i + turned/2)
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
     """  # noqa: E501
@@ -304,6 +308,55 @@ def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shape[:2]
 
 
+def _ungroup_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape = _single_shape(shapes)
+    kv_heads, group, dim = map(int, argument.split("/"))
+    if not shape or shape[0] != kv_heads * (group + 2) * dim:
+        raise TensorMismatch(
+            f"shape {list(shape)} is not that of q, k and v of {kv_heads} KV heads with {group} "
+            f"query heads each, of {dim} channels"
+        )
+    return shape
+
+
+def _ungroup(
+    sources: Iterator[torch.Tensor], shape: Shape, _: torch.dtype, argument: str
+) -> torch.Tensor:
+    kv_heads, group, dim = map(int, argument.split("/"))
+    rows = next(sources).reshape(kv_heads, group + 2, dim, *shape[1:])
+    parts = rows[:, :group], rows[:, group], rows[:, group + 1]
+    return torch.cat([part.reshape(-1, *shape[1:]) for part in parts])
+
+
+def rope_channels(dim: int, turned: int, layout: str) -> list[int]:
+    """Return the channel of a head that is stored at each place by the step "rope_rows"."""
+    rotated = list(range(turned))
+    if layout == "neighbours":
+        first, second = rotated[0::2], rotated[1::2]
+    else:
+        first, second = rotated[: turned // 2], rotated[turned // 2 :]
+    rest = list(range(turned, dim))
+    half = len(rest) // 2
+    return [*first, *rest[:half], *second, *rest[half:]]
+
+
+def _rope_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, (heads, dim) = _single_shape(shapes), map(int, argument.split("/")[:2])
+    if not shape or shape[0] < heads * dim:
+        raise TensorMismatch(f"shape {list(shape)} has not {heads} heads of {dim} channels")
+    return shape
+
+
+def _rope_rows(
+    sources: Iterator[torch.Tensor], shape: Shape, _: torch.dtype, argument: str
+) -> torch.Tensor:
+    heads, dim, turned = map(int, argument.split("/")[:3])
+    order = torch.tensor(rope_channels(dim, turned, argument.rpartition("/")[2]))
+    tensor = next(sources)
+    rows = tensor[: heads * dim].reshape(heads, dim, *shape[1:])
+    return torch.cat((rows[:, order].reshape(-1, *shape[1:]), tensor[heads * dim :]))
+
+
 RENAME_STEPS: dict[str, RenameStep] = {
     "copy": RenameStep(lambda shapes, _: _single_shape(shapes), lambda sources, *_: next(sources)),
     "cat0": RenameStep(_concat_shape(0), _concat(0)),
@@ -318,5 +371,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "bias_q0v": RenameStep(_q0v_shape, _q0v),
     "fold_weight": RenameStep(_fold_shape, _fold_weight),
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
+    "ungroup": RenameStep(_ungroup_shape, _ungroup),
+    "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
     "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
 }

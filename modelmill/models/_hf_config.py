@@ -87,12 +87,37 @@ def require_value(raw: Mapping[str, Any], key: str, allowed: tuple[Any, ...], de
         )
 
 
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+"""transformers' names of activations → those of ``nn.mlp.ACTIVATIONS``."""
+
+
+def activation(raw: Mapping[str, Any], key: str, default: str) -> str:
+    """The activation that a config names."""
+    require_value(raw, key, tuple(ACTIVATION_NAMES), default)
+    return ACTIVATION_NAMES[raw.get(key, default)]
+
+
+def factor(raw: Mapping[str, Any], key: str, default: float = 1.0) -> float | None:
+    """A factor above 0; None for 1, which changes nothing."""
+    value = positive_float(raw, key, default=default)
+    return None if value == 1.0 else value
+
+
 TRAINED_LEN_KEY = "original_max_position_embeddings"
 
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
+    "longrope": ((TRAINED_LEN_KEY,), ("factor", "attention_factor")),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", TRAINED_LEN_KEY), ()),
     "yarn": (
         ("factor",),
@@ -108,33 +133,56 @@ SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Rope scalings by name: the numbers each needs, and those it may bring."""
 
+LONGROPE_FACTORS = ("short_factor", "long_factor")
+
 ROPE_KEYS = ("rope_theta", "rope_type", "type")
 """What any rope scaling may hold beside its numbers."""
 
 
-def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
-    """The rotation, from ``rope_theta`` and ``rope_scaling`` or the newer ``rope_parameters``."""
+def rope_spec(
+    raw: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    longrope: bool = False,
+) -> RopeSpec:
+    """The rotation, from ``rope_theta`` and ``rope_scaling`` or the newer ``rope_parameters``.
+
+    Args:
+        raw: The config.
+        head_dim: Channels of a head.
+        max_positions: The longest sequence.
+        theta: The base where the config names none.
+        partial: In families that rotate a part of each head, which part where the config names
+            none; None: a family that rotates all of it.
+        longrope: Whether the family may scale by LongRoPE.
+    """
     name, scaling = _rope_scaling(raw)
     base = positive_float(
-        raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=10000.0
+        raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=theta
     )
+    dim = head_dim if partial is None else _rotated_channels(raw, scaling, head_dim, partial)
     if base == 1.0:
         raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(scaling_type, str) or scaling_type not in SCALINGS:
+    if longrope and scaling_type in ("su", "yarn"):  # its names in older files of Phi-3
+        scaling["rope_type"] = scaling_type = "longrope"
+    known = [each for each in SCALINGS if each != "longrope" or longrope]
+    if not isinstance(scaling_type, str) or scaling_type not in known:
         raise CheckpointError(
             f"config.json: {name}: rope scaling {quote(scaling_type, 60)} is not supported "
-            "(known: linear, dynamic, "
-            "llama3, yarn)"
+            f"(known: {', '.join(known[1:])})"
         )
-    if scaling_type != "default":
+    if scaling_type != "default" and partial is None:
         # transformers turns such a fraction of each head only where it scales, and then no decoder
         # of ours fits it
         part = "partial_rotary_factor"
         require_value(scaling if part in scaling else raw, part, (1, None), None)
-    if scaling_type in ("llama3", "yarn") and raw.get(TRAINED_LEN_KEY) is not None:
+    if scaling_type in ("llama3", "yarn", "longrope") and raw.get(TRAINED_LEN_KEY) is not None:
         scaling[TRAINED_LEN_KEY] = positive_float(raw, TRAINED_LEN_KEY)
-    if scaling_type == "llama3" and scaling.get(TRAINED_LEN_KEY) is None:
+    if scaling_type in ("llama3", "longrope") and scaling.get(TRAINED_LEN_KEY) is None:
         scaling[TRAINED_LEN_KEY] = max_positions
     needed, optional = SCALINGS[scaling_type]
     for key in needed:
@@ -151,14 +199,49 @@ def rope_spec(raw: Mapping[str, Any], dim: int, max_positions: int) -> RopeSpec:
                 f"(now {slow:g}); "
                 "are the two exchanged?"
             )
+    if scaling_type == "longrope":
+        for key in LONGROPE_FACTORS:
+            _check_divisors(scaling.get(key), f"{name}.{key}", dim // 2)
     if isinstance(raw, ConfigView):
-        read = {*ROPE_KEYS, *needed, *optional, *(["truncate"] if scaling_type == "yarn" else [])}
+        more = {"yarn": ("truncate",), "longrope": LONGROPE_FACTORS}.get(scaling_type, ())
+        read = {*ROPE_KEYS, *needed, *optional, *more}
+        if partial is not None:
+            read.add("partial_rotary_factor")
         raw.ignore({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
     if scaling_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise CheckpointError(
             f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor"
         )
     return RopeSpec(dim, base, max_positions, scaling)
+
+
+def _rotated_channels(
+    raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, partial: float
+) -> int:
+    """How many channels of a head ``partial_rotary_factor`` rotates."""
+    key = "partial_rotary_factor"
+    source = raw if scaling.get(key) is None else scaling
+    share = positive_float(source, key, default=partial)
+    dim = int(head_dim * share)
+    if share > 1 or dim % 2 or dim == 0:
+        raise CheckpointError(
+            f"config.json: {key}={share:g} rotates {dim} of {head_dim} channels of each head; it "
+            "must be an even number of them, from 2 up"
+        )
+    return dim
+
+
+def _check_divisors(values: Any, key: str, count: int) -> None:
+    """Check a list of LongRoPE's divisors of frequencies."""
+    if (
+        not isinstance(values, list)
+        or len(values) != count
+        or any(isinstance(v, bool) or not isinstance(v, int | float) or v <= 0 for v in values)
+    ):
+        raise CheckpointError(
+            f"config.json: {key} must be a list of {count} numbers above 0, one for each "
+            f"rotated pair, not {quote(values, 60)}"
+        )
 
 
 def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Rename rules from what a model declares: its modules, and the checkpoint's names of them."""
+"""Rename rules from what a model declares: its modules, and the checkpoint's names of them.
+
+``CheckpointLayout`` makes those of a whole decoder.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from types import MappingProxyType
 from torch import nn
 
 from modelmill.checkpoint.rename import Rule
+from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
 from modelmill.nn.linear import Linear
+from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
 
+IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 CheckpointNames = Mapping[str, tuple[str, ...]]
 """Module inside the layer → its sources inside the checkpoint's layer; several are concatenated by
 rows. A module that is not listed has the same name there.
@@ -44,6 +50,7 @@ def layer_rules(
     *,
     transposed: bool = False,
     tensors: RuleSources = NO_SOURCES,
+    steps: Mapping[str, str] | None = None,
 ) -> list[Rule]:
     """Every tensor of a layer: its norms, its linear layers, then what else has tensors.
 
@@ -54,6 +61,7 @@ def layer_rules(
         source: The layer in the checkpoint, "model.layers.3".
         transposed: Whether matrices of linear layers are stored as [in, out].
         tensors: Tensors with sources of their own.
+        steps: Of modules, the steps behind the first ("ungroup:…").
     """
     rules = []
     modules: tuple[ModuleSpec | WholeSpec, ...] = (*spec.modules, *spec.wholes)
@@ -63,6 +71,9 @@ def layer_rules(
             how = made.how
             if transposed and isinstance(module, LinearSpec) and leaf == "weight":
                 how = "transpose"
+            path = f"{module.path}.{leaf}".rpartition(".")[0]
+            if steps and path in steps:
+                how = f"{how}+{steps[path]}"
             sources = tuple(f"{source}.{name}" for name in made.names)
             rules.append(Rule(f"{target}.{module.path}.{leaf}", sources, how))
     return rules
@@ -129,6 +140,70 @@ def _tensor_paths(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             yield f"{name}.weight"
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """Where a checkpoint has a decoder's tensors, and in which order of rows.
+
+    Attributes:
+        names: The checkpoint's names of a layer's modules.
+        layers, embed, positions, norm, head: Its names outside.
+        grouped_qkv: Whether rows of q, k and v are stored by KV head.
+        neighbours: Whether channels 2i and 2i + 1 of q and k rotate together.
+        ignored: Regular expressions of tensors that are not used.
+    """
+
+    names: CheckpointNames
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    positions: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    grouped_qkv: bool = False
+    neighbours: bool = False
+    ignored: tuple[str, ...] = IGNORED_BUFFERS
+
+    def rules(self, config: DecoderConfig) -> list[Rule]:
+        """Every tensor of the decoder."""
+        out = [Rule("embed.weight", (f"{self.embed}.weight",))]
+        if self.positions:
+            out.append(Rule("embed.positions", (f"{self.positions}.weight",)))
+        out += [
+            Rule(f"norm.{tensor}", (f"{self.norm}.{tensor}",))
+            for tensor in config.norm_config.tensors
+        ]
+        if not config.tied:
+            out.append(Rule("head.weight", (f"{self.head}.weight",)))
+        if config.head_bias:
+            out.append(Rule("head.bias", (f"{self.head}.bias",)))
+        steps = self._row_steps(config)
+        for i in range(config.layers):
+            places = f"layers.{i}", f"{self.layers}.{i}"
+            out += layer_rules(config.layer_spec(i), self.names, *places, steps=steps)
+        return out
+
+    def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
+        """Unused tensors: buffers, and the copy of a tied head."""
+        copies = (self.head.replace(".", r"\.") + r"\.weight",) if config.tied else ()
+        return (*self.ignored, *copies)
+
+    def _row_steps(self, config: DecoderConfig) -> dict[str, str]:
+        """The steps that order the rows of q, k and v."""
+        steps = []
+        heads, dim = config.heads + config.kv_heads, config.head_dim
+        if self.grouped_qkv:
+            steps.append(f"ungroup:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
+        rope = ""
+        if config.rope is not None and (self.neighbours or config.rope.dim < dim):
+            layout = "neighbours" if self.neighbours else "halves"
+            rope = f"rope_rows:{heads}/{dim}/{config.rope.dim}/{layout}"
+            steps.append(rope)
+        out = {"attn.qkv_proj": "+".join(steps)} if steps else {}
+        if rope and config.qkv_norm is not None:
+            norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
+            out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")
+        return out
 
 
 def _kind(module: ModuleSpec | WholeSpec) -> int:

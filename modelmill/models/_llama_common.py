@@ -1,11 +1,11 @@
-"""Sizes and tensor names that LLaMA, Mistral, Qwen2 and Qwen3 have in common."""
+"""Sizes and tensor names that LLaMA, Mistral, the Qwens and many others have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
@@ -18,10 +18,9 @@ from modelmill.models._hf_config import (
     require_value,
     rope_spec,
 )
-from modelmill.models._layer_rules import head_rules, stacked_rules
+from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import DecoderConfig
 
-IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 CHECKPOINT_PREFIXES = ("model.",)
 CHECKPOINT_NAMES = {
@@ -40,12 +39,33 @@ it.
 """
 
 
-def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: Any) -> DecoderConfig:
-    """The decoder's sizes from a config.json; ``switches`` are what the family adds.
+def config_from_hf(
+    raw: Mapping[str, Any],
+    positions: int = 2048,
+    *,
+    eps_key: str = "rms_norm_eps",
+    eps: float = 1e-6,
+    tied: bool = False,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    longrope: bool = False,
+    **switches: Any,
+) -> DecoderConfig:
+    """The decoder's sizes from a config.json.
 
-    positions: ``max_position_embeddings`` of the family where config.json is silent.
+    Args:
+        raw: The config.
+        positions: ``max_position_embeddings`` of the family where config.json is silent.
+        eps_key: The norms' epsilon.
+        eps: Its value where config.json is silent; likewise ``tied`` and ``theta``.
+        tied: ``tie_word_embeddings``.
+        theta: ``rope_theta``.
+        partial: As in ``rope_spec``.
+        longrope: As in ``rope_spec``.
+        switches: Further fields of DecoderConfig.
     """
-    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    if "activation" not in switches:
+        require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
@@ -59,7 +79,7 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
         )
     positions = positive_int(raw, "max_position_embeddings", default=positions)
-    spec = rope_spec(raw, head_dim, positions)
+    spec = rope_spec(raw, head_dim, positions, theta=theta, partial=partial, longrope=longrope)
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "intermediate_size"),
@@ -68,10 +88,10 @@ def config_from_hf(raw: Mapping[str, Any], positions: int = 2048, **switches: An
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, "rms_norm_eps", default=1e-6),
+        eps=non_negative_float(raw, eps_key, default=eps),
         max_len=max_sequence_len(spec, positions),
         rope=spec,
-        tied=boolean(raw, "tie_word_embeddings", False),
+        tied=boolean(raw, "tie_word_embeddings", tied),
         **switches,
     )
 
@@ -101,6 +121,14 @@ def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ..
         return tuple(size if layer_type == SLIDING_ATTENTION else None for layer_type in types)
     first = non_negative_float(raw, "max_window_layers", default=0)
     return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+    """Return the config with ``sliding_window``, if it is set, in every layer."""
+    if raw.get("sliding_window") is None:
+        return config
+    size = positive_int(raw, "sliding_window")
+    return replace(config, windows=(size,) * config.layers)
 
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
@@ -166,17 +194,5 @@ def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConf
     return config
 
 
-def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor of the decoder under its Hugging Face names."""
-    out = [
-        Rule("embed.weight", ("model.embed_tokens.weight",)),
-        Rule("norm.weight", ("model.norm.weight",)),
-        *head_rules(tied=config.tied),
-    ]
-    specs = map(config.layer_spec, range(config.layers))
-    return out + stacked_rules(specs, CHECKPOINT_NAMES, "model.layers")
-
-
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Unused tensors: buffers, and the copy of a tied head."""
-    return (*IGNORED_BUFFERS, r"lm_head\.weight") if config.tied else IGNORED_BUFFERS
+LAYOUT = CheckpointLayout(CHECKPOINT_NAMES)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors

@@ -21,6 +21,7 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
+from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -44,7 +45,15 @@ class RopeCosSin:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Sizes and switches of one layer's attention."""
+    """Sizes and switches of one layer's attention.
+
+    Attributes:
+        qk_norm: RMSNorm of each head of q and k, inside the op ``rope_cache`` (Qwen3).
+        window: Tokens of the sliding window, or None.
+        scale: Factor of the scores; None: 1 / √head_dim.
+        rotates: Whether q and k are rotated; otherwise they are only stored.
+        qkv_norm: A norm of q and k of another kind, before the rotation.
+    """
 
     hidden: int
     heads: int
@@ -55,6 +64,9 @@ class AttentionSpec:
     qk_norm: bool = False
     eps: float = 1e-6
     window: int | None = None
+    scale: float | None = None
+    rotates: bool = True
+    qkv_norm: QKVNormConfig | None = None
 
     @property
     def groups(self) -> HeadGroups:
@@ -71,13 +83,11 @@ class AttentionSpec:
         """The inputs of the two projections."""
         return SiteSpec("qkv"), SiteSpec("o", RowProducer("attn.qkv_proj", "v", self.groups))
 
-    def module_specs(self, *, rotates: bool = True) -> tuple[ModuleSpec, ...]:
-        """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out".
-
-        rotates: whether q and k are rotated; where positions are learned they are only stored.
-        """
+    def module_specs(self) -> tuple[ModuleSpec, ...]:
+        """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = Part("q", q, "q_heads"), Part("k", kv, "kv_heads"), Part("v", kv, "kv_heads")
+        normed = self.qkv_norm is not None
         return (
             LinearSpec(
                 path="attn.qkv_proj",
@@ -87,16 +97,17 @@ class AttentionSpec:
                 parts=rows,
                 tensors=linear_tensors(self.qkv_bias),
             ),
+            *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             CacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv", ROPE),
+                reads=("qkv_normed" if normed else "qkv", ROPE),
                 writes=("q",),
-                reference=("q_rot" if rotates else "q",),
-                keys="k_rot" if rotates else "k",
+                reference=("q_rot" if self.rotates else "q",),
+                keys="k_rot" if self.rotates else "k",
                 values="v",
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
-                arithmetic="rotary" if rotates else "residual",
+                arithmetic="rotary" if self.rotates else "residual",
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
             ),
             ModuleSpec(
@@ -120,7 +131,7 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """qkv projection → rotate and store → attend → output projection."""
+    """qkv projection → (norm of q and k) → rotate and store → attend → output projection."""
 
     def __init__(self, spec: AttentionSpec, cache_index: int) -> None:
         """Make the modules; ``cache_index``: its place among the layers with a KV cache."""
@@ -129,18 +140,25 @@ class Attention(nn.Module):
         self.kv_heads = spec.kv_heads
         width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
+        if spec.qkv_norm is not None:
+            self.qkv_norm = spec.qkv_norm.make(spec.groups)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        q = self.rope_cache(self.qkv_proj(x, step), rope, step)
+        qkv = self.qkv_proj(x, step)
+        if self.spec.qkv_norm is not None:
+            qkv = self.qkv_norm(qkv, step)
+        q = self.rope_cache(qkv, rope, step)
         return self.o_proj(self.core(q, step), step)
 
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
         self.rope_cache.heads = heads[1] - heads[0]
+        if self.spec.qkv_norm is not None:
+            self.qkv_norm.take_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
 
 
@@ -153,6 +171,7 @@ class RopeAndCache(nn.Module):
         self.cache_index = cache_index
         self.eps = spec.eps
         self._op = OpBinding()
+        self.rotates = spec.rotates
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
 
@@ -169,8 +188,8 @@ class RopeAndCache(nn.Module):
             step.kv.v[self.cache_index],
             step.slots,
             self.heads,
-            rope.cos,
-            rope.sin,
+            rope.cos if self.rotates else None,
+            rope.sin if self.rotates else None,
             rope.q_scale,
             q_norm,
             k_norm,
@@ -186,7 +205,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.cache_index = cache_index
         self.window = spec.window
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self._op = OpBinding()
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that LLaMA, Mistral and the Qwens share.
+"""The decoder that almost all families share: embedding, layers of one class, norm, head.
 
 A model file fills in its sizes and names; ``nn.fusion`` runs it with fewer and larger ops.
 """
@@ -7,26 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
+from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.embedding import LMHead, TokenEmbedding
-from modelmill.nn.layer_spec import (
-    INPUTS,
-    ROPE,
-    ChannelPartition,
-    LayerSpec,
-    ModuleSpec,
-    NormSpec,
-    SiteSpec,
-)
+from modelmill.nn.embedding import LearnedPositionEmbedding, LMHead, TokenEmbedding
+from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.layer_stack import kv_shape
-from modelmill.nn.mlp import GatedMLP
-from modelmill.nn.norm import RMSNorm
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.norm import RMS_NORM, NormConfig
+from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.post_norm import PostNormLayer
+from modelmill.nn.pre_norm import PreNormLayer
+from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.rotary import RopeSpec, Rotary
+from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.step import Step
+
+LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer]
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,19 @@ class DecoderConfig:
     """Sizes and switches.
 
     Attributes:
+        max_len: The longest sequence by default.
+        rope: The rotation; None: positions are learned or absent.
         windows: Per layer the attention window or None; empty: no windows.
         logn: Qwen v1's seq_length, or None.
-        max_len: The longest sequence by default.
         max_extended_len: The longest that may be requested, where that is more; None: ``max_len``.
+        layer: How a layer joins its parts.
+        norm: The kind of all norms.
+        gated: Whether the MLP is gated.
+        attention_scale: Factor of the scores; None: 1 / √head_dim.
+        embedding_scale, branch_scale, logit_scale: Factors of the embeddings, of each branch before
+            it is added (``ScaledBranchLayer``), and of the logits; None: 1.
+        unrotated_layers: Layers whose queries and keys are not rotated.
+        first_position_row: The learned position table's row of position 0; None: no such table.
     """
 
     hidden: int
@@ -49,7 +58,7 @@ class DecoderConfig:
     vocab: int
     eps: float
     max_len: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -58,6 +67,19 @@ class DecoderConfig:
     windows: tuple[int | None, ...] = ()
     logn: int | None = None
     max_extended_len: int | None = None
+    layer: LayerClass = PreNormLayer
+    norm: str = RMS_NORM
+    gated: bool = True
+    activation: str = "silu"
+    mlp_norm: bool = False
+    qkv_norm: QKVNormConfig | None = None
+    head_bias: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float | None = None
+    branch_scale: float | None = None
+    logit_scale: float | None = None
+    unrotated_layers: frozenset[int] = frozenset()
+    first_position_row: int | None = None
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of layer ``layer``."""
@@ -71,103 +93,29 @@ class DecoderConfig:
             self.qk_norm,
             self.eps,
             self.windows[layer] if self.windows else None,
+            self.attention_scale,
+            self.rope is not None and layer not in self.unrotated_layers,
+            self.qkv_norm,
+        )
+
+    def layer_parts(self, layer: int) -> LayerParts:
+        """The parts of layer ``layer``."""
+        return LayerParts(
+            self.attention_spec(layer),
+            MLPSpec(self.hidden, self.inner, self.gated, self.activation, self.mlp_bias),
+            self.norm_config,
+            self.branch_scale,
+            self.mlp_norm,
         )
 
     def layer_spec(self, layer: int) -> LayerSpec:
         """What layer ``layer`` is made of."""
-        mlp = GatedMLP.module_specs(self.hidden, self.inner, self.mlp_bias)
-        return pre_norm_layer(self.attention_spec(layer), self.inner, mlp, GatedMLP.site_specs())
+        return self.layer.layer_spec(self.layer_parts(layer))
 
-
-PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
-# the modules of a pre-norm layer outside its MLP, with what each reads
-PRE_NORM_DATAFLOW = [
-    ("attn_norm", INPUTS),
-    ("attn.qkv_proj", ("attn_input",)),
-    ("attn.rope_cache", ("qkv", ROPE)),
-    ("attn.core", ("q",)),
-    ("attn.o_proj", ("attn",)),
-    ("mlp_norm", ("attn_out", "stream")),
-]
-
-
-def pre_norm_layer(
-    attention: AttentionSpec,
-    inner: int,
-    mlp: tuple[ModuleSpec, ...],
-    mlp_sites: tuple[SiteSpec, ...],
-    norm_tensors: tuple[str, ...] = ("weight",),
-    *,
-    rotates: bool = True,
-) -> LayerSpec:
-    """A layer norm → attention → add and norm → MLP.
-
-    Args:
-        attention: The layer's attention.
-        inner: Channels inside the MLP.
-        mlp: The modules of the MLP, "mlp_input" → "mlp_out".
-        mlp_sites: Their sites.
-        norm_tensors: The tensors of each norm.
-        rotates: Whether q and k are rotated.
-    """
-    norm_op = "layer_norm" if "bias" in norm_tensors else "add_rms_norm"
-    attn_norm = NormSpec(
-        path="attn_norm",
-        reads=INPUTS,
-        writes=("attn_input", "stream"),
-        reference=("input_norm",),
-        tensors=norm_tensors,
-        op=norm_op,
-    )
-    mlp_norm = NormSpec(
-        path="mlp_norm",
-        reads=("attn_out", "stream"),
-        writes=("mlp_input", "attn.residual"),
-        reference=("mlp_norm",),
-        stream_reference="post_attn_residual",
-        tensors=norm_tensors,
-        op=norm_op,
-    )
-    return LayerSpec(
-        modules=(attn_norm, *attention.module_specs(rotates=rotates), mlp_norm, *mlp),
-        sites=(*attention.site_specs, *mlp_sites),
-        outputs=PRE_NORM_OUTPUTS,
-        partitions=(attention.partition, ChannelPartition("inner", inner)),
-    )
-
-
-class PreNormLayer(nn.Module):
-    """norm → attention → add and norm → MLP; the residual travels beside the branch.
-
-    A subclass makes the parts.
-    """
-
-    spec: LayerSpec
-    attn_norm: nn.Module
-    attn: Attention
-    mlp_norm: nn.Module
-    mlp: nn.Module
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(branch, residual), both [T, H]; their sum is the layer's output."""
-        x, residual = self.attn_norm(x, residual, step)
-        x = self.attn(x, rope, step)
-        x, residual = self.mlp_norm(x, residual, step)
-        return self.mlp(x, step), residual
-
-
-class DecoderLayer(PreNormLayer):
-    """A layer with RMSNorm and a gated MLP."""
-
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__()
-        self.spec = config.layer_spec(index)
-        self.attn_norm = RMSNorm(config.hidden, config.eps)
-        self.attn = Attention(config.attention_spec(index), index)
-        self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = GatedMLP(config.hidden, config.inner, config.mlp_bias)
+    @property
+    def norm_config(self) -> NormConfig:
+        """The norms."""
+        return NormConfig(self.hidden, self.eps, self.norm)
 
 
 class Decoder(CausalLM):
@@ -176,22 +124,40 @@ class Decoder(CausalLM):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = TokenEmbedding(config.vocab, config.hidden)
-        self.rotary = Rotary(config.rope)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
+        self.embed = _embedding(config)
+        self.rotary = None if config.rope is None else Rotary(config.rope)
+        self.layers = nn.ModuleList(
+            config.layer(config.layer_parts(i), i) for i in range(config.layers)
+        )
         self.kv = kv_shape(self.layers)
-        self.norm = RMSNorm(config.hidden, config.eps)
-        self.head = LMHead(config.hidden, config.vocab)
+        self.norm = config.norm_config.make(reduces=not config.layer.returns_whole_branch)
+        self.head = LMHead(config.hidden, config.vocab, config.head_bias, scale=config.logit_scale)
 
     @property
     def rope_length_source(self) -> str:
         """Which length decides a token's rope key: fixed, prompt or running."""
-        return self.rotary.rule
+        return "fixed" if self.rotary is None else self.rotary.rule
 
     def rope_key(self, length: int) -> int:
         """The rope key for a deciding length."""
-        return self.rotary.key(length)
+        return 0 if self.rotary is None else self.rotary.key(length)
 
     def rope(self, step: Step) -> RopeCosSin:
-        """The step's rotation, and Qwen v1's logn factors in the activations' rounding."""
-        return RopeCosSin(*self.rotary(step, self.config.logn, self.embed.weight.dtype))
+        """The step's rotation, and Qwen v1's logn factors in the activations' rounding.
+
+        Channels beyond the rotated ones are turned by no angle.
+        """
+        if self.rotary is None:
+            return RopeCosSin()
+        cos, sin, q_scale = self.rotary(step, self.config.logn, self.embed.weight.dtype)
+        rest = self.config.head_dim // 2 - cos.shape[1]
+        if rest:
+            cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
+        return RopeCosSin(cos, sin, q_scale)
+
+
+def _embedding(config: DecoderConfig) -> TokenEmbedding:
+    sizes = config.vocab, config.hidden
+    if config.first_position_row is None:
+        return TokenEmbedding(*sizes, config.embedding_scale)
+    return LearnedPositionEmbedding(*sizes, config.max_len, config.first_position_row)

@@ -17,20 +17,40 @@ _VOCAB_ALIGNMENT = 16  # tokens that a rank's share is a multiple of where there
 
 
 class TokenEmbedding(nn.Module):
-    """Rows by id; tokens that bring their own embeddings (images) take those instead."""
+    """Rows by id, times ``scale``; tokens that bring their own embeddings (images) take those."""
 
     weight: torch.Tensor
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, width: int, scale: float | None = None) -> None:
         super().__init__()
+        self.scale = scale
         self.register_buffer("weight", torch.empty(rows, width, device="meta"))
 
     def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """[T] → [T, H]."""
         x = F.embedding(ids, self.weight)
+        if self.scale is not None:
+            x = x * self.scale
         if step.embeds is not None and step.embed_mask is not None:
             x = torch.where(step.embed_mask[:, None], step.embeds.to(x.dtype), x)
         return x
+
+
+class LearnedPositionEmbedding(TokenEmbedding):
+    """Token rows plus learned position rows; position p has row p + ``first_row``."""
+
+    positions: torch.Tensor
+
+    def __init__(self, rows: int, width: int, num_positions: int, first_row: int = 0) -> None:
+        super().__init__(rows, width)
+        self.first_row = first_row
+        table = torch.empty(num_positions + first_row, width, device="meta")
+        self.register_buffer("positions", table)
+
+    def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T] → [T, H]."""
+        rows = step.positions + self.first_row if self.first_row else step.positions
+        return super().forward(ids, step) + F.embedding(rows, self.positions)
 
 
 class LMHead(Linear):
@@ -38,16 +58,29 @@ class LMHead(Linear):
 
     With tensor parallelism each rank computes a part of the vocabulary and gathers all logits, so
     that every rank samples the same ids.
+
+    Attributes:
+        scale: Factor of the logits, or None.
     """
 
     shard_widths: tuple[int, ...] = ()
 
+    def __init__(
+        self, width: int, vocab: int, bias: bool = False, *, scale: float | None = None
+    ) -> None:
+        super().__init__(width, vocab, bias)
+        self.scale = scale
+
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
         logits = super().forward(x, step)
-        return (
-            step.tp_group.all_gather(logits, self.shard_widths) if self.shard_widths else logits
-        ).float()
+        if self.shard_widths:
+            logits = step.tp_group.all_gather(logits, self.shard_widths)
+        return self.scale_logits(logits.float())
+
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What follows the product, of float32 logits [R, V]."""
+        return logits if self.scale is None else logits * self.scale
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
         """Keep some rows of the vocabulary."""

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.linear import Linear
-from modelmill.nn.mlp import GatedMLP
+from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.norm import RMSNorm
+from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.step import Step
 from modelmill.ops.decode import (
     DecodeInputs,
@@ -49,6 +51,24 @@ class StackedWeights:
             )
             self._stack = _stack_weights(*self._modules) if readable else None
         return self._stack
+
+
+def can_stack(model: CausalLM) -> bool:
+    """Whether the op computes what this model's layers compute."""
+    return isinstance(model.norm, RMSNorm) and all(map(_computes_layer, model.layers))
+
+
+def _computes_layer(layer: nn.Module) -> bool:
+    if type(layer) is not PreNormLayer or not isinstance(layer.mlp, GatedMLP):
+        return False
+    spec = layer.attn.spec
+    return (
+        isinstance(layer.attn_norm, RMSNorm)
+        and isinstance(layer.mlp.act, SiluMul)
+        and spec.rotates
+        and spec.qkv_norm is None
+        and spec.scale is None
+    )
 
 
 def run_fused_decode(

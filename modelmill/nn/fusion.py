@@ -25,13 +25,13 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.decoder import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, Decoder
-from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, run_fused_decode
+from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
 from modelmill.nn.layer_spec import layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.logit_rows import select_logit_rows
-from modelmill.nn.mlp import GatedMLP, PlainMLP
+from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
 from modelmill.nn.norm import RMSNorm
+from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
@@ -85,7 +85,7 @@ class FusedCausalLM(FusedModule):
         self.norm = FusedNorm(plain.norm, None)
         self._stacked_weights = (
             StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
-            if isinstance(plain, Decoder)
+            if can_stack(plain)
             else None
         )
 
@@ -101,7 +101,8 @@ class FusedCausalLM(FusedModule):
         ):
             stack = self._stacked_weights.stack()
             if stack is not None:
-                return run_fused_decode(step.ops.decode, stack, x, rope, step)
+                logits = run_fused_decode(step.ops.decode, stack, x, rope, step)
+                return self.plain.head.scale_logits(logits)
         return self.plain.head(self._run_layers(x, rope, step), step)
 
     def hidden_states(self, step: Step) -> torch.Tensor:
@@ -133,7 +134,7 @@ class FusedLayer(FusedModule):
         attn, mlp = cast(Attention, plain.attn), cast(nn.Module, plain.mlp)
         # linear_add rounds differently than a LayerNorm's own addition: not fused there
         adds_residual = isinstance(plain.mlp_norm, RMSNorm)
-        gated = isinstance(mlp, GatedMLP)
+        gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
         self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
         self.attn = FusedAttention(attn, adds_residual)
         self.mlp_norm = FusedNorm(

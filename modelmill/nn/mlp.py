@@ -1,11 +1,16 @@
-"""Feed-forward blocks: SwiGLU (``GatedMLP``) and GPT-2's GELU (``PlainMLP``)."""
+"""Feed-forward blocks: gated as SwiGLU (``GatedMLP``), or two plain matrices (``PlainMLP``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.layer_spec import (
+    ChannelPartition,
     LinearSpec,
     ModuleSpec,
     Part,
@@ -42,85 +47,125 @@ class GeluTanh(nn.Module):
         return self._op(step.ops.gelu_tanh, x)
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), gate and up in one matrix, gate first."""
+class Elementwise(nn.Module):
+    """An activation without an op of its own: GELU, ReLU or SiLU."""
 
-    def __init__(self, hidden: int, inner: int, bias: bool = False) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.compute = ACTIVATIONS[name]
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """Apply it to a tensor of any shape."""
+        return self.compute(x)
+
+
+class GatedActivation(Elementwise):
+    """activation(gate) · up over a fused [T, 2·I], of other activations than SiLU."""
+
+    def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, 2·I] → [T, I]."""
+        gate, up = gate_up.chunk(2, -1)
+        return self.compute(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Sizes and switches of one layer's MLP.
+
+    Attributes:
+        gated: down(activation(gate(x)) · up(x)); otherwise down(activation(fc(x))).
+        activation: A name in ACTIVATIONS.
+        bias: Of all its linear layers.
+    """
+
+    hidden: int
+    inner: int
+    gated: bool = True
+    activation: str = "silu"
+    bias: bool = False
+
+    @property
+    def partition(self) -> ChannelPartition:
+        """How ranks divide the inner channels."""
+        return ChannelPartition("inner", self.inner)
+
+    def make(self) -> nn.Module:
+        """The module."""
+        kind = GatedMLP if self.gated else PlainMLP
+        return kind(self.hidden, self.inner, self.bias, self.activation)
+
+    def module_specs(self, reads: str = "mlp_input", site: str = "up") -> tuple[ModuleSpec, ...]:
+        """The modules of a layer's ``mlp``, ``reads`` → "mlp_out"; site: of the first."""
+        names = ("gate", "up") if self.gated else ("fc",)
+        hidden = "gate_up" if self.gated else "fc"
+        silu = "silu_mul" if self.gated else "silu"
+        first = LinearSpec(
+            path=f"mlp.{hidden}_proj",
+            reads=(reads,),
+            writes=(hidden,),
+            site=site,
+            parts=tuple(Part(name, self.inner, "inner") for name in names),
+            tensors=linear_tensors(self.bias),
+        )
+        activation = ModuleSpec(
+            path="mlp.act",
+            reads=(hidden,),
+            writes=("act",),
+            reference=("act",),
+            op=silu if self.activation == "silu" else self.activation,
+        )
+        down = LinearSpec(
+            path="mlp.down_proj",
+            reads=("act",),
+            writes=("mlp_out",),
+            site="down",
+            parts=(Part("down", self.hidden),),
+            split_columns="inner",
+            tensors=linear_tensors(self.bias),
+        )
+        return first, activation, down
+
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of both products; a gated one's second is linear in up."""
+        producer = RowProducer("mlp.gate_up_proj", "up") if self.gated else None
+        return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) · up(x)), gate and up in one matrix, gate first."""
+
+    def __init__(
+        self, hidden: int, inner: int, bias: bool = False, activation: str = "silu"
+    ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden, 2 * inner, bias)
-        self.act = SiluMul()
+        self.act = SiluMul() if activation == "silu" else GatedActivation(activation)
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.gate_up_proj(x, step), step), step)
 
-    @staticmethod
-    def module_specs(hidden: int, inner: int, bias: bool = False) -> tuple[ModuleSpec, ...]:
-        """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
-        rows = Part("gate", inner, "inner"), Part("up", inner, "inner")
-        return _module_specs("gate_up", rows, "silu_mul", hidden, bias)
-
-    @staticmethod
-    def site_specs() -> tuple[SiteSpec, ...]:
-        """The inputs of both products; the second is linear in up."""
-        producer = RowProducer("mlp.gate_up_proj", "up")
-        return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
-
 
 class PlainMLP(nn.Module):
-    """down(gelu(fc(x))), with biases."""
+    """down(activation(fc(x)))."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(
+        self, hidden: int, inner: int, bias: bool = True, activation: str = "gelu_tanh"
+    ) -> None:
         super().__init__()
-        self.fc_proj = Linear(hidden, inner, True)
-        self.act = GeluTanh()
-        self.down_proj = Linear(inner, hidden, True)
+        self.fc_proj = Linear(hidden, inner, bias)
+        self.act = GeluTanh() if activation == "gelu_tanh" else Elementwise(activation)
+        self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
         return self.down_proj(self.act(self.fc_proj(x, step), step), step)
-
-    @staticmethod
-    def module_specs(hidden: int, inner: int) -> tuple[ModuleSpec, ...]:
-        """Its modules as a layer's ``mlp``; "mlp_input" → "mlp_out"."""
-        return _module_specs("fc", (Part("fc", inner, "inner"),), "gelu_tanh", hidden, bias=True)
-
-    @staticmethod
-    def site_specs() -> tuple[SiteSpec, ...]:
-        """The inputs of both products; the second is linear in none of its inputs."""
-        return SiteSpec("up"), SiteSpec("down", heavy_tailed=True)
-
-
-def _module_specs(
-    first: str, rows: tuple[Part, ...], op: str, hidden: int, bias: bool
-) -> tuple[ModuleSpec, ...]:
-    """A product with these rows, an activation, a product.
-
-    Args:
-        first: The value between the first product and the activation.
-        rows: Of the first product.
-        op: The activation.
-        hidden: Channels of the layer's stream.
-        bias: Whether both products have one.
-    """
-    return (
-        LinearSpec(
-            path=f"mlp.{first}_proj",
-            reads=("mlp_input",),
-            writes=(first,),
-            site="up",
-            parts=rows,
-            tensors=linear_tensors(bias),
-        ),
-        ModuleSpec(path="mlp.act", reads=(first,), writes=("act",), reference=("act",), op=op),
-        LinearSpec(
-            path="mlp.down_proj",
-            reads=("act",),
-            writes=("mlp_out",),
-            site="down",
-            parts=(Part("down", hidden),),
-            split_columns="inner",
-            tensors=linear_tensors(bias),
-        ),
-    )

@@ -1,16 +1,18 @@
 """Norms: each adds a branch to the residual stream, normalises the sum and returns both.
 
 With tensor parallelism every rank has a partial sum of the branch: the norm is where it is
-all-reduced.
+all-reduced. A norm behind a branch that was all-reduced before does not reduce.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
+from modelmill.nn.layer_spec import NormSpec
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 
@@ -20,10 +22,11 @@ class RMSNorm(nn.Module):
 
     weight: torch.Tensor
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, *, reduces: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self._norm, self._add_norm = OpBinding(), OpBinding()
+        self.reduces = reduces
         self.register_buffer("weight", torch.empty(width, device="meta"))
 
     def forward(
@@ -35,6 +38,8 @@ class RMSNorm(nn.Module):
         """x, residual: [T, H]."""
         if residual is None:
             return self._norm(step.ops.rms_norm, x, self.weight, self.eps), x
+        if not self.reduces:
+            return self._add_norm(step.ops.add_rms_norm, x, residual, self.weight, self.eps)
         return step.tp_group.all_reduce_add_rms_norm(
             partial(self._add_norm, step.ops.add_rms_norm),
             x,
@@ -59,19 +64,84 @@ class AffineNorm(nn.Module):
         self.register_buffer("bias", torch.empty(width, device="meta"))
 
 
-class LayerNorm(AffineNorm):
-    """(x, residual) → (normed, new residual), with mean and bias."""
+class StreamNorm(nn.Module):
+    """The weights of a norm of the residual stream, with or without a bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, width: int, eps: float, *, bias: bool, reduces: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.reduces = reduces
+        self.register_buffer("weight", torch.empty(width, device="meta"))
+        self.register_buffer("bias", torch.empty(width, device="meta") if bias else None)
+        self._norm = OpBinding()
+        self._zeros: torch.Tensor | None = None
+
+    def layer_norm(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """LayerNorm of [T, H]; without a bias the op gets zeros, which are made once."""
+        bias = self.bias
+        if bias is None:
+            if self._zeros is None or self._zeros.device != self.weight.device:
+                self._zeros = torch.zeros_like(self.weight)
+            bias = self._zeros
+        return self._norm(step.ops.layer_norm, x, self.weight, bias, self.eps)
+
+
+class LayerNorm(StreamNorm):
+    """(x, residual) → (normed, new residual), with mean and, if it has one, bias."""
+
+    def __init__(self, width: int, eps: float, *, bias: bool = True, reduces: bool = True) -> None:
+        super().__init__(width, eps, bias=bias, reduces=reduces)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [T, H]."""
-        total = (
-            x
-            if residual is None
-            else step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
-        )
-        return self._norm(step.ops.layer_norm, total, self.weight, self.bias, self.eps), total
+        if residual is None:
+            total = x
+        elif self.reduces:
+            total = step.tp_group.all_reduce(x, decode=step.max_query == 1) + residual
+        else:
+            total = x + residual
+        return self.layer_norm(total, step), total
+
+
+class SingleNorm(StreamNorm):
+    """A norm of one value, [T, H] → [T, H], without a residual.
+
+    Of a branch (``reduces``), it adds up the ranks' partial sums first.
+    """
+
+    def __init__(self, config: NormConfig, *, reduces: bool) -> None:
+        has_bias = config.kind == LAYER_NORM
+        super().__init__(config.width, config.eps, bias=has_bias, reduces=reduces)
+        self.is_rms = config.kind == RMS_NORM
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x: [T, H]."""
+        if self.reduces:
+            x = step.tp_group.all_reduce(x, decode=step.max_query == 1)
+        if self.is_rms:
+            return self._norm(step.ops.rms_norm, x, self.weight, self.eps)
+        return self.layer_norm(x, step)
+
+
+class ResidualAdd(nn.Module):
+    """(x, residual) → their sum, the residual stream; residual None starts it."""
+
+    def __init__(self, *, reduces: bool) -> None:
+        super().__init__()
+        self.reduces = reduces
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> torch.Tensor:
+        """x, residual: [T, H]."""
+        if residual is None:
+            return x
+        if self.reduces:
+            x = step.tp_group.all_reduce(x, decode=step.max_query == 1)
+        return x + residual
 
 
 class QKNormWeight(nn.Module):
@@ -82,3 +152,50 @@ class QKNormWeight(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.register_buffer("weight", torch.empty(dim, device="meta"))
+
+
+RMS_NORM, LAYER_NORM, LAYER_NORM_WITHOUT_BIAS = "rms_norm", "layer_norm", "layer_norm_without_bias"
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The norms of a model: one width, epsilon and kind (RMS_NORM, LAYER_NORM, …)."""
+
+    width: int
+    eps: float
+    kind: str = RMS_NORM
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors of each norm."""
+        return ("weight", "bias") if self.kind == LAYER_NORM else ("weight",)
+
+    def make(self, *, reduces: bool = True) -> RMSNorm | LayerNorm:
+        """A norm of branch and residual."""
+        if self.kind == RMS_NORM:
+            return RMSNorm(self.width, self.eps, reduces=reduces)
+        return LayerNorm(self.width, self.eps, bias=self.kind == LAYER_NORM, reduces=reduces)
+
+    def make_single(self, *, reduces: bool = False) -> SingleNorm:
+        """A norm of one value."""
+        return SingleNorm(self, reduces=reduces)
+
+    def spec(
+        self,
+        path: str,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        reference: str,
+        stream_reference: str = "",
+    ) -> NormSpec:
+        """What a layer declares of one of its norms."""
+        op = "rms_norm" if len(reads) == 1 else "add_rms_norm"
+        return NormSpec(
+            path=path,
+            reads=reads,
+            writes=writes,
+            reference=(reference,),
+            stream_reference=stream_reference,
+            tensors=self.tensors,
+            op=op if self.kind == RMS_NORM else "layer_norm",
+        )

@@ -1,9 +1,9 @@
 """Rotary position embeddings and all their scalings (Su et al. 2021, arXiv:2104.09864).
 
 A rotation may depend on a length: Qwen v1's dynamic NTK takes it from the request's prompt and
-keeps it, LLaMA's "dynamic" takes it from the prompt during prefill and from the position
-afterwards. The runtime therefore gets from the model a *rope key* per token (``rule`` says from
-which length) and hands the keys back in the Step. Key 0: unscaled.
+keeps it, LLaMA's "dynamic" and Phi-3's LongRoPE take it from the prompt during prefill and from the
+position afterwards. The runtime therefore gets from the model a *rope key* per token (``rule`` says
+from which length) and hands the keys back in the Step. Key 0: unscaled.
 """
 
 from __future__ import annotations
@@ -74,23 +74,28 @@ class Rotary(nn.Module):
     """
 
     inv_freq: torch.Tensor
-    ntk_table: torch.Tensor | None
+    frequency_table: torch.Tensor | None
 
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.rule = {"qwen_ntk": "prompt", "dynamic": "running"}.get(spec.scaling_type, "fixed")
+        rules = {"qwen_ntk": "prompt", "dynamic": "running", "longrope": "running"}
+        self.rule = rules.get(spec.scaling_type, "fixed")
         inv_freq, self.factor = _frequencies(spec)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         # one row a key, made once: in a graph, a row is one small kernel and its powers would be
         # ten
-        table = _ntk_table(spec, inv_freq) if self.rule == "prompt" else None
-        self.register_buffer("ntk_table", table, persistent=False)
+        makers = {"qwen_ntk": _ntk_table, "longrope": _longrope_table}
+        table = makers.get(spec.scaling_type)
+        frequencies = None if table is None else table(spec, inv_freq)
+        self.register_buffer("frequency_table", frequencies, persistent=False)
 
     def key(self, length: int) -> int:
         """The key of a token whose deciding length is ``length``."""
         if self.rule == "prompt":
             return ntk_doublings(length, self.spec.ntk_length or length)
+        if self.spec.scaling_type == "longrope":
+            return int(length > float(self.spec.scaling["original_max_position_embeddings"]))
         if self.rule == "running":
             return 0 if length <= self.spec.trained_len else length
         return 0
@@ -100,14 +105,15 @@ class Rotary(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """logn: the length from which q grows, or None; by factors rounded to dtype."""
         keys = step.rope_keys
-        if self.rule == "running":
+        if self.spec.scaling_type == "dynamic":
             # a row of frequencies for each token
             table, keys = (
                 self._frequencies_by_token(keys),
                 torch.arange(len(keys), device=keys.device),
             )
         else:
-            table = self.inv_freq[None] if self.ntk_table is None else self.ntk_table
+            stored = self.frequency_table
+            table = self.inv_freq[None] if stored is None else stored
         return step.ops.rope_cos_sin(
             RopeCosSinInputs(step.positions, keys, table, self.factor, logn, dtype)
         )
@@ -140,6 +146,28 @@ def _ntk_table(spec: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     return table
 
 
+def _longrope_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+    """LongRoPE's frequencies of short and of long sequences, [2, D/2] (arXiv:2402.13753)."""
+    del plain
+    exponent = torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim
+    divisors = torch.tensor(
+        [spec.scaling["short_factor"], spec.scaling["long_factor"]],
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return 1.0 / (divisors * spec.base**exponent)
+
+
+def _longrope_factor(spec: RopeSpec) -> float:
+    """The factor on cos and sin that keeps the attention's entropy over longer contexts."""
+    scaling = spec.scaling
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    trained = float(scaling["original_max_position_embeddings"])
+    ratio = float(scaling.get("factor") or spec.trained_len / trained)
+    return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(trained))
+
+
 def _ntk_frequencies(spec: RopeSpec, base_factor: torch.Tensor) -> torch.Tensor:
     """Frequencies of a base raised by ``base_factor`` [T] float64 (NTK): [T, D/2] float32."""
     base = spec.base * base_factor ** (spec.dim / (spec.dim - 2))
@@ -158,6 +186,8 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     scaling_type, scaling = spec.scaling_type, spec.scaling
     if scaling_type in ("default", "dynamic", "qwen_ntk"):
         return plain, 1.0
+    if scaling_type == "longrope":
+        return plain, _longrope_factor(spec)
     if scaling_type == "linear":
         return plain / float(scaling["factor"]), 1.0
     if scaling_type == "llama3":
@@ -165,7 +195,8 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     if scaling_type == "yarn":
         return _yarn(spec, exponent)
     raise CheckpointError(
-        f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn)"
+        f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn, "
+        "longrope)"
     )
 
 

@@ -108,9 +108,9 @@ def test_what_connects_the_modules_is_judged(
     built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Every module is right alone, but a layer reads its branch twice: the layer is named."""
-    from modelmill.nn.decoder import DecoderLayer
+    from modelmill.nn.pre_norm import PreNormLayer
 
-    real_forward = DecoderLayer.forward
+    real_forward = PreNormLayer.forward
 
     def doubled(self: Any, x: Any, residual: Any, rope: Any, step: Any) -> Any:
         branch, residual = real_forward(self, x, residual, rope, step)
@@ -118,7 +118,7 @@ def test_what_connects_the_modules_is_judged(
             branch * 2 if step.kv.k[2] is step.kv.k[self.attn.core.cache_index] else branch
         ), residual
 
-    monkeypatch.setattr(DecoderLayer, "forward", doubled)
+    monkeypatch.setattr(PreNormLayer, "forward", doubled)
     loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
     report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))

@@ -73,11 +73,11 @@ class ToyConfig:
 
     @property
     def attention(self):
-        return AttentionSpec(self.hidden, self.heads, self.kv_heads, self.head_dim)
+        return AttentionSpec(self.hidden, self.heads, self.kv_heads, self.head_dim, rotates=False)
 
     def layer_spec(self, layer):
         if self.has_attention(layer):
-            branch = self.attention.module_specs(rotates=False)
+            branch = self.attention.module_specs()
             sites, partition = self.attention.site_specs, self.attention.partition
         else:
             branch = mixer_modules(self.hidden, self.width)

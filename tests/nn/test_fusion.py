@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from modelmill.loader.model_loader import build_model
-from modelmill.nn.decoder import DecoderLayer
 from modelmill.nn.fusion import FusedCausalLM, fuse
 from modelmill.nn.linear import Linear
+from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
 from tests.parallel.test_shard_model import GPT2, LLAMA
@@ -56,5 +56,5 @@ def test_forward_hooks_take_the_fused_modules_out() -> None:
     assert isinstance(runner.active_model, FusedCausalLM)
     with runner.forward_hooks(after=lambda *_: None):
         assert runner.active_model is runner.model
-        assert isinstance(runner.active_model.layers[0], DecoderLayer)  # type: ignore[index]
+        assert isinstance(runner.active_model.layers[0], PreNormLayer)  # type: ignore[index]
     assert isinstance(runner.active_model, FusedCausalLM)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
-from modelmill.nn.decoder import DecoderConfig, DecoderLayer
+from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.layer_spec import HeadGroups
+from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.rotary import RopeSpec
 from modelmill.quant import activation_smoothing
 from modelmill.quant.awq import is_foldable
@@ -93,7 +94,7 @@ def _plain_block(draw: torch.Generator) -> QuantizableLayer:
         hidden=32, inner=16, layers=1, heads=4, kv_heads=2, head_dim=8, vocab=8, eps=1e-6,
         max_len=8, rope=RopeSpec(8, 1e4, 8),
     )  # fmt: skip
-    block = QuantizableLayer(DecoderLayer(config, 0))
+    block = QuantizableLayer(PreNormLayer(config.layer_parts(0), 0))
     for linear in block.all_linears().values():
         linear.weight = DenseWeight(torch.randn(linear.shape, generator=draw))
     return block

@@ -15,8 +15,9 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.loader.model_loader import load_model
-from modelmill.nn.decoder import DecoderConfig, DecoderLayer
+from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.linear import Linear
+from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.rotary import RopeSpec
 from modelmill.ops import registry
 from modelmill.quant.awq import (
@@ -48,12 +49,11 @@ def open_model(family: str, folder: Path) -> Any:
     return load_model(open_artifact(folder / "engine"), "cpu")
 
 
-def decoder_layer() -> DecoderLayer:
+def decoder_layer() -> PreNormLayer:
     """A layer without weights: 6 query heads of 4 over 2 KV heads."""
     sizes = {"hidden": 24, "inner": 32, "layers": 1, "heads": 6, "kv_heads": 2, "head_dim": 4}
-    return DecoderLayer(
-        DecoderConfig(**sizes, vocab=8, eps=1e-6, max_len=8, rope=RopeSpec(4, 1e4, 8)), 0
-    )
+    config = DecoderConfig(**sizes, vocab=8, eps=1e-6, max_len=8, rope=RopeSpec(4, 1e4, 8))
+    return PreNormLayer(config.layer_parts(0), 0)
 
 
 def drawn_ids(vocab: int, *lengths: int) -> list[list[int]]:

@@ -67,7 +67,7 @@ class LayerRecorder:
     """Records what the modules of one layer read and return."""
 
     def __init__(self, weights: LayerWeights) -> None:
-        self._weights = weights
+        self.weights = weights
         self.trace: LayerTrace = {}
 
     def record(self, name: str, output: Tensor, *inputs: Tensor) -> Tensor:
@@ -77,11 +77,14 @@ class LayerRecorder:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """Apply a projection and record it."""
-        return self.record(name, project(x, self._weights[name]), x)
+        return self.record(name, project(x, self.weights[name]), x)
 
 
 class ReferenceModel(ABC):
     """One checkpoint, computed plainly; families define the weights and the layer."""
+
+    HEAD = HEAD_WEIGHT
+    """The source name of a head of its own."""
 
     num_layers: int
     hidden_size: int
@@ -134,10 +137,10 @@ class ReferenceModel(ABC):
         """
         if self._head_name is None:
             embedding = self.embedding_tables()["weight"]
-            own = self.source.has(HEAD_WEIGHT) and not (
-                self.is_tied and self.source.equal_values(HEAD_WEIGHT, embedding)
+            own = self.source.has(self.HEAD) and not (
+                self.is_tied and self.source.equal_values(self.HEAD, embedding)
             )
-            self._head_name = HEAD_WEIGHT if own else embedding
+            self._head_name = self.HEAD if own else embedding
         return self._head_name
 
     @abstractmethod
@@ -159,6 +162,10 @@ class ReferenceModel(ABC):
         """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
         return None
 
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Apply what follows the head's product: a bias, a factor."""
+        return logits
+
     @torch.no_grad()
     def head(self, x: Tensor) -> HeadTrace:
         """Compute final norm and logits [T, vocab], the vocabulary in blocks of rows."""
@@ -168,7 +175,7 @@ class ReferenceModel(ABC):
             blocks = [normed @ rows.T for rows in self.source.row_blocks(self.head_weight_name())]
         return {
             "final_norm": ModuleIO((x,), normed),
-            "logits": ModuleIO((normed,), torch.cat(blocks, dim=-1)),
+            "logits": ModuleIO((normed,), self.finish_logits(torch.cat(blocks, dim=-1))),
         }
 
 

@@ -8,6 +8,7 @@ scaling:
 * dynamic   theta grows with the length, once that exceeds the trained length (``max_position``)
 * llama3    low frequencies divided by ``factor``, high ones kept, a straight ramp between
 * yarn      the ramp goes by the number of turns within the trained length; cos and sin carry a temperature
+* longrope  a divisor per frequency from one of two lists, by whether the length exceeds the trained one
 * factors   one divisor per frequency, given as a tensor (how GGUF files store llama3)
 """  # noqa: E501
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from modelmill.core.errors import UnknownArchitecture
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class ReferenceRope:
             return self._llama3(plain)
         if self.rope_type == "yarn":
             return self._yarn(plain)
+        if self.rope_type == "longrope":
+            return plain / self._longrope_divisors(count, prompt_length).to(dtype)
         if self.rope_type == "factors" and self.factors is not None:
             return plain / self.factors.to(dtype)[None, :]
         raise UnknownArchitecture(
@@ -77,7 +80,9 @@ class ReferenceRope:
         )
 
     def attention_factor(self) -> float:
-        """Return the factor of cos and sin: 1, except for yarn."""
+        """Return the factor of cos and sin: 1, except for yarn and longrope."""
+        if self.rope_type == "longrope":
+            return self._longrope_temperature()
         if self.rope_type != "yarn":
             return 1.0
         attention_factor = self.options.get("attention_factor")
@@ -101,6 +106,25 @@ class ReferenceRope:
         factor = float(self.options["factor"])
         growth = factor * known / self.max_position - (factor - 1)
         return self.theta * growth ** (self.rotary_dim / (self.rotary_dim - 2))
+
+    def _longrope_divisors(self, count: int, prompt_length: int) -> Tensor:
+        """Return [count, dim/2]: the short list's or the long list's row for each position.
+
+        A prompt takes one list for all of its positions, a decoded position p that of length p + 1.
+        """
+        position = torch.arange(count)
+        known = torch.where(position < prompt_length, prompt_length, position + 1)
+        lists = torch.tensor([self.options["short_factor"], self.options["long_factor"]])
+        return lists[(known > self._original_length()).long()]
+
+    def _longrope_temperature(self) -> float:
+        """Return √(1 + ln(longer / trained) / ln(trained)), 1 where nothing is longer."""
+        stated = self.options.get("attention_factor")
+        if stated is not None:
+            return float(stated)
+        trained = self._original_length()
+        ratio = float(self.options.get("factor") or self.max_position / trained)
+        return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(trained))
 
     def _original_length(self) -> float:
         return float(self.options.get("original_max_position_embeddings") or self.max_position)
@@ -160,9 +184,9 @@ def rope_from_config(config: Mapping[str, Any], dim: int, max_position: int) -> 
         )
     if any(isinstance(value, Mapping) for value in options.values()):
         raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
-    if rope_type not in ROPE_TYPES[:-1]:
+    if rope_type not in ROPE_TYPES[:-2]:
         raise UnknownArchitecture(
-            f"RoPE scaling {rope_type!r} is not known here; known are {', '.join(ROPE_TYPES[:-1])}"
+            f"RoPE scaling {rope_type!r} is not known here; known are {', '.join(ROPE_TYPES[:-2])}"
         )
     return ReferenceRope(dim, float(theta), max_position, rope_type, options)
 
@@ -173,3 +197,42 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :], sin[:, None, :]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels i and i + dim/2 of the first dim channels of x [T, heads, head_dim]."""
+    return apply_rope(x, cos, sin)
+
+
+def turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channels 2i and 2i + 1 of the first dim channels of x [T, heads, head_dim]."""
+    dim = 2 * cos.shape[-1]
+    even, odd = x[..., 0:dim:2], x[..., 1:dim:2]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    turned = x.clone()
+    turned[..., 0:dim:2] = even * cos - odd * sin
+    turned[..., 1:dim:2] = odd * cos + even * sin
+    return turned
+
+
+def partial_rope(
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_position: int,
+    *,
+    factor: float = 1.0,
+    theta: float = 10000.0,
+) -> ReferenceRope:
+    """Return the rotary embedding of a family that turns a part of each head.
+
+    factor, theta: the family's ``partial_rotary_factor`` and base where the config names none.
+    """
+    options = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    part = options.get("partial_rotary_factor", config.get("partial_rotary_factor", factor))
+    rope_type = str(options.get("rope_type") or options.get("type") or "default")
+    base = options.get("rope_theta") or config.get("rope_theta") or theta
+    if config.get("original_max_position_embeddings"):
+        options["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    if any(isinstance(value, Mapping) for value in options.values()):
+        raise UnknownArchitecture("a rotation that differs from layer to layer is not known here")
+    return ReferenceRope(int(head_dim * part), float(base), max_position, rope_type, options)

@@ -1,0 +1,273 @@
+"""A decoder of plain parts, from which the references of many families are made.
+
+A family's file sets the sizes, names and switches in its ``__init__``, and overrides what it
+computes differently. Each way of joining the parts of a layer is a method here, written from the
+papers:
+
+* ``pre_norm``   x + A(norm(x)), then the same with the MLP (GPT-2, LLaMA)
+* ``parallel``   x + A(norm(x)) + M(norm(x)) (GPT-J, GPT-NeoX, PaLM: arXiv:2204.02311)
+* ``post_norm``  x + norm(A(x)), then the same with the MLP (OLMo 2: arXiv:2501.00656)
+* ``sandwich``   x + norm(A(norm(x))), then the same with the MLP (Gemma 2: arXiv:2408.00118)
+
+Rows of q and k are presented as the engine stores them, the two channels of each rotated pair half
+a head apart; the rotation itself is computed in the checkpoint's own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import (
+    ACTIVATIONS,
+    Affine,
+    LayerRecorder,
+    LayerTrace,
+    LayerWeights,
+    ReferenceModel,
+    causal_attention,
+    layer_norm,
+    rms_norm,
+)
+from modelmill.accept.reference.rope import ReferenceRope, turn_halves, turn_neighbours
+from modelmill.accept.reference.tensor_source import TensorSource
+from modelmill.core.errors import UnknownArchitecture
+
+NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+PROJECTIONS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+class PlainDecoderReference(ReferenceModel):
+    """A decoder; the attributes set here are what most families have.
+
+    Attributes:
+        norm_paths, projection_paths: names of a layer's norms and projections in the checkpoint.
+        biased: projections with a bias.
+        score_scale: factor of the attention scores.
+        turns_neighbours: whether channels 2i and 2i+1 form a rotated pair, not i and i + dim/2.
+        unrotated: layers without rotation.
+        embedding_scale, branch_scale, logit_scale: factors.
+        mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
+    """
+
+    EMBEDDING = "model.embed_tokens.weight"
+    FINAL_NORM = "model.norm"
+    LAYERS = "model.layers"
+    TIED_BY_DEFAULT = False
+    uses_layer_norm = False
+    norm_bias = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.hidden_size = self.read_int("hidden_size")
+        self.num_layers = self.read_int("num_hidden_layers")
+        self.num_heads = self.read_int("num_attention_heads")
+        self.num_kv_heads = int(config.get("num_key_value_heads") or self.num_heads)
+        self.head_dim = int(config.get("head_dim") or self.hidden_size // self.num_heads)
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.activation = self.read_activation("hidden_act", "silu")
+        self.score_scale = self.head_dim**-0.5
+        self.rope: ReferenceRope | None = None
+        self.turns_neighbours = False
+        self.unrotated: frozenset[int] = frozenset()
+        self.windows: list[int | None] = [None] * self.num_layers
+        self.norm_paths, self.projection_paths = dict(NORMS), dict(PROJECTIONS)
+        self.biased: frozenset[str] = frozenset()
+        self.embedding_scale = self.branch_scale = self.logit_scale = 1.0
+        self.mlp_norm = False
+        self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm
+
+    def read_int(self, *keys: str) -> int:
+        """Return the first of these keys that the config has."""
+        value = next(self.config[key] for key in keys if self.config.get(key) is not None)
+        return int(value)
+
+    def read_activation(self, key: str, default: str) -> Callable[[Tensor], Tensor]:
+        """Return the activation that the config names."""
+        name = str(self.config.get(key) or default)
+        if name not in ACTIVATIONS:
+            raise UnknownArchitecture(f"{key} {name!r} is not known here")
+        return ACTIVATIONS[name]
+
+    # weights
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids."""
+        return self.source.rows(self.EMBEDDING, ids) * self.embedding_scale
+
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the output head shares the embedding's matrix."""
+        tied = self.config.get("tie_word_embeddings")
+        return self.TIED_BY_DEFAULT if tied is None else bool(tied)
+
+    def embedding_tables(self) -> dict[str, str]:
+        """Return the checkpoint's name of each embedding table."""
+        return {"weight": self.EMBEDDING}
+
+    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
+        """Apply the model's norm with these weights."""
+        norm = layer_norm if self.uses_layer_norm else rms_norm
+        return norm(x, weights, eps)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; index None: the final norm."""
+        stem = (
+            self.FINAL_NORM if index is None else f"{self.LAYERS}.{index}.{self.norm_paths[name]}"
+        )
+        has_bias = self.uses_layer_norm and self.norm_bias
+        bias = self.source.get(f"{stem}.bias") if has_bias else None
+        return Affine(self.source.get(f"{stem}.weight"), bias)
+
+    def norm_names(self) -> list[str]:
+        """Return the names of a layer's norms."""
+        return list(self.norm_paths)
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
+        for name, affine in self.projections(index).items():
+            weights[name] = self.present(affine) if name in ("q", "k") else affine
+        return weights
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's projections, in the checkpoint's order of rows."""
+        return {
+            name: self.read_affine(f"{self.LAYERS}.{index}.{path}", name in self.biased)
+            for name, path in self.projection_paths.items()
+        }
+
+    def read_affine(self, stem: str, biased: bool) -> Affine:
+        """Read a projection."""
+        bias = self.source.get(f"{stem}.bias") if biased else None
+        return Affine(self.source.get(f"{stem}.weight"), bias)
+
+    # the order of channels
+
+    def engine_order(self) -> Tensor:
+        """Return [dim]: the channel of a head that the engine stores at each place."""
+        channels = torch.arange(self.head_dim)
+        turned = self.head_dim if self.rope is None else self.rope.rotary_dim
+        rest = channels[turned:].reshape(2, -1)
+        pairs = channels[:turned]
+        pairs = pairs.reshape(-1, 2).T if self.turns_neighbours else pairs.reshape(2, -1)
+        return torch.cat((pairs, rest), dim=1).reshape(-1)
+
+    def present(self, affine: Affine) -> Affine:
+        """Order the rows of q or k as the engine stores them."""
+        order = self.engine_order()
+
+        def reorder(rows: Tensor) -> Tensor:
+            heads = rows.reshape(-1, self.head_dim, *rows.shape[1:])
+            return heads[:, order].reshape(rows.shape)
+
+        bias = None if affine.bias is None else reorder(affine.bias)
+        return affine._replace(weight=reorder(affine.weight), bias=bias)
+
+    # a layer
+
+    def rotate(self, flat: Tensor, prompt_length: int) -> Tensor:
+        """Rotate [T, heads·dim], both sides in the engine's order of channels."""
+        assert self.rope is not None, "a rotated layer"
+        order = self.engine_order()
+        x = flat.reshape(len(flat), -1, self.head_dim)
+        natural = torch.empty_like(x)
+        natural[..., order] = x
+        # always computed on the CPU: the last bit of a frequency changes an angle
+        tables = self.rope.cos_sin(len(x), prompt_length, x.dtype)
+        cos, sin = (table.to(x.device) for table in tables)
+        turn = turn_neighbours if self.turns_neighbours else turn_halves
+        return turn(natural, cos, sin)[..., order].reshape(flat.shape)
+
+    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k before the rotation; families with norms there override it."""
+        del r
+        return q, k
+
+    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+        """Run a layer's attention up to its output projection."""
+        q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
+        q_turned, k_turned = self.norm_qk(r, q, k)
+        if self.rope is not None and index not in self.unrotated:
+            q_turned = self.rotate(q_turned, prompt_length)
+            k_turned = self.rotate(k_turned, prompt_length)
+        r.record("q_rot", q_turned, q)
+        r.record("k_rot", k_turned, k)
+        heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
+        mixed = self.attend(index, heads[0], heads[1], heads[2])
+        return r.linear("o_proj", r.record("attn", mixed, q_turned, k_turned, v))
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run causal attention [T, heads, dim] → [T, heads·dim]."""
+        return causal_attention(q, k, v, self.score_scale, self.windows[index])
+
+    def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a gated MLP, or one of two matrices."""
+        if "fc" in r.weights:
+            wide = r.linear("fc", normed)
+            return r.linear("down", r.record("act", self.activation(wide), wide))
+        gate, up = r.linear("gate", normed), r.linear("up", normed)
+        return r.linear("down", r.record("act", self.activation(gate) * up, gate, up))
+
+    def norm(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+        """Apply and record a norm."""
+        return r.record(name, self.apply_norm(x, r.weights[name], self.eps), x)
+
+    @torch.no_grad()
+    def run_layer(
+        self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
+    ) -> LayerTrace:
+        """Run one decoder layer."""
+        r = LayerRecorder(weights)
+        self.layer(index, r, x, prompt_length)
+        return r.trace
+
+    def pre_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + A(norm(x)), then the same with the MLP; branches times ``branch_scale``."""
+        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
+        branch = r.record("attn_post", branch * self.branch_scale, branch)
+        middle = r.record("post_attn_residual", x + branch, x, branch)
+        branch = self.mlp(r, self.norm(r, "mlp_norm", middle))
+        branch = r.record("mlp_post", branch * self.branch_scale, branch)
+        r.record("output", middle + branch, middle, branch)
+
+    def parallel(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + A(norm(x)) + M(norm(x)), the norm shared or not."""
+        normed = self.norm(r, "input_norm", x)
+        own = self.norm(r, "mlp_norm", x) if self.mlp_norm else normed
+        attention = self.attention(index, r, normed, prompt_length)
+        mlp = self.mlp(r, own)
+        both = r.record("branches", attention + mlp, attention, mlp)
+        r.record("output", x + both, x, both)
+
+    def post_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + norm(A(x)), then the same with the MLP."""
+        r.record("input", x)
+        branch = self.norm(r, "attn_post", self.attention(index, r, x, prompt_length))
+        middle = r.record("post_attn_residual", x + branch, x, branch)
+        branch = self.norm(r, "mlp_post", self.mlp(r, middle))
+        r.record("output", middle + branch, middle, branch)
+
+    def sandwich(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + norm(A(norm(x))), then the same with the MLP."""
+        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
+        branch = self.norm(r, "attn_post", branch)
+        middle = r.record("post_attn_residual", x + branch, x, branch)
+        branch = self.mlp(r, self.norm(r, "mlp_norm", middle))
+        branch = self.norm(r, "mlp_post", branch)
+        r.record("output", middle + branch, middle, branch)
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Apply the factor of the logits."""
+        return logits * self.logit_scale

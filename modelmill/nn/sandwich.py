@@ -1,0 +1,107 @@
+"""A pre-norm layer whose branches are normed (GLM-4, Gemma 2) or scaled (Granite, MiniCPM).
+
+``x + post(attention(norm(x)))``, then the same with the MLP. ``post`` is a norm or a factor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
+from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
+from modelmill.nn.step import Step
+
+
+class BranchScale(nn.Module):
+    """A branch times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H] → [T, H]."""
+        return x * self.factor
+
+
+class SandwichLayer(nn.Module):
+    """norm → attention → norm, add; norm → MLP → norm: the branches are normed before adding."""
+
+    returns_whole_branch = True
+    spec: LayerSpec
+
+    def __init__(self, parts: LayerParts, cache_index: int) -> None:
+        super().__init__()
+        self.spec = self.layer_spec(parts)
+        # the norms behind the branches have added up the ranks' partial sums
+        reduces = not self.returns_whole_branch
+        self.attn_norm = parts.norm.make(reduces=reduces)
+        self.attn = Attention(parts.attention, cache_index)
+        self.attn_post = self.post_module(parts)
+        self.mlp_norm = parts.norm.make(reduces=reduces)
+        self.mlp = parts.mlp.make()
+        self.mlp_post = self.post_module(parts)
+
+    @staticmethod
+    def post_module(parts: LayerParts) -> nn.Module:
+        """What a branch passes before it is added."""
+        return parts.norm.make_single(reduces=True)
+
+    @staticmethod
+    def post_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:
+        """What the layer declares of it."""
+        return parts.norm.spec(path, (reads,), (writes,), path)
+
+    @classmethod
+    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
+        """What such a layer is made of."""
+        mlp_norm = parts.norm.spec(
+            "mlp_norm",
+            ("attn_branch", "stream"),
+            ("mlp_input", "attn.residual"),
+            "mlp_norm",
+            "post_attn_residual",
+        )
+        return LayerSpec(
+            modules=(
+                attention_norm_spec(parts.norm),
+                *parts.attention.module_specs(),
+                cls.post_spec(parts, "attn_post", "attn_out", "attn_branch"),
+                mlp_norm,
+                *parts.mlp.module_specs(),
+                cls.post_spec(parts, "mlp_post", "mlp_out", "mlp_branch"),
+            ),
+            sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
+            outputs=("mlp_branch", "attn.residual"),
+            partitions=(parts.attention.partition, parts.mlp.partition),
+        )
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(branch, residual), both [T, H]; their sum is the layer's output."""
+        x, residual = self.attn_norm(x, residual, step)
+        x = self.attn_post(self.attn(x, rope, step), step)
+        x, residual = self.mlp_norm(x, residual, step)
+        return self.mlp_post(self.mlp(x, step), step), residual
+
+
+class ScaledBranchLayer(SandwichLayer):
+    """A pre-norm layer with a factor on both branches."""
+
+    returns_whole_branch = False
+
+    @staticmethod
+    def post_module(parts: LayerParts) -> nn.Module:
+        """The factor."""
+        assert parts.branch_scale is not None, "branches are scaled"
+        return BranchScale(parts.branch_scale)
+
+    @staticmethod
+    def post_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:  # noqa: ARG004
+        """What the layer declares of it."""
+        return ModuleSpec(
+            path=path, reads=(reads,), writes=(writes,), reference=(path,), op="scale"
+        )
