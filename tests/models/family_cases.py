@@ -1,0 +1,190 @@
+"""What an entry of the folder ``families`` is made of: one file for each family.
+
+All tests of a family follow from its entry: a small config, every switch of the family's
+configuration class at a second value, values that are refused, and faults that acceptance has to
+name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.models.tiny_models import save_raw
+
+Change = Callable[[Any], Any]
+Logits = Callable[..., torch.Tensor]
+"""(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
+
+VOCAB = 120
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 256,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 500.0},
+    {"rope_parameters": LLAMA3},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
+                         "original_max_position_embeddings": 64}},
+)  # fmt: skip
+COMMON_SWITCHES: tuple[dict[str, Any], ...] = (
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": 1},
+    {"hidden_size": 64, "intermediate_size": 72},
+    {"num_hidden_layers": 3},
+    {"max_position_embeddings": 128},
+    {"vocab_size": 96},
+)
+REFUSED: dict[str, Any] = {"is_encoder_decoder": True, "hidden_act": "quick_gelu"}
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """A wrong configuration of our own model, and what acceptance has to name.
+
+    Attributes:
+        change: Of the model's config.
+        modules: Names, one of which is in the verdict.
+        layer: The layer in the verdict; None: outside.
+        case: Changes of the checkpoint's config.
+    """
+
+    change: Change
+    modules: tuple[str, ...]
+    layer: int | None = 0
+    case: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """One family.
+
+    Attributes:
+        model_type: Its name.
+        base: A small config.json.
+        switches: Changes of it, each tried by itself.
+        refused: Values that are refused by their key's name.
+        faults: Planted faults by name.
+        unnamed_fields: Fields of transformers' class that are in neither, and why.
+        make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
+    """
+
+    model_type: str
+    base: Mapping[str, Any]
+    switches: tuple[Mapping[str, Any], ...]
+    refused: Mapping[str, Any]
+    faults: Mapping[str, PlantedFault]
+    unnamed_fields: frozenset[str] = frozenset()
+    make: Callable[[dict[str, Any], Path], Logits] | None = None
+
+    def raw(self, **changes: Any) -> dict[str, Any]:
+        """A config.json; a value of ``None`` leaves its key out."""
+        merged = {"model_type": self.model_type, "pad_token_id": 0, **self.base, **changes}
+        return {key: value for key, value in merged.items() if value is not None}
+
+    def save(self, folder: Path, **changes: Any) -> Logits:
+        """Write a seeded checkpoint; returns the independent implementation."""
+        make = self.make or save_transformers
+        return make(self.raw(**changes), folder)
+
+
+def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
+    """The transformers model of a config.json, seeded, weights spread enough to show faults."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = parameter.dim() == 1 and not name.endswith("bias")
+            spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * spread + float(norm))
+    return model
+
+
+def save_transformers(raw: dict[str, Any], folder: Path) -> Logits:
+    """Write a seeded checkpoint of the transformers class, under the config.json ``raw``."""
+    model = transformers_model(raw, folder)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_raw(folder, tensors, raw)
+
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    depends_on_length = {"dynamic", "longrope"} & {scaling.get("type"), scaling.get("rope_type")}
+
+    @torch.no_grad()
+    def logits(ids: list[int], decode_from: int | None = None) -> torch.Tensor:
+        if decode_from is None or not depends_on_length:
+            return model(torch.tensor([ids])).logits[0].float()
+        out = model(torch.tensor([ids[:decode_from]]), use_cache=True)
+        rows = [out.logits[0]]
+        for token in ids[decode_from:]:
+            cache = out.past_key_values
+            out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            rows.append(out.logits[0])
+        return torch.cat(rows)
+
+    return logits
+
+
+def fault(
+    modules: str | tuple[str, ...],
+    layer: int | None = 0,
+    case: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> PlantedFault:
+    """A fault that replaces fields of the model's config; a callable gets the field's value."""
+    names = (modules,) if isinstance(modules, str) else modules
+
+    def change(config: Any) -> Any:
+        values = {
+            key: value(getattr(config, key)) if callable(value) else value
+            for key, value in changes.items()
+        }
+        return replace(config, **values)
+
+    return PlantedFault(change, names, layer, case or {})
+
+
+def times(factor: float) -> Callable[[float], float]:
+    """Multiplies a number."""
+    return lambda value: value * factor
+
+
+def based(factor: float) -> Callable[[Any], Any]:
+    """Multiplies a rotation's base."""
+    return lambda rope: replace(rope, base=rope.base * factor)
+
+
+def with_dim(dim: int) -> Change:
+    """Sets a rotation's channels."""
+    return lambda rope: replace(rope, dim=dim)
+
+
+def with_scaling(**changes: Any) -> Change:
+    """Changes a rotation's scaling."""
+    return lambda rope: replace(rope, scaling={**rope.scaling, **changes})
+
+
+def with_eps(factor: float) -> Change:
+    """Multiplies the epsilon of the norms of q and k."""
+    return lambda norm: replace(norm, eps=norm.eps * factor)
+
+
+QK_NORM = ("attn.qkv_norm.qk_norm", "attn.qkv_norm.eps")
+QK = ("attn.q_proj", "attn.k_proj")
+ROTARY = ("attn.rope_cache.q", "attn.rope_cache.k")
+ROPE_FAULT = fault(ROTARY, rope=based(2.0))
+EPS_FAULT = fault("attn_norm.eps", eps=times(10))
+LLAMA_FAULTS = {"RoPE base x 2": ROPE_FAULT, "eps x 10": EPS_FAULT}

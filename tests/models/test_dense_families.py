@@ -1,0 +1,262 @@
+"""Every family of the folder ``families`` against an independent implementation, in float32.
+
+transformers is that implementation, or, for families that it lacks, a plain one in float64 written
+from the paper. Each case runs prompts whole, in chunks, decoded, and mixed in one batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from modelmill.accept.token_scorer import TokenScorer
+from modelmill.builder.build_engine import build
+from modelmill.builder.model_config import check_unread_keys
+from modelmill.builder.plan import make_plan
+from modelmill.checkpoint.open import open_checkpoint
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.config_view import ConfigView
+from modelmill.core.errors import CheckpointError
+from modelmill.core.registry import find_module
+from modelmill.parallel.tp_group import SINGLE_RANK
+from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import build_and_accept
+from tests.models.family_cases import FamilyCase, Logits
+from tests.models.test_config_sweep import IDLE
+from tests.parallel import test_shard_model
+from tests.parallel.thread_tp_group import run_on_ranks
+from tests.runtime import tiny
+from tests.trust.error_lines import check_one_line
+
+transformers = pytest.importorskip("transformers")
+
+CASES: dict[str, FamilyCase] = {
+    name: importlib.import_module(f"tests.models.families.{name}").CASE
+    for name in sorted(path.stem for path in (Path(__file__).parent / "families").glob("*.py"))
+}
+LENGTHS = (1, 7, 33, 70)
+SWITCHED = [(name, number) for name, case in CASES.items() for number in range(len(case.switches))]
+FAULTS = [(name, each) for name, case in CASES.items() for each in case.faults]
+REFUSED = [(name, key) for name, case in CASES.items() for key in case.refused]
+CALIBRATION = {"calibration_samples": 8, "calibration_length": 32}
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "int8": {},
+    "fp8": {},
+    "int4": {"group_size": 32, "method": "awq+gptq", **CALIBRATION},
+    "smoothquant": CALIBRATION,
+    "rptq": CALIBRATION,
+}
+FAULT_BITS = [("bfloat16", "none"), *(("float32", recipe) for recipe in RECIPES)]
+BITS = [(dtype, recipe) for dtype in ("float32", "bfloat16") for recipe in RECIPES]
+KV_TOLERANCE = 0.05  # of logits with 8-bit pages, as a share of their root mean square
+
+
+class Saved:
+    """A family's seeded checkpoint with its independent logits, and its float32 engine."""
+
+    def __init__(self, case: FamilyCase, folder: Path) -> None:
+        self.case, self.folder = case, folder / "hf"
+        self.logits: Logits = case.save(self.folder)
+        self.engine = folder / "engine"
+        build_engine(self.folder, self.engine)
+
+    def open(self, **options: Any) -> EngineCore:
+        defaults = {"device": "cpu", "max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 22}
+        return EngineCore.open(self.engine, RunConfig(**{**defaults, **options}))
+
+
+class SavedCases(dict[str, Saved]):
+    """The families by name, each written when a test first reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> Saved:
+        self[name] = Saved(CASES[name], self._folder / name)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Saved]:
+    return SavedCases(tmp_path_factory.mktemp("families"))
+
+
+def build_engine(checkpoint: Path, out: Path) -> None:
+    config = BuildConfig(dtype="float32", target="cpu")
+    build(make_plan(open_checkpoint(checkpoint), config), out, None)
+
+
+def drawn_ids(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(2, vocab, (n,), generator=draw).tolist() for n in lengths]
+
+
+def compare(engine: EngineCore, logits: Logits, ids: list[list[int]]) -> None:
+    """Chunked prompts in one batch, then the same with most tokens decoded one by one."""
+    for decode_from in (None, 5):
+        results = TokenScorer(engine).logits(ids, decode_from=decode_from)
+        for actual, row in zip(results, ids, strict=True):
+            expected = logits(row, decode_from)
+            assert (actual - expected).abs().max() < 1e-4, f"decode_from={decode_from}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, saved: Mapping[str, Saved]) -> None:
+    each = saved[name]
+    compare(each.open(), each.logits, drawn_ids(each.case.base["vocab_size"]))
+    whole = each.open(max_num_batched_tokens=256)
+    compare(whole, each.logits, drawn_ids(each.case.base["vocab_size"]))
+
+
+@pytest.mark.parametrize(("name", "number"), SWITCHED)
+def test_logits_of_every_switch(name: str, number: int, tmp_path: Path) -> None:
+    case = CASES[name]
+    changes = case.switches[number]
+    logits = case.save(tmp_path / "hf", **changes)
+    build_engine(tmp_path / "hf", tmp_path / "e")
+    config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
+    vocab = int({**case.base, **changes}["vocab_size"])
+    compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab))
+    report, written = build_and_accept(tmp_path / "hf", tmp_path / "a", "float32", "none")
+    assert written, report.get("reason", report)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_is_named(name: str) -> None:
+    """Fields of the configuration class: in the base, a switch, or without effect."""
+    case = CASES[name]
+    if case.make is not None:
+        return
+    named = {*case.base, *(key for each in case.switches for key in each), *IDLE, *case.refused}
+    config = type(transformers.AutoConfig.for_model(name))
+    assert {each.name for each in fields(config)} - named == case.unnamed_fields
+
+
+def warnings_of(raw: dict[str, Any]) -> list[str]:
+    """What a build says of a config, or CheckpointError; no weights are needed."""
+    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
+    assert family is not None
+    family.config_from_hf(view)
+    return check_unread_keys(view, family, "config.json")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_key_of_the_class_is_unread(name: str) -> None:
+    case = CASES[name]
+    for changes in ({}, *case.switches):
+        assert warnings_of(case.raw(**changes)) == [], changes
+
+
+@pytest.mark.parametrize(("name", "key"), REFUSED)
+def test_other_values_are_refused_by_name(name: str, key: str) -> None:
+    raw = CASES[name].raw() | {key: CASES[name].refused[key]}
+    with pytest.raises(CheckpointError) as error:
+        warnings_of(raw)
+    line = check_one_line(error.value)
+    assert key.partition(".")[0] in line
+    assert "config.json" in line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_warm_prefix_and_preempted_answers(name: str, saved: Mapping[str, Saved]) -> None:
+    """Greedy answers: each token is the independent implementation's, within rounding."""
+    each = saved[name]
+    prompts = [tuple(ids) for ids in drawn_ids(each.case.base["vocab_size"], (40, 33, 25, 17))]
+    engine = each.open(page_size=8, max_model_len=64)
+    engine_small = small_engine(each)
+    params = tiny.params(max_tokens=20)
+    cold = tiny.run(engine, tiny.requests(prompts, params))
+    warm = tiny.run(engine, tiny.requests(prompts, params))
+    engine.add(tiny.requests(prompts[:1], params)[0])
+    assert tiny.drain(engine)[-1].cached_tokens >= 32
+    preempted = tiny.run(engine_small, tiny.requests(prompts, params))
+    assert engine_small.stats().preemptions > 0
+    for answers in (cold, warm, preempted):
+        for (number, _), answer in answers.items():
+            if not answer:
+                continue
+            prompt = prompts[int(number)]
+            rows = each.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+            best = rows.max(-1).values
+            chosen = rows[torch.arange(len(answer)), torch.tensor(answer, dtype=torch.long)]
+            assert float((best - chosen).max()) < 1e-3
+
+
+def small_engine(each: Saved) -> EngineCore:
+    """An engine with too few pages for all answers at once."""
+    model: Any = each.open().model
+    pages = 10
+    return each.open(
+        page_size=8,
+        max_model_len=64,
+        enable_prefix_caching=False,
+        kv_cache_bytes=(pages + 1) * model.kv.page_bytes(8, torch.float32),
+    )
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -> None:
+    each = saved[name]
+    ids = drawn_ids(each.case.base["vocab_size"])
+    engine = each.open(kv_cache_dtype=kv_dtype)
+    for actual, row in zip(TokenScorer(engine).logits(ids, decode_from=5), ids, strict=True):
+        expected = each.logits(row)
+        error = float((actual - expected).square().mean() / expected.square().mean()) ** 0.5
+        assert error < (2 if kv_dtype == "fp8" else 1) * KV_TOLERANCE
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_split_over_ranks_equals_whole(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = {**CASES[name].raw(), "vocab_size": 61}
+    monkeypatch.setitem(test_shard_model.FAMILIES, name, (name, raw))
+    make, logits = test_shard_model.make_shard, test_shard_model.logits
+    expected = logits(make(name, "dense", SINGLE_RANK), SINGLE_RANK)
+    outputs = run_on_ranks(size, lambda group: logits(make(name, "dense", group), group))
+    for output in outputs:
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), BITS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_recipe_is_built_and_accepted(
+    name: str, dtype: str, recipe: str, saved: Mapping[str, Saved], tmp_path: Path
+) -> None:
+    report, written = build_and_accept(
+        saved[name].folder, tmp_path / "e", dtype, recipe, **RECIPES[recipe]
+    )
+    assert written, report.get("reason", report)
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), FAULT_BITS)
+@pytest.mark.parametrize(("name", "fault"), FAULTS)
+def test_a_planted_fault_is_refused_by_name(
+    name: str, fault: str, dtype: str, recipe: str, tmp_path: Path, saved: Mapping[str, Saved]
+) -> None:
+    planted, checkpoint = CASES[name].faults[fault], saved[name].folder
+    if planted.case:
+        checkpoint = tmp_path / "hf"
+        CASES[name].save(checkpoint, **planted.case)
+    family = find_module("modelmill.models", name)
+    assert family is not None
+    real = family.config_from_hf
+    with mock.patch.object(family, "config_from_hf", lambda raw: planted.change(real(raw))):
+        report, written = build_and_accept(
+            checkpoint, tmp_path / "e", dtype, recipe, **RECIPES[recipe]
+        )
+    assert not written
+    assert (report["layer"], report["module"] in planted.modules) == (planted.layer, True), report[
+        "reason"
+    ]
