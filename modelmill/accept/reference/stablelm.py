@@ -1,0 +1,85 @@
+"""stablelm: LayerNorm, a part of each head rotated, serial or parallel (arXiv:2402.17834)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, layer_norm
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import partial_rope
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("stablelm",)
+NAME_PREFIX = "model."
+
+
+class StableLmReference(PlainDecoderReference):
+    """StableLmForCausalLM."""
+
+    uses_layer_norm = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.head_dim = self.hidden_size // self.num_heads
+        self.score_scale = self.head_dim**-0.5
+        self.num_kv_heads = int(config.get("num_key_value_heads", 32))
+        self.eps = float(config.get("layer_norm_eps", 1e-5))
+        length = int(config.get("max_position_embeddings") or 4096)
+        self.rope = partial_rope(config, self.head_dim, length, factor=0.25)
+        if config.get("use_qkv_bias"):
+            self.biased = frozenset("qkv")
+        self.norms_heads = bool(config.get("qk_layernorm"))
+        if config.get("use_parallel_residual"):
+            self.layer = self.parallel
+
+    def norm_names(self) -> list[str]:
+        """Return the names of a layer's norms; a parallel layer has one."""
+        serial = self.layer == self.pre_norm
+        return ["input_norm", *(["mlp_norm"] if serial else [])]
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; of "qk_norm" the heads' weights one after another."""
+        if name != "qk_norm":
+            return super().norm_weights(index, name)
+        stem = f"{self.LAYERS}.{index}.self_attn"
+        weights = [
+            self.source.get(f"{stem}.{part}_layernorm.norms.{head}.weight")
+            for part, count in (("q", self.num_heads), ("k", self.num_kv_heads))
+            for head in range(count)
+        ]
+        return self.present(Affine(torch.cat(weights)))
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        weights = super().layer_weights(index)
+        if self.norms_heads:
+            weights["qk_norm"] = self.norm_weights(index, "qk_norm")
+        return weights
+
+    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm each head of q and k by itself."""
+        if not self.norms_heads:
+            return q, k
+        x = torch.cat((q, k), -1)
+        normed = r.record("qk_norm", self._norm_heads(x, r.weights["qk_norm"]), x)
+        return normed[:, : q.shape[1]], normed[:, q.shape[1] :]
+
+    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
+        """Run the reference norm on any input; of "qk_norm" on q, k and v side by side."""
+        if name != "qk_norm":
+            return super().run_norm(index, name, x)
+        x = x.to(self.device, self.dtype)
+        width = (self.num_heads + self.num_kv_heads) * self.head_dim
+        normed = self._norm_heads(x[:, :width], self.norm_weights(index, name))
+        return torch.cat((normed, x[:, width:]), -1)
+
+    def _norm_heads(self, x: Tensor, weights: Affine) -> Tensor:
+        heads = x.reshape(len(x), -1, self.head_dim)
+        by_head = Affine(weights.weight.reshape(-1, self.head_dim))
+        return layer_norm(heads, by_head, self.eps).reshape(x.shape)
+
+
+REFERENCE = StableLmReference

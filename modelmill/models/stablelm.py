@@ -1,0 +1,53 @@
+"""StableLM 2 and 3B: LayerNorm, a quarter of each head rotated; some with parallel layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, non_negative_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES, ignored_tensors
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.norm import LAYER_NORM
+from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.pre_norm import PreNormLayer
+from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKVNormConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in StableLmConfig."""
+    eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
+    normed, parallel = boolean(raw, "qk_layernorm", False), "use_parallel_residual"
+    # a head is always hidden_size / num_attention_heads wide
+    raw = overlay_config(raw, {"num_key_value_heads": 32}, {"head_dim": None})
+    return _llama_common.config_from_hf(
+        raw,
+        positions=4096,
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        partial=0.25,
+        activation=activation(raw, "hidden_act", "silu"),
+        norm=LAYER_NORM,
+        layer=ParallelLayer if boolean(raw, parallel, False) else PreNormLayer,
+        qkv_bias=boolean(raw, "use_qkv_bias", False),
+        qkv_norm=QKVNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
+    )
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor; the norms of q and k are one tensor for each head."""
+    heads = ("q", config.heads), ("k", config.kv_heads)
+    norms = tuple(
+        f"self_attn.{part}_layernorm.norms.{i}" for part, count in heads for i in range(count)
+    )
+    return CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_norm": norms}).rules(config)
+
+
+class Model(Decoder):
+    """The decoder with LayerNorm."""
