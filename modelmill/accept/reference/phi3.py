@@ -1,0 +1,51 @@
+"""phi3: fused matrices, LongRoPE (arXiv:2404.14219, arXiv:2402.13753)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import partial_rope
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("phi3",)
+NAME_PREFIX = "model."
+
+
+class Phi3Reference(PlainDecoderReference):
+    """Phi3ForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.eps = float(config.get("rms_norm_eps", 1e-5))
+        length = int(config.get("max_position_embeddings") or 4096)
+        trained = config.get("original_max_position_embeddings") or 4096
+        settings = config | {"original_max_position_embeddings": trained}
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        # the names that older files have for it
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind in ("su", "yarn"):
+            settings |= {"rope_scaling": {**scaling, "rope_type": "longrope"}}
+        self.rope = partial_rope(settings, self.head_dim, length)
+        self.windows = [config.get("sliding_window")] * self.num_layers
+
+    def projections(self, index: int) -> LayerWeights:
+        """Split the fused matrices: q, k, v by heads; gate above up."""
+        stem = f"{self.LAYERS}.{index}"
+        qkv = self.source.get(f"{stem}.self_attn.qkv_proj.weight")
+        kv = self.num_kv_heads * self.head_dim
+        q, k, v = qkv.split([self.num_heads * self.head_dim, kv, kv])
+        gate, up = self.source.get(f"{stem}.mlp.gate_up_proj.weight").chunk(2)
+        return {
+            "q": Affine(q),
+            "k": Affine(k),
+            "v": Affine(v),
+            "gate": Affine(gate),
+            "up": Affine(up),
+            "o_proj": self.read_affine(f"{stem}.self_attn.o_proj", False),
+            "down": self.read_affine(f"{stem}.mlp.down_proj", False),
+        }
+
+
+REFERENCE = Phi3Reference

@@ -1,0 +1,38 @@
+"""Phi-3, 3.5 and 4: LLaMA with fused matrices, LongRoPE, and a part of each head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+FUSED_NAMES = {"attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **FUSED_NAMES})
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Phi3Config."""
+    raw = overlay_config(raw, {"original_max_position_embeddings": 4096})
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=4096,
+        eps=1e-5,
+        partial=1.0,
+        longrope=True,
+        activation=activation(raw, "hidden_act", "silu"),
+    )
+    return _llama_common.with_window(raw, config)
+
+
+class Model(Decoder):
+    """The plain decoder."""
