@@ -1,0 +1,28 @@
+"""GLM-4-0414 (``Glm4ForCausalLM``): GLM with a norm behind each branch, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.models import glm
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.sandwich import SandwichLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+POST_NORMS = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
+LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **POST_NORMS}, neighbours=True)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Glm4Config."""
+    return replace(glm.config_from_hf(raw), layer=SandwichLayer)
+
+
+class Model(Decoder):
+    """The decoder with norms on both sides of a branch."""
