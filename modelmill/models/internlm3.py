@@ -1,0 +1,35 @@
+"""InternLM3: LLaMA with a bias on q, k and v, and one on the other matrices, each by a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; ``attention_bias`` and ``mlp_bias`` are newer names."""
+    newer = {"qkv_bias": raw.get("attention_bias"), "bias": raw.get("mlp_bias")}
+    below = {key: value for key, value in newer.items() if value is not None}
+    raw = overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128, **below})
+    bias = boolean(raw, "bias", False)
+    return _llama_common.config_from_hf(
+        raw,
+        positions=32768,
+        eps=1e-5,
+        activation=activation(raw, "hidden_act", "silu"),
+        qkv_bias=boolean(raw, "qkv_bias", False),
+        out_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+class Model(Decoder):
+    """The plain decoder."""
