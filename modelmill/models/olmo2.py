@@ -1,0 +1,45 @@
+"""OLMo 2: norms behind the branches instead of in front, and RMSNorm over all of q and of k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, non_negative_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.post_norm import PostNormLayer
+from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+POST_NORM_NAMES = {
+    **CHECKPOINT_NAMES,
+    "attn_post": ("post_attention_layernorm",),
+    "mlp_post": ("post_feedforward_layernorm",),
+}
+LAYOUT = CheckpointLayout(
+    {**POST_NORM_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Olmo2Config."""
+    bias = boolean(raw, "attention_bias", False)
+    eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
+    return _llama_common.config_from_hf(
+        raw,
+        eps=1e-5,
+        activation=activation(raw, "hidden_act", "silu"),
+        layer=PostNormLayer,
+        qkv_bias=bias,
+        out_bias=bias,
+        qkv_norm=QKVNormConfig(WIDE_RMS, eps),
+    )
+
+
+class Model(Decoder):
+    """The decoder with norms behind the branches."""
