@@ -56,6 +56,15 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
     return value
 
 
+def head_size(hidden: int, heads: int) -> int:
+    """Channels of a head where a config names no ``head_dim``."""
+    if hidden % heads:
+        raise CheckpointError(
+            f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
+        )
+    return hidden // heads
+
+
 def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false."""
     value = raw.get(key)
@@ -147,6 +156,8 @@ def rope_spec(
     theta: float = 10000.0,
     partial: float | None = None,
     longrope: bool = False,
+    theta_key: str = "rope_theta",
+    partial_key: str = "partial_rotary_factor",
 ) -> RopeSpec:
     """The rotation, from ``rope_theta`` and ``rope_scaling`` or the newer ``rope_parameters``.
 
@@ -158,12 +169,17 @@ def rope_spec(
         partial: In families that rotate a part of each head, which part where the config names
             none; None: a family that rotates all of it.
         longrope: Whether the family may scale by LongRoPE.
+        theta_key: The base's name outside of ``rope_parameters``.
+        partial_key: The name of ``partial_rotary_factor`` there.
     """
     name, scaling = _rope_scaling(raw)
-    base = positive_float(
-        raw if scaling.get("rope_theta") is None else scaling, "rope_theta", default=theta
-    )
-    dim = head_dim if partial is None else _rotated_channels(raw, scaling, head_dim, partial)
+    if scaling.get("rope_theta") is None:
+        base = positive_float(raw, theta_key, default=theta)
+    else:
+        base = positive_float(scaling, "rope_theta")
+    dim = head_dim
+    if partial is not None:
+        dim = _rotated_channels(raw, scaling, head_dim, partial, partial_key)
     if base == 1.0:
         raise CheckpointError("config.json: rope_theta=1 rotates nothing")
     scaling_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -216,11 +232,12 @@ def rope_spec(
 
 
 def _rotated_channels(
-    raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, partial: float
+    raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, partial: float, key: str
 ) -> int:
-    """How many channels of a head ``partial_rotary_factor`` rotates."""
-    key = "partial_rotary_factor"
-    source = raw if scaling.get(key) is None else scaling
+    """How many channels of a head ``partial_rotary_factor`` rotates; key: its name in ``raw``."""
+    source = raw
+    if scaling.get("partial_rotary_factor") is not None:
+        source, key = scaling, "partial_rotary_factor"
     share = positive_float(source, key, default=partial)
     dim = int(head_dim * share)
     if share > 1 or dim % 2 or dim == 0:

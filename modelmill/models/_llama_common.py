@@ -48,7 +48,7 @@ def config_from_hf(
     tied: bool = False,
     theta: float = 10000.0,
     partial: float | None = None,
-    longrope: bool = False,
+    rope_options: Mapping[str, Any] | None = None,
     **switches: Any,
 ) -> DecoderConfig:
     """The decoder's sizes from a config.json.
@@ -61,7 +61,7 @@ def config_from_hf(
         tied: ``tie_word_embeddings``.
         theta: ``rope_theta``.
         partial: As in ``rope_spec``.
-        longrope: As in ``rope_spec``.
+        rope_options: Further arguments of ``rope_spec``.
         switches: Further fields of DecoderConfig.
     """
     if "activation" not in switches:
@@ -79,7 +79,7 @@ def config_from_hf(
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
         )
     positions = positive_int(raw, "max_position_embeddings", default=positions)
-    spec = rope_spec(raw, head_dim, positions, theta=theta, partial=partial, longrope=longrope)
+    spec = rope_spec(raw, head_dim, positions, theta=theta, partial=partial, **(rope_options or {}))
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "intermediate_size"),
@@ -129,6 +129,54 @@ def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
         return config
     size = positive_int(raw, "sliding_window")
     return replace(config, windows=(size,) * config.layers)
+
+
+def interleaved_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Per layer the window or None, of families that have full attention in every n-th layer.
+
+    ``layer_types`` names them; without it ``sliding_window_pattern`` is n.
+    """
+    raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
+    size, types = positive_int(raw, "sliding_window"), layer_types(raw, layers)
+    pattern = raw.get("sliding_window_pattern")
+    if types is not None:
+        return tuple(size if each == SLIDING_ATTENTION else None for each in types)
+    every = 4 if pattern is None else positive_int(raw, "sliding_window_pattern")
+    return tuple(size if (i + 1) % every else None for i in range(layers))
+
+
+def rope_by_layer_type(
+    raw: Mapping[str, Any], theta: float, local_theta: float | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The config with the rotation of full attention, and with that of layers with a window.
+
+    ``rope_parameters`` may have an object for each layer type; ``rope_scaling`` is of full
+    attention alone.
+
+    Args:
+        raw: The config.
+        theta: The base of full attention where the config names none.
+        local_theta: The base of layers with a window; None: as of full attention.
+    """
+    parameters, scaling = raw.get("rope_parameters"), raw.get("rope_scaling")
+    base = raw.get("rope_theta")
+    full: dict[str, Any] = {"rope_theta": theta if base is None else base}
+    local = {"rope_theta": full["rope_theta"] if local_theta is None else local_theta}
+    if isinstance(parameters, Mapping):
+        unknown = parameters.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}
+        if unknown:
+            raise CheckpointError(
+                f"config.json: rope_parameters must have an object for {FULL_ATTENTION} and one "
+                f"for {SLIDING_ATTENTION}, not {quote(sorted(unknown)[0], 60)}"
+            )
+        full |= parameters.get(FULL_ATTENTION) or {}
+        local |= parameters.get(SLIDING_ATTENTION) or {}
+    if isinstance(scaling, Mapping):
+        full |= scaling
+    return tuple(  # type: ignore[return-value]
+        overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
+        for each in (full, local)
+    )
 
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:

@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=4096,
         eps=1e-5,
         partial=1.0,
-        longrope=True,
+        rope_options={"longrope": True},
         activation=activation(raw, "hidden_act", "silu"),
     )
     return _llama_common.with_window(raw, config)

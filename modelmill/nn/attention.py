@@ -36,11 +36,21 @@ class RopeCosSin:
     Attributes:
         cos, sin: [T, D/2] float32, or None where nothing rotates.
         q_scale: [T], Qwen v1's logn factors, or None.
+        local: The rotation of layers with a window, where that is another one.
     """
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
+    local: RopeCosSin | None = None
+
+    def first_rows(self, count: int) -> RopeCosSin:
+        """The rotation of the step's first tokens."""
+        cos, sin, q_scale = (
+            None if each is None else each[:count] for each in (self.cos, self.sin, self.q_scale)
+        )
+        local = None if self.local is None else self.local.first_rows(count)
+        return RopeCosSin(cos, sin, q_scale, local)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class AttentionSpec:
         scale: Factor of the scores; None: 1 / √head_dim.
         rotates: Whether q and k are rotated; otherwise they are only stored.
         qkv_norm: A norm of q and k of another kind, before the rotation.
+        local_rope: Whether it takes the rotation of layers with a window.
     """
 
     hidden: int
@@ -67,6 +78,7 @@ class AttentionSpec:
     scale: float | None = None
     rotates: bool = True
     qkv_norm: QKVNormConfig | None = None
+    local_rope: bool = False
 
     @property
     def groups(self) -> HeadGroups:
@@ -88,6 +100,7 @@ class AttentionSpec:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = Part("q", q, "q_heads"), Part("k", kv, "kv_heads"), Part("v", kv, "kv_heads")
         normed = self.qkv_norm is not None
+        changes = self.rotates or self.qk_norm or normed
         return (
             LinearSpec(
                 path="attn.qkv_proj",
@@ -102,12 +115,12 @@ class AttentionSpec:
                 path="attn.rope_cache",
                 reads=("qkv_normed" if normed else "qkv", ROPE),
                 writes=("q",),
-                reference=("q_rot" if self.rotates else "q",),
-                keys="k_rot" if self.rotates else "k",
+                reference=("q_rot" if changes else "q",),
+                keys="k_rot" if changes else "k",
                 values="v",
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
-                arithmetic="rotary" if self.rotates else "residual",
+                arithmetic="rotary" if changes else "residual",
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
             ),
             ModuleSpec(
@@ -170,8 +183,8 @@ class RopeAndCache(nn.Module):
         self.heads = spec.heads
         self.cache_index = cache_index
         self.eps = spec.eps
+        self.rotates, self.local_rope = spec.rotates, spec.local_rope
         self._op = OpBinding()
-        self.rotates = spec.rotates
         self.q_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
         self.k_norm = QKNormWeight(spec.head_dim) if spec.qk_norm else None
 
@@ -183,6 +196,8 @@ class RopeAndCache(nn.Module):
         """The inputs of the op ``rope_cache`` beside qkv."""
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
+        if self.local_rope and rope.local is not None:
+            rope = rope.local
         return RopeCacheInputs(
             step.kv.k[self.cache_index],
             step.kv.v[self.cache_index],

@@ -5,7 +5,7 @@ A model file fills in its sizes and names; ``nn.fusion`` runs it with fewer and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +46,7 @@ class DecoderConfig:
         embedding_scale, branch_scale, logit_scale: Factors of the embeddings, of each branch before
             it is added (``ScaledBranchLayer``), and of the logits; None: 1.
         unrotated_layers: Layers whose queries and keys are not rotated.
+        local_rope: The rotation of layers with a window, where that is another one.
         first_position_row: The learned position table's row of position 0; None: no such table.
     """
 
@@ -80,9 +81,11 @@ class DecoderConfig:
     logit_scale: float | None = None
     unrotated_layers: frozenset[int] = frozenset()
     first_position_row: int | None = None
+    local_rope: RopeSpec | None = None
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of layer ``layer``."""
+        window = self.windows[layer] if self.windows else None
         return AttentionSpec(
             self.hidden,
             self.heads,
@@ -92,10 +95,11 @@ class DecoderConfig:
             self.out_bias,
             self.qk_norm,
             self.eps,
-            self.windows[layer] if self.windows else None,
+            window,
             self.attention_scale,
             self.rope is not None and layer not in self.unrotated_layers,
             self.qkv_norm,
+            self.local_rope is not None and window is not None,
         )
 
     def layer_parts(self, layer: int) -> LayerParts:
@@ -126,6 +130,7 @@ class Decoder(CausalLM):
         self.config = config
         self.embed = _embedding(config)
         self.rotary = None if config.rope is None else Rotary(config.rope)
+        self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.layers = nn.ModuleList(
             config.layer(config.layer_parts(i), i) for i in range(config.layers)
         )
@@ -143,13 +148,20 @@ class Decoder(CausalLM):
         return 0 if self.rotary is None else self.rotary.key(length)
 
     def rope(self, step: Step) -> RopeCosSin:
-        """The step's rotation, and Qwen v1's logn factors in the activations' rounding.
+        """The step's rotation, and that of layers with a window where it is another one."""
+        if self.rotary is None:
+            return RopeCosSin()
+        rope = self._rope(self.rotary, step)
+        if self.local_rotary is None:
+            return rope
+        return replace(rope, local=self._rope(self.local_rotary, step))
+
+    def _rope(self, rotary: Rotary, step: Step) -> RopeCosSin:
+        """A rotation, with Qwen v1's logn factors in the activations' rounding.
 
         Channels beyond the rotated ones are turned by no angle.
         """
-        if self.rotary is None:
-            return RopeCosSin()
-        cos, sin, q_scale = self.rotary(step, self.config.logn, self.embed.weight.dtype)
+        cos, sin, q_scale = rotary(step, self.config.logn, self.embed.weight.dtype)
         rest = self.config.head_dim // 2 - cos.shape[1]
         if rest:
             cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))

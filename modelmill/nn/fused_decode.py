@@ -68,6 +68,7 @@ def _computes_layer(layer: nn.Module) -> bool:
         and spec.rotates
         and spec.qkv_norm is None
         and spec.scale is None
+        and not spec.local_rope
     )
 
 

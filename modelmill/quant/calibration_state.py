@@ -176,11 +176,10 @@ class CalibrationState:
             max_query=int(lengths.max()),
             max_context=int(lengths.max()),
         )
-        turned = RopeCosSin(
-            *(None if t is None else t[:end] for t in (rope.cos, rope.sin, rope.q_scale))
-        )
         residual = None if batch.residual is None else batch.residual[:end].clone()
-        return CalibrationState([CalibrationBatch(cut, turned, batch.x[:end].clone(), residual)])
+        return CalibrationState(
+            [CalibrationBatch(cut, rope.first_rows(end), batch.x[:end].clone(), residual)]
+        )
 
     @property
     def num_tokens(self) -> int:

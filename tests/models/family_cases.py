@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from tests.models.tiny_models import save_raw
-
 Change = Callable[[Any], Any]
 Logits = Callable[..., torch.Tensor]
 """(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
@@ -117,8 +115,9 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
 def save_transformers(raw: dict[str, Any], folder: Path) -> Logits:
     """Write a seeded checkpoint of the transformers class, under the config.json ``raw``."""
     model = transformers_model(raw, folder)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    save_raw(folder, tensors, raw)
+    model.save_pretrained(folder)  # under the names of published files
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
 
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     depends_on_length = {"dynamic", "longrope"} & {scaling.get("type"), scaling.get("rope_type")}
@@ -160,6 +159,16 @@ def fault(
 def times(factor: float) -> Callable[[float], float]:
     """Multiplies a number."""
     return lambda value: value * factor
+
+
+def plus(number: int) -> Callable[[int], int]:
+    """Adds to a number."""
+    return lambda value: value + number
+
+
+def base_of(base: float) -> Change:
+    """Sets a rotation's base."""
+    return lambda rope: replace(rope, base=base)
 
 
 def based(factor: float) -> Callable[[Any], Any]:

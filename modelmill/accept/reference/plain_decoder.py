@@ -55,6 +55,7 @@ class PlainDecoderReference(ReferenceModel):
         norm_paths, projection_paths: names of a layer's norms and projections in the checkpoint.
         biased: projections with a bias.
         score_scale: factor of the attention scores.
+        rope, local_rope: the rotation, and that of layers with a window where it is another one.
         turns_neighbours: whether channels 2i and 2i+1 form a rotated pair, not i and i + dim/2.
         unrotated: layers without rotation.
         embedding_scale, branch_scale, logit_scale: factors.
@@ -79,6 +80,7 @@ class PlainDecoderReference(ReferenceModel):
         self.activation = self.read_activation("hidden_act", "silu")
         self.score_scale = self.head_dim**-0.5
         self.rope: ReferenceRope | None = None
+        self.local_rope: ReferenceRope | None = None
         self.turns_neighbours = False
         self.unrotated: frozenset[int] = frozenset()
         self.windows: list[int | None] = [None] * self.num_layers
@@ -177,15 +179,17 @@ class PlainDecoderReference(ReferenceModel):
 
     # a layer
 
-    def rotate(self, flat: Tensor, prompt_length: int) -> Tensor:
+    def rotate(self, index: int, flat: Tensor, prompt_length: int) -> Tensor:
         """Rotate [T, heads·dim], both sides in the engine's order of channels."""
-        assert self.rope is not None, "a rotated layer"
+        slides = self.windows[index] is not None and self.local_rope is not None
+        rope = self.local_rope if slides else self.rope
+        assert rope is not None, "a rotated layer"
         order = self.engine_order()
         x = flat.reshape(len(flat), -1, self.head_dim)
         natural = torch.empty_like(x)
         natural[..., order] = x
         # always computed on the CPU: the last bit of a frequency changes an angle
-        tables = self.rope.cos_sin(len(x), prompt_length, x.dtype)
+        tables = rope.cos_sin(len(x), prompt_length, x.dtype)
         cos, sin = (table.to(x.device) for table in tables)
         turn = turn_neighbours if self.turns_neighbours else turn_halves
         return turn(natural, cos, sin)[..., order].reshape(flat.shape)
@@ -200,8 +204,8 @@ class PlainDecoderReference(ReferenceModel):
         q, k, v = (r.linear(name, normed) for name in ("q", "k", "v"))
         q_turned, k_turned = self.norm_qk(r, q, k)
         if self.rope is not None and index not in self.unrotated:
-            q_turned = self.rotate(q_turned, prompt_length)
-            k_turned = self.rotate(k_turned, prompt_length)
+            q_turned = self.rotate(index, q_turned, prompt_length)
+            k_turned = self.rotate(index, k_turned, prompt_length)
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
