@@ -1,0 +1,90 @@
+"""phi: parallel layers behind one norm, biases everywhere (arXiv:2309.05463)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, layer_norm
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import partial_rope
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("phi",)
+NAME_PREFIX = "model."
+
+
+class PhiReference(PlainDecoderReference):
+    """PhiForCausalLM; its head has a bias."""
+
+    FINAL_NORM = "model.final_layernorm"
+    uses_layer_norm = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.eps = float(config.get("layer_norm_eps", 1e-5))
+        self.activation = self.read_activation("hidden_act", "gelu_new")
+        length = int(config.get("max_position_embeddings") or 2048)
+        self.rope = partial_rope(config, self.head_dim, length, factor=0.5)
+        self.norm_paths = {"input_norm": "input_layernorm"}
+        attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}
+        mlp = {"fc": "mlp.fc1", "down": "mlp.fc2"}
+        self.projection_paths = attention | {"o_proj": "self_attn.dense"} | mlp
+        self.biased = frozenset(self.projection_paths)
+        self.norms_heads = bool(config.get("qk_layernorm"))
+        self.layer = self.parallel
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return weight and bias of a norm; of "qk_norm" q's values, then k's."""
+        if name != "qk_norm":
+            return super().norm_weights(index, name)
+        stem = f"{self.LAYERS}.{index}.self_attn"
+        weight, bias = (
+            torch.cat([self.source.get(f"{stem}.{part}_layernorm.{kind}") for part in "qk"])
+            for kind in ("weight", "bias")
+        )
+        return self.present(Affine(weight, bias))
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        weights = super().layer_weights(index)
+        if self.norms_heads:
+            weights["qk_norm"] = self.norm_weights(index, "qk_norm")
+        return weights
+
+    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm each head of q with one weight, each of k with another."""
+        if not self.norms_heads:
+            return q, k
+        q_normed, k_normed = self._norm_heads(q, k, r.weights["qk_norm"])
+        r.record("qk_norm", torch.cat((q_normed, k_normed), -1), q, k)
+        return q_normed, k_normed
+
+    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
+        """Run the reference norm on any input; of "qk_norm" on q, k and v side by side."""
+        if name != "qk_norm":
+            return super().run_norm(index, name, x)
+        kv = self.num_kv_heads * self.head_dim
+        widths = [self.num_heads * self.head_dim, kv, kv]
+        q, k, v = x.to(self.device, self.dtype).split(widths, -1)
+        return torch.cat((*self._norm_heads(q, k, self.norm_weights(index, name)), v), -1)
+
+    def _norm_heads(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+        assert weights.bias is not None, "these norms have a bias"
+        values = zip(weights.weight.chunk(2), weights.bias.chunk(2), strict=True)
+        q_norm, k_norm = (Affine(*each) for each in values)
+
+        def norm(flat: Tensor, affine: Affine) -> Tensor:
+            heads = flat.reshape(len(flat), -1, self.head_dim)
+            return layer_norm(heads, affine, self.eps).reshape(flat.shape)
+
+        return norm(q, q_norm), norm(k, k_norm)
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Add the head's bias."""
+        return logits + self.source.get("lm_head.bias")
+
+
+REFERENCE = PhiReference

@@ -1,0 +1,35 @@
+"""Phi-1, 1.5 and 2."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    QK,
+    QK_NORM,
+    REFUSED,
+    ROPES,
+    SMALL,
+    FamilyCase,
+    fault,
+    with_dim,
+    with_eps,
+)
+
+CASE = FamilyCase(
+    "phi",
+    SMALL | {"hidden_size": 64},
+    (
+        {"num_key_value_heads": 4}, {"num_key_value_heads": None}, {"hidden_size": 96},
+        {"num_hidden_layers": 3}, {"intermediate_size": 72}, {"vocab_size": 96},
+        {"max_position_embeddings": 128}, *ROPES,
+        {"qk_layernorm": True}, {"qk_layernorm": True, "partial_rotary_factor": 1.0},
+        {"partial_rotary_factor": 0.25}, {"hidden_act": "gelu"}, {"layer_norm_eps": 1e-3},
+        {"tie_word_embeddings": True},
+    ),
+    {**REFUSED, "partial_rotary_factor": 0.05, "qk_layernorm": 1, "layer_norm_eps": -1},
+    {
+        **LLAMA_FAULTS,
+        "half the rotated channels": fault(QK, rope=with_dim(4)),
+        "eps of q and k x 100": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(100)),
+    },
+)  # fmt: skip
