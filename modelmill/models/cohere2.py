@@ -1,0 +1,61 @@
+"""Command R7B and Command A (``Cohere2ForCausalLM``): parallel layers, windows that rotate.
+
+Layers with a window rotate neighbouring channels; layers with full attention rotate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, num_layers, positive_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
+from modelmill.nn.parallel_layer import ParallelLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {
+    "position_embedding_type": ("rope_gptj",),
+    "rotary_pct": (1.0,),
+    "use_gated_activation": (True,),
+    "use_parallel_block": (True,),
+    "use_qk_norm": (False,),
+    "order_of_interleaved_layers": ("local_attn_first",),
+}
+UNUSED_CONFIG_KEYS = (
+    "cache_implementation", "use_embedding_sharing", "use_parallel_embedding", "layer_switch",
+)  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Cohere2Config."""
+    layers = num_layers(raw, "num_hidden_layers")
+    bias = boolean(raw, "attention_bias", False)
+    windows = _llama_common.interleaved_windows(raw, layers)
+    raw = overlay_config(raw, {}, {"head_dim": None})
+    return _llama_common.config_from_hf(
+        raw,
+        positions=8192,
+        eps_key="layer_norm_eps",
+        eps=1e-5,
+        tied=True,
+        activation=activation(raw, "hidden_act", "silu"),
+        norm=LAYER_NORM_WITHOUT_BIAS,
+        layer=ParallelLayer,
+        qkv_bias=bias,
+        out_bias=bias,
+        logit_scale=positive_float(raw, "logit_scale", default=0.0625),
+        windows=windows,
+        unrotated_layers=frozenset(i for i in range(layers) if windows[i] is None),
+    )
+
+
+class Model(Decoder):
+    """The decoder with parallel layers."""
