@@ -1,0 +1,44 @@
+"""EXAONE 4: norms behind the branches, Qwen3's norms of q and k, windows that alone rotate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, num_layers
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models.olmo2 import POST_NORM_NAMES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.post_norm import PostNormLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(POST_NORM_NAMES)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Exaone4Config.
+
+    Without any window all layers rotate; with windows, only the layers that have one.
+    """
+    layers = num_layers(raw, "num_hidden_layers")
+    raw = overlay_config(raw, {"num_key_value_heads": 32, "sliding_window": 4096})
+    sized = raw["sliding_window"] is not None
+    windows = _llama_common.interleaved_windows(raw, layers) if sized else ()
+    return _llama_common.config_from_hf(
+        raw,
+        eps=1e-5,
+        activation=activation(raw, "hidden_act", "silu"),
+        layer=PostNormLayer,
+        qk_norm=True,
+        windows=windows,
+        unrotated_layers=frozenset(i for i, size in enumerate(windows) if size is None),
+    )
+
+
+class Model(Decoder):
+    """The decoder with norms behind the branches."""

@@ -1,0 +1,38 @@
+"""EXAONE 4."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import (
+    REFUSED,
+    ROPE_FAULT,
+    ROPES,
+    ROTARY,
+    SMALL,
+    FamilyCase,
+    fault,
+    times,
+)
+
+CASE = FamilyCase(
+    "exaone4",
+    {**SMALL, "num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2},
+    (
+        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
+        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
+        {"max_position_embeddings": 128}, *ROPES,
+        {"sliding_window": 5}, {"sliding_window_pattern": None},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "sliding_window_pattern": "LG"},
+        {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
+        {"head_dim": 16},
+    ),
+    {**REFUSED, "layer_types": ["mamba"], "sliding_window": 0, "sliding_window_pattern": "LLLG"},
+    {
+        "RoPE base x 2": ROPE_FAULT,
+        "eps x 10": fault(
+            ("attn_post.eps", "attn.rope_cache.eps", "attn.rope_cache.q"), eps=times(10)),
+        "all layers rotated": fault(ROTARY, 1, unrotated_layers=frozenset()),
+        "a longer window": fault("attn.core", windows=(30, None, 30)),
+    },
+)  # fmt: skip
