@@ -1,0 +1,35 @@
+"""olmo3: OLMo 2 with windows; positions are scaled in layers with full attention only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.olmo2 import Olmo2Reference
+from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("olmo3",)
+NAME_PREFIX = "model."
+BASE = 500000.0
+
+
+class Olmo3Reference(Olmo2Reference):
+    """Olmo3ForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        parameters = config.get("rope_parameters") or {}
+        full = {"rope_theta": config.get("rope_theta") or BASE}
+        full |= parameters.get("full_attention") or {}
+        full |= config.get("rope_scaling") or {}
+        slow = {"rope_theta": BASE} | (parameters.get("sliding_attention") or {})
+        plain = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta")}
+        super().__init__(source, plain | {"rope_parameters": full})
+        length = int(config.get("max_position_embeddings") or 2048)
+        self.local_rope = rope_from_config({"rope_parameters": slow}, self.head_dim, length)
+        types = config.get("layer_types")
+        for layer in range(self.num_layers):
+            slides = types[layer] == "sliding_attention" if types else (layer + 1) % 4 != 0
+            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
+
+
+REFERENCE = Olmo3Reference

@@ -1,0 +1,28 @@
+"""OLMo 3: OLMo 2 with windows; scaled positions in layers with full attention only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.models import _llama_common, olmo2
+from modelmill.models._hf_config import num_layers
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models.olmo2 import ignored_tensors, rules
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Olmo3Config."""
+    layers = num_layers(raw, "num_hidden_layers")
+    full, local = _llama_common.rope_by_layer_type(raw, 500000.0, 500000.0)
+    config = olmo2.config_from_hf(full)
+    windows = _llama_common.interleaved_windows(raw, layers)
+    return replace(config, windows=windows, local_rope=olmo2.config_from_hf(local).rope)
+
+
+class Model(Decoder):
+    """The decoder with norms behind the branches."""

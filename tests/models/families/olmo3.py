@@ -1,0 +1,34 @@
+"""OLMo 3."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import REFUSED, ROTARY, SMALL, FamilyCase, base_of, based, fault
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASE = FamilyCase(
+    "olmo3",
+    {**SMALL, "num_hidden_layers": 4, "sliding_window": 20},
+    (
+        {"num_key_value_heads": 4}, {"num_key_value_heads": None}, {"hidden_size": 64},
+        {"num_hidden_layers": 3}, {"intermediate_size": 72}, {"vocab_size": 96},
+        {"max_position_embeddings": 128}, {"rope_theta": 300.0}, {"rope_scaling": YARN},
+        {"rope_parameters": {"full_attention": YARN | {"rope_theta": 300.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}},
+        {"sliding_window": 5}, {"sliding_window": None},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention",
+                         "full_attention"]},
+        {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
+        {"tie_word_embeddings": True}, {"head_dim": 16},
+    ),
+    {**REFUSED, "layer_types": ["mamba"], "sliding_window": 0, "attention_bias": 1,
+     "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    {
+        "RoPE base x 2": fault(ROTARY, 3, rope=based(2.0)),
+        "RoPE base of windows x 2": fault(ROTARY, local_rope=based(2.0)),
+        "one rotation for all": fault(
+            ROTARY, 3, case={"rope_theta": 300.0}, rope=base_of(500000.0)
+        ),
+        "a longer window": fault("attn.core", windows=(30, 30, 30, None)),
+    },
+)  # fmt: skip
