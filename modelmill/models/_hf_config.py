@@ -65,6 +65,16 @@ def head_size(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
+def check_pairs(key: str, value: int, rotated: int) -> int:
+    """Return the number of rotated channels, that ``key`` decides, if they form pairs."""
+    if rotated < 2 or rotated % 2:
+        raise CheckpointError(
+            f"config.json: {key}={value} rotates {rotated} channels of each head; rotary "
+            "embeddings need pairs"
+        )
+    return rotated
+
+
 def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     """Read a key of config.json that must be true or false."""
     value = raw.get(key)

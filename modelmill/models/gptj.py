@@ -8,6 +8,7 @@ from typing import Any
 from modelmill.models._hf_config import (
     activation,
     boolean,
+    check_pairs,
     head_size,
     non_negative_float,
     num_layers,
@@ -45,6 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     heads = positive_int(raw, "n_head", "num_attention_heads")
     positions = positive_int(raw, "n_positions", "max_position_embeddings", default=2048)
     dim = head_size(hidden, heads)
+    rotated = positive_int(raw, "rotary_dim", default=64, max_value=dim)
     return DecoderConfig(
         hidden=hidden,
         inner=positive_int(raw, "n_inner", default=4 * hidden),
@@ -55,7 +57,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         vocab=positive_int(raw, "vocab_size"),
         eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
         max_len=positions,
-        rope=RopeSpec(positive_int(raw, "rotary_dim", default=64, max_value=dim), 1e4, positions),
+        rope=RopeSpec(check_pairs("rotary_dim", rotated, rotated), 1e4, positions),
         norm=LAYER_NORM,
         layer=ParallelLayer,
         gated=False,

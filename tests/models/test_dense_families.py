@@ -220,7 +220,7 @@ def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -
 def test_split_over_ranks_equals_whole(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = {**CASES[name].raw(), "vocab_size": 61}
+    raw = CASES[name].raw()
     monkeypatch.setitem(test_shard_model.FAMILIES, name, (name, raw))
     make, logits = test_shard_model.make_shard, test_shard_model.logits
     expected = logits(make(name, "dense", SINGLE_RANK), SINGLE_RANK)
