@@ -1,0 +1,94 @@
+"""ChatGLM2, ChatGLM3 and GLM-4 9B of before 2024-11 (``ChatGLMModel``): half of a head rotates.
+
+``rope_ratio`` multiplies the rotation's base, as in ChatGLM3-32K and GLM-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import CheckpointError
+from modelmill.models._hf_config import (
+    boolean,
+    check_pairs,
+    non_negative_float,
+    num_layers,
+    positive_float,
+    positive_int,
+    require_value,
+)
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.norm import LAYER_NORM, RMS_NORM
+from modelmill.nn.rotary import RopeSpec
+
+CHECKPOINT_PREFIXES = ("transformer.",)
+CHECKPOINT_NAMES = {
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv_proj": ("self_attention.query_key_value",),
+    "attn.o_proj": ("self_attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up_proj": ("mlp.dense_h_to_4h",),
+    "mlp.down_proj": ("mlp.dense_4h_to_h",),
+}
+LAYOUT = CheckpointLayout(
+    CHECKPOINT_NAMES,
+    layers="transformer.encoder.layers",
+    embed="transformer.embedding.word_embeddings",
+    norm="transformer.encoder.final_layernorm",
+    head="transformer.output_layer",
+    neighbours=True,
+    ignored=(r"(.*\.)?rotary_pos_emb\.inv_freq",),
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {
+    "post_layer_norm": (True,),
+    "original_rope": (True,),
+    "interleaved_qkv": (False,),
+    "pre_seq_len": (0,),
+    "prefix_projection": (False,),
+    "quantization_bit": (0,),
+}
+UNUSED_CONFIG_KEYS = (
+    "auto_map", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
+    "bias_dropout_fusion", "fp32_residual_connection",
+)  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in ChatGLMConfig."""
+    require_value(raw, "apply_residual_connection_post_layernorm", (False,), False)
+    hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
+    grouped = boolean(raw, "multi_query_attention", False)
+    kv_heads = positive_int(raw, "multi_query_group_num", default=1)
+    if grouped and heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads={heads} is not a multiple of "
+            f"multi_query_group_num={kv_heads}"
+        )
+    dim = positive_int(raw, "kv_channels", default=hidden // heads)
+    length = positive_int(raw, "seq_length", default=2048)
+    base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)
+    bias = boolean(raw, "add_bias_linear", False)
+    return DecoderConfig(
+        hidden=hidden,
+        inner=positive_int(raw, "ffn_hidden_size"),
+        layers=num_layers(raw, "num_layers"),
+        heads=heads,
+        kv_heads=kv_heads if grouped else heads,
+        head_dim=dim,
+        vocab=positive_int(raw, "padded_vocab_size", "vocab_size"),
+        eps=non_negative_float(raw, "layernorm_epsilon", default=1e-5),
+        max_len=length,
+        rope=RopeSpec(check_pairs("kv_channels", dim, dim // 2), base, length),
+        norm=RMS_NORM if boolean(raw, "rmsnorm", True) else LAYER_NORM,
+        qkv_bias=boolean(raw, "add_qkv_bias", False) or bias,
+        out_bias=bias,
+        mlp_bias=bias,
+        tied=boolean(raw, "tie_word_embeddings", False),
+    )
+
+
+class Model(Decoder):
+    """The plain decoder."""
