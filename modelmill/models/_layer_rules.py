@@ -174,7 +174,8 @@ class CheckpointLayout:
             for tensor in config.norm_config.tensors
         ]
         if not config.tied:
-            out.append(Rule("head.weight", (f"{self.head}.weight",)))
+            how = "copy+unit_rows" if config.normed_head else "copy"
+            out.append(Rule("head.weight", (f"{self.head}.weight",), how))
         if config.head_bias:
             out.append(Rule("head.bias", (f"{self.head}.bias",)))
         steps = self._row_steps(config)

@@ -47,6 +47,7 @@ class DecoderConfig:
             it is added (``ScaledBranchLayer``), and of the logits; None: 1.
         unrotated_layers: Layers whose queries and keys are not rotated.
         local_rope: The rotation of layers with a window, where that is another one.
+        normed_head: Whether the head's rows are divided by their norms when they are read.
         first_position_row: The learned position table's row of position 0; None: no such table.
     """
 
@@ -82,6 +83,7 @@ class DecoderConfig:
     unrotated_layers: frozenset[int] = frozenset()
     first_position_row: int | None = None
     local_rope: RopeSpec | None = None
+    normed_head: bool = False
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of layer ``layer``."""
