@@ -1,0 +1,97 @@
+"""Falcon 7B, 40B, 180B and Falcon 2: parallel layers, few KV heads, q, k and v in one matrix.
+
+Falcon-RW's ALiBi is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.norm import LAYER_NORM
+from modelmill.nn.parallel_layer import ParallelLayer
+from modelmill.nn.pre_norm import PreNormLayer
+
+CHECKPOINT_PREFIXES = ("transformer.",)
+CHECKPOINT_NAMES = {
+    "attn_norm": ("input_layernorm",),
+    "attn.qkv_proj": ("self_attention.query_key_value",),
+    "attn.o_proj": ("self_attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.fc_proj": ("mlp.dense_h_to_4h",),
+    "mlp.down_proj": ("mlp.dense_4h_to_h",),
+}
+LAYOUT = CheckpointLayout(
+    CHECKPOINT_NAMES,
+    layers="transformer.h",
+    embed="transformer.word_embeddings",
+    norm="transformer.ln_f",
+    grouped_qkv=True,
+)
+TWO_NORM_NAMES = {**CHECKPOINT_NAMES, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
+ignored_tensors = LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {"alibi": (False,)}
+UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in FalconConfig."""
+    new, parallel = (
+        boolean(raw, "new_decoder_architecture", False),
+        boolean(raw, "parallel_attn", True),
+    )
+    heads = positive_int(raw, "num_attention_heads", "n_head")
+    hidden = positive_int(raw, "n_embed", "hidden_size")
+    stored = positive_int(raw, "num_kv_heads", "n_head_kv", default=heads)
+    one_head, bias = boolean(raw, "multi_query", True) and not new, boolean(raw, "bias", False)
+    sizes = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": positive_int(raw, "num_hidden_layers", "n_layer"),
+        "num_key_value_heads": 1 if one_head else stored if new else heads,
+        "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
+        "head_dim": None,
+    }
+    return _llama_common.config_from_hf(
+        overlay_config(raw, {}, sizes),
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        tied=True,
+        activation=activation(raw, "activation", "gelu"),
+        norm=LAYER_NORM,
+        layer=ParallelLayer if parallel else PreNormLayer,
+        mlp_norm=_has_two_norms(raw, new, parallel),
+        gated=False,
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def _has_two_norms(raw: Mapping[str, Any], new: bool, parallel: bool) -> bool:
+    """Whether a parallel layer has a norm for each branch."""
+    count = positive_int(raw, "num_ln_in_parallel_attn", default=2 if new else 1, max_value=2)
+    if (count == 2 and not new) or (new and not parallel):
+        raise CheckpointError(
+            f"config.json: num_ln_in_parallel_attn={count} and parallel_attn={parallel} do not "
+            f"go with new_decoder_architecture={new}"
+        )
+    return count == 2
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor; a parallel layer with two norms has other names for them."""
+    two = config.layer is ParallelLayer and config.mlp_norm
+    return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rules(config)
+
+
+class Model(Decoder):
+    """The decoder with parallel layers."""
