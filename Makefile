@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels command-line site lint format clean
+.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels command-line families site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -122,6 +122,10 @@ quantization: $(VENV)/.test
 # docs/cli: a page for each command, from its help
 command-line: $(VENV)/.test
 	$(BIN)/python -m tools.command_line_pages
+
+# docs/families.md, the table of supported families
+families: $(VENV)/.test
+	$(BIN)/python -m tools.families_page
 
 # the site of docs/, in out/site, in a .venv of its own; `make site SERVE=1` shows it at http://127.0.0.1:8000
 site: .venv-docs/.ready

@@ -286,6 +286,18 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_any_value_of_any_key[*-mistral]",
         "test_any_value_of_any_key[*-qwen2]",
     ),
+    # further families: each keeps its logits, its split over ranks and its refused values
+    "tests/models/test_dense_families.py": (
+        "test_logits_of_every_switch[further-*",
+        "test_split_over_ranks_equals_whole[*-2]",
+        "test_split_over_ranks_equals_whole[*-4]",
+        "test_a_warm_prefix_and_preempted_answers[further-*",
+        "test_pages_of_8_bits[further-*",
+        "test_every_recipe_is_built_and_accepted[further-*",
+        "test_every_recipe_is_built_and_accepted[*-bfloat16-*",
+        "test_a_planted_fault_is_refused_by_name[further-*",
+        "test_a_planted_fault_is_refused_by_name[*-float32-*",
+    ),
     "tests/models/test_families.py": ("test_qwen_v1_at_every_length[{'*",),
     "tests/models/test_config_sweep.py": (
         "test_other_values_are_computed_or_refused_by_name[mistral]",

@@ -42,9 +42,29 @@ CASES: dict[str, FamilyCase] = {
     for name in sorted(path.stem for path in (Path(__file__).parent / "families").glob("*.py"))
 }
 LENGTHS = (1, 7, 33, 70)
-SWITCHED = [(name, number) for name, case in CASES.items() for number in range(len(case.switches))]
-FAULTS = [(name, each) for name, case in CASES.items() for each in case.faults]
-REFUSED = [(name, key) for name, case in CASES.items() for key in case.refused]
+# one for each way of joining a layer's parts; make test runs all tests of these
+REPRESENTATIVES = ("granite", "phi", "olmo2", "glm4")
+
+
+def label(name: str) -> str:
+    """A family in a test's name."""
+    return name if name in REPRESENTATIVES else f"further-{name}"
+
+
+def pairs(attribute: str) -> list[Any]:
+    """(family, key) of each member of an attribute, or (family, number) of a tuple's."""
+    return [
+        pytest.param(name, key, id=f"{label(name)}-{key}")
+        for name, case in CASES.items()
+        for key in _keys(getattr(case, attribute))
+    ]
+
+
+def _keys(members: Any) -> Any:
+    return range(len(members)) if isinstance(members, tuple) else members
+
+
+each_family = pytest.mark.parametrize("name", CASES, ids=label)
 CALIBRATION = {"calibration_samples": 8, "calibration_length": 32}
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -109,7 +129,7 @@ def compare(engine: EngineCore, logits: Logits, ids: list[list[int]]) -> None:
             assert (actual - expected).abs().max() < 1e-4, f"decode_from={decode_from}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_logits(name: str, saved: Mapping[str, Saved]) -> None:
     each = saved[name]
     compare(each.open(), each.logits, drawn_ids(each.case.base["vocab_size"]))
@@ -117,7 +137,7 @@ def test_logits(name: str, saved: Mapping[str, Saved]) -> None:
     compare(whole, each.logits, drawn_ids(each.case.base["vocab_size"]))
 
 
-@pytest.mark.parametrize(("name", "number"), SWITCHED)
+@pytest.mark.parametrize(("name", "number"), pairs("switches"))
 def test_logits_of_every_switch(name: str, number: int, tmp_path: Path) -> None:
     case = CASES[name]
     changes = case.switches[number]
@@ -130,7 +150,7 @@ def test_logits_of_every_switch(name: str, number: int, tmp_path: Path) -> None:
     assert written, report.get("reason", report)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_every_field_is_named(name: str) -> None:
     """Fields of the configuration class: in the base, a switch, or without effect."""
     case = CASES[name]
@@ -149,14 +169,14 @@ def warnings_of(raw: dict[str, Any]) -> list[str]:
     return check_unread_keys(view, family, "config.json")
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_no_key_of_the_class_is_unread(name: str) -> None:
     case = CASES[name]
     for changes in ({}, *case.switches):
         assert warnings_of(case.raw(**changes)) == [], changes
 
 
-@pytest.mark.parametrize(("name", "key"), REFUSED)
+@pytest.mark.parametrize(("name", "key"), pairs("refused"))
 def test_other_values_are_refused_by_name(name: str, key: str) -> None:
     raw = CASES[name].raw() | {key: CASES[name].refused[key]}
     with pytest.raises(CheckpointError) as error:
@@ -166,7 +186,7 @@ def test_other_values_are_refused_by_name(name: str, key: str) -> None:
     assert "config.json" in line
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_a_warm_prefix_and_preempted_answers(name: str, saved: Mapping[str, Saved]) -> None:
     """Greedy answers: each token is the independent implementation's, within rounding."""
     each = saved[name]
@@ -204,7 +224,7 @@ def small_engine(each: Saved) -> EngineCore:
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -> None:
     each = saved[name]
     ids = drawn_ids(each.case.base["vocab_size"])
@@ -216,7 +236,7 @@ def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_split_over_ranks_equals_whole(
     name: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,7 +250,7 @@ def test_split_over_ranks_equals_whole(
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), BITS)
-@pytest.mark.parametrize("name", CASES)
+@each_family
 def test_every_recipe_is_built_and_accepted(
     name: str, dtype: str, recipe: str, saved: Mapping[str, Saved], tmp_path: Path
 ) -> None:
@@ -241,7 +261,7 @@ def test_every_recipe_is_built_and_accepted(
 
 
 @pytest.mark.parametrize(("dtype", "recipe"), FAULT_BITS)
-@pytest.mark.parametrize(("name", "fault"), FAULTS)
+@pytest.mark.parametrize(("name", "fault"), pairs("faults"))
 def test_a_planted_fault_is_refused_by_name(
     name: str, fault: str, dtype: str, recipe: str, tmp_path: Path, saved: Mapping[str, Saved]
 ) -> None:

@@ -1,0 +1,96 @@
+"""``python -m tools.families_page``: write docs/families.md, the table of supported families.
+
+A row comes from the family's file: its name and the first sentence of its docstring. Whether a GGUF
+is read and what the tests compare with come from the code, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelmill.checkpoint.gguf_hf import ARCHITECTURES
+from modelmill.core.model_family import LANGUAGE, family_options
+from modelmill.core.registry import module_names
+from modelmill.quant.recipe import recipe_names
+from tools import generated_page
+
+PAGE = Path("docs/families.md")
+ENTRIES = generated_page.ROOT / "tests" / "models" / "families"
+WITHOUT_A_CLASS = "transformers has no class"
+HEAD = """<!-- Made by `make families` from modelmill/models. -->
+
+# Families
+
+A family is the `model_type` of a checkpoint's `config.json` ([what else it needs](models.md)).
+Every language model has all recipes ({recipes}),
+8-bit pages of the KV cache, tensor parallelism, and an acceptance reference of its own. *keep*,
+which leaves the integers of GPTQ, AWQ and GGUF as they are, does so for matrices whose rows are not
+reordered: q, k and v of families that rotate neighbouring channels or a part of each head, or that
+store them by KV head, are dense instead. SmoothQuant and RPTQ fold no scale into an input that no
+norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as they are.
+
+*Compared with*: an independent implementation whose logits are matched within 1e-4 in float32;
+"float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the published
+configuration and paper, where transformers has no class of the family.
+
+| `model_type` | models | GGUF | compared with |
+|---|---|---|---|
+"""
+IMAGE_MODELS = """
+Models that read or segment images: {names}
+([segmentation](segmentation.md), [vision-language](vision-language.md)).
+
+Refused by name, within a family: OPT-350M (`do_layer_norm_before`), Falcon-RW (`alibi`), Baichuan
+13B (ALiBi; its `config.json` has no `max_position_embeddings`), and any value of a key that changes
+the computation and is not listed in the family's file.
+"""
+
+
+def render() -> dict[Path, str]:
+    """The page by its path below the repository."""
+    rows, images = [], []
+    for name in module_names("modelmill.models"):
+        family = importlib.import_module(f"modelmill.models.{name}")
+        if family_options(family).ENGINE_TYPE != LANGUAGE or name == "minigpt4":
+            images.append(f"`{name}`")
+            continue
+        title = (family.__doc__ or "").partition("\n")[0].rstrip(".")
+        gguf = ", ".join(f"`{arch}`" for arch in gguf_architectures(name)) or "–"
+        rows.append(f"| `{name}` | {title} | {gguf} | {compared_with(name)} |")
+    recipes = ", ".join(f"`{each}`" for each in recipe_names())
+    text = HEAD.format(recipes=recipes) + "\n".join(rows) + "\n"
+    return {PAGE: text + IMAGE_MODELS.format(names=", ".join(images))}
+
+
+def gguf_architectures(model_type: str) -> list[str]:
+    """The GGUF architectures that are read as a family."""
+    return [arch for arch in ARCHITECTURES if arch == model_type]
+
+
+def compared_with(model_type: str) -> str:
+    """The independent implementation of the tests."""
+    entry = ENTRIES / f"{model_type}.py"
+    plain = entry.exists() and WITHOUT_A_CLASS in entry.read_text(encoding="utf-8")
+    return "float64" if plain or model_type == "qwen" else "transformers"
+
+
+def stale(root: Path) -> list[Path]:
+    """The page, if it is not what the families give."""
+    return generated_page.stale_pages(root, render())
+
+
+def write(root: Path) -> list[Path]:
+    """Write the page; its path."""
+    return generated_page.write_pages(root, render())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; with ``--check`` only say whether it is stale."""
+    return generated_page.run(argv, __doc__, "families", stale, write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
