@@ -33,8 +33,8 @@ store them by KV head, are dense instead. SmoothQuant and RPTQ fold no scale int
 norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as they are.
 
 *Compared with*: an independent implementation whose logits are matched within 1e-4 in float32;
-"float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the published
-configuration and paper, where transformers has no class of the family.
+"float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the paper
+and the published configuration, where transformers has no class of the family.
 
 | `model_type` | models | GGUF | compared with |
 |---|---|---|---|

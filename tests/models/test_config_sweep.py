@@ -19,6 +19,7 @@ from modelmill.builder.model_config import check_unread_keys
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
+from tests.models.idle_fields import IDLE
 from tests.models.test_families import engine
 from tests.models.tiny_models import save_raw
 from tests.trust.error_lines import check_one_line
@@ -33,22 +34,6 @@ SMALL = {
 }  # fmt: skip
 GPT2 = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 LENGTH = 40
-
-# fields that change no logits, each at another value than its own; all at once
-IDLE: dict[str, Any] = {
-    "transformers_version": "4.0.0", "architectures": ["SomethingElse"],
-    "output_hidden_states": True,
-    "return_dict": False, "dtype": "float32", "chunk_size_feed_forward": 4,
-    "id2label": {"0": "a", "1": "b", "2": "c"},
-    "label2id": {"a": 0, "b": 1, "c": 2}, "problem_type": "regression", "use_cache": False,
-    "pad_token_id": 3,
-    "bos_token_id": 4, "eos_token_id": 5, "initializer_range": 0.5, "attention_dropout": 0.5,
-    "pretraining_tp": 2,
-    "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "summary_type": "last",
-    "summary_use_proj": False,
-    "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.5,
-    "reorder_and_upcast_attn": True,
-}  # fmt: skip
 
 # fields that do, each by itself
 TOLD: dict[str, list[Any]] = {

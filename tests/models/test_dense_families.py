@@ -29,7 +29,7 @@ from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.family_cases import FamilyCase, Logits
-from tests.models.test_config_sweep import IDLE
+from tests.models.idle_fields import IDLE
 from tests.parallel import test_shard_model
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny

@@ -30,7 +30,7 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     scaling, temperature = raw.get("rope_scaling"), 1.0
     if scaling:
         trained = scaling["original_max_position_embeddings"]
-        lists = [torch.tensor(scaling[f"{n}_factor"], dtype=torch.float64) for n in KINDS]
+        lists = [torch.tensor(scaling[f"{n}_factor"], dtype=torch.float64) for n in LISTS]
         plain = frequencies
         frequencies = lambda length: plain(length) / lists[length > trained]  # noqa: E731
         ratio = raw["max_position_embeddings"] / trained
@@ -45,7 +45,7 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     ).logits
 
 
-KINDS = ("short", "long")
+LISTS = ("short", "long")
 CASE = FamilyCase(
     "minicpm",
     {**SMALL, "scale_emb": 3, "scale_depth": 1.4, "dim_model_base": 16},
