@@ -67,7 +67,7 @@ def render() -> dict[Path, str]:
 
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that are read as a family."""
-    return [arch for arch in ARCHITECTURES if arch == model_type]
+    return [arch for arch, each in ARCHITECTURES.items() if (each.model_type or arch) == model_type]
 
 
 def compared_with(model_type: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,18 @@ The rest (xtc, mirostat, a window of penalties) is llama.cpp's own.
 
 
 def read_config(
-    raw: GgufFile, arch: str, tied: bool
+    raw: GgufFile, arch: str, tied: bool, reader: ConfigReader | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return config, generation_config and unread keys of llama, qwen, qwen2, qwen3 or gpt2.
+    """Return config, generation_config and unread keys of an architecture.
+
+    reader: reads its keys; None: one of llama, qwen, qwen2, qwen3 and gpt2.
 
     Raises:
         CorruptCheckpoint: for missing or invalid keys.
         UnknownArchitecture: for variants (experts, partial RoPE) that share a name with a supported
             family but compute something else.
     """
-    keys = _ArchitectureKeys(raw, arch)
+    keys = ArchitectureKeys(raw, arch)
     if keys.get_count("expert_count", 0):
         raise UnknownArchitecture(
             f"{raw.path}: is a mixture of experts, which modelmill does not compute"
@@ -55,7 +58,7 @@ def read_config(
         "tie_word_embeddings": tied,
         "torch_dtype": str(raw.tensor_info("token_embd.weight").torch_dtype).removeprefix("torch."),
     }
-    config.update({"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama)(keys))
+    config.update((reader or {"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama))(keys))
     ids = _special_ids(raw, vocabulary)
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
@@ -82,7 +85,7 @@ def _sampling_defaults(raw: GgufFile) -> dict[str, Any]:
     return {"do_sample": True, **defaults} if defaults else {}
 
 
-class _ArchitectureKeys:
+class ArchitectureKeys:
     """A GGUF's keys of one architecture, each checked as it is read.
 
     view: every key, and which were read.
@@ -92,7 +95,12 @@ class _ArchitectureKeys:
         self.raw, self.arch = raw, arch
         self.view = ConfigView(raw.metadata)
 
+    def __contains__(self, key: str) -> bool:
+        """Return whether the file has a key, without reading it."""
+        return f"{self.arch}.{key}" in self.raw.metadata
+
     def get_count(self, key: str, default: int | None = None) -> int:
+        """Read a key that is a number from 1 up."""
         value = self.view.get(f"{self.arch}.{key}", default)
         least = 1 if default is None else min(default, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
@@ -102,6 +110,7 @@ class _ArchitectureKeys:
         return value
 
     def get_positive_float(self, key: str, default: float | None = None) -> float:
+        """Read a key that is a number above 0."""
         value = self.view.get(f"{self.arch}.{key}", default)
         if (
             isinstance(value, bool)
@@ -113,8 +122,22 @@ class _ArchitectureKeys:
             )
         return _shortest_decimal(value)
 
+    def get_flag(self, key: str, default: bool) -> bool:
+        """Read a key that is true or false."""
+        value = self.view.get(f"{self.arch}.{key}", default)
+        if not isinstance(value, bool):
+            raise CorruptCheckpoint(
+                f"{self.raw.path}: the key {self.arch}.{key} is {_describe_value(value)}"
+            )
+        return value
+
     def has_tensor(self, tensor: str) -> bool:
+        """Return whether the file has a tensor."""
         return tensor in self.raw.names()
+
+
+ConfigReader = Callable[[ArchitectureKeys], dict[str, Any]]
+"""Keys → what config.json would have."""
 
 
 def _shortest_decimal(value: float) -> float:
@@ -127,21 +150,26 @@ def _describe_value(value: Any) -> str:
     return "missing" if value is None else f"{str(value)[:40]}, which makes no sense"
 
 
-def _head_dim(keys: _ArchitectureKeys) -> int:
+def head_dim(keys: ArchitectureKeys, *, partial: bool = False) -> int:
+    """Return the channels of a head; partial: fewer of them may rotate.
+
+    Raises:
+        UnknownArchitecture: for heads whose keys, values and rotated channels differ.
+    """
     heads, width = keys.get_count("attention.head_count"), keys.get_count("embedding_length")
-    head_dim = keys.get_count("attention.key_length", max(1, width // heads))
-    value_dim = keys.get_count("attention.value_length", head_dim)
-    rotated = keys.get_count("rope.dimension_count", head_dim)
-    if value_dim != head_dim or rotated != head_dim:
+    key_dim = keys.get_count("attention.key_length", max(1, width // heads))
+    value_dim = keys.get_count("attention.value_length", key_dim)
+    rotated = key_dim if partial else keys.get_count("rope.dimension_count", key_dim)
+    if value_dim != key_dim or rotated != key_dim:
         raise UnknownArchitecture(
-            f"{keys.raw.path}: has heads of {head_dim} keys, {value_dim} values and {rotated} "
+            f"{keys.raw.path}: has heads of {key_dim} keys, {value_dim} values and {rotated} "
             "rotated "
             "channels; modelmill computes heads where the three agree"
         )
-    return head_dim
+    return key_dim
 
 
-def _llama(keys: _ArchitectureKeys) -> dict[str, Any]:
+def _llama(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the keys of LLaMA, Mistral (which GGUF calls llama), Qwen2 and Qwen3."""
     classes = {
         "llama": "LlamaForCausalLM",
@@ -157,23 +185,24 @@ def _llama(keys: _ArchitectureKeys) -> dict[str, Any]:
         "num_hidden_layers": keys.get_count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
-        "head_dim": _head_dim(keys),
+        "head_dim": head_dim(keys),
         "max_position_embeddings": keys.get_count("context_length"),
         "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(keys, theta),
+        "rope_scaling": rope_scaling(keys, theta),
         "hidden_act": "silu",
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
     }
 
 
-def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | None:
+def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:
+    """Return config.json's rope_scaling; None without scaling."""
     raw = keys.raw
     try:
         if keys.has_tensor("rope_freqs.weight"):
             info = raw.tensor_info("rope_freqs.weight")
-            if info.shape != (_head_dim(keys) // 2,):
+            if info.shape != (head_dim(keys) // 2,):
                 raise CorruptCheckpoint(
                     f"rope_freqs.weight has {list(info.shape)}, not one a frequency"
                 )
@@ -184,13 +213,13 @@ def _rope_scaling(keys: _ArchitectureKeys, theta: float) -> dict[str, Any] | Non
         raise type(error)(f"{raw.path}: {error}") from None
 
 
-def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
+def _qwen(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read the keys of Qwen v1.
 
     A GGUF contains neither dynamic NTK, logn nor the trained length: both are off, as in llama.cpp,
     and seq_length is the file's context length.
     """
-    head_dim, feed_forward = _head_dim(keys), keys.get_count("feed_forward_length")
+    channels, feed_forward = head_dim(keys), keys.get_count("feed_forward_length")
     if keys.has_tensor("blk.0.ffn_up.weight") and keys.raw.tensor_info("blk.0.ffn_up.weight").shape[
         :1
     ] == (feed_forward,):
@@ -199,7 +228,7 @@ def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
         feed_forward *= 2
     context = keys.get_count("context_length")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
-    if _rope_scaling(keys, theta) is not None:
+    if rope_scaling(keys, theta) is not None:
         raise UnknownArchitecture(
             f"{keys.raw.path}: scales the positions of a Qwen v1, which modelmill does not compute"
         )
@@ -209,7 +238,7 @@ def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
         "intermediate_size": feed_forward,
         "num_hidden_layers": keys.get_count("block_count"),
         "num_attention_heads": keys.get_count("attention.head_count"),
-        "kv_channels": head_dim,
+        "kv_channels": channels,
         "max_position_embeddings": context,
         "seq_length": context,
         "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
@@ -221,7 +250,7 @@ def _qwen(keys: _ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _gpt2(keys: _ArchitectureKeys) -> dict[str, Any]:
+def _gpt2(keys: ArchitectureKeys) -> dict[str, Any]:
     width, context = keys.get_count("embedding_length"), keys.get_count("context_length")
     return {
         "architectures": ["GPT2LMHeadModel"],

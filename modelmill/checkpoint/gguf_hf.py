@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,15 @@ import torch
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import GgufFile
 from modelmill.checkpoint.gguf_config import read_config
+from modelmill.checkpoint.gguf_families import (
+    FURTHER_ARCHITECTURES,
+    LLAMA_NAMES,
+    GgufArchitecture,
+)
 from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
-LLAMA_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "blk.attn_norm": "input_layernorm",
-    "blk.attn_q": "self_attn.q_proj",
-    "blk.attn_k": "self_attn.k_proj",
-    "blk.attn_v": "self_attn.v_proj",
-    "blk.attn_output": "self_attn.o_proj",
-    "blk.attn_q_norm": "self_attn.q_norm",
-    "blk.attn_k_norm": "self_attn.k_norm",
-    "blk.ffn_norm": "post_attention_layernorm",
-    "blk.ffn_gate": "mlp.gate_proj",
-    "blk.ffn_up": "mlp.up_proj",
-    "blk.ffn_down": "mlp.down_proj",
-}
 TRANSFORMER_H_NAMES = {
     "token_embd": "transformer.wte",
     "output_norm": "transformer.ln_f",
@@ -56,24 +45,13 @@ GPT2_NAMES = {
     "blk.ffn_up": "mlp.c_fc",
 }
 
-CONSUMED_TENSORS = dict.fromkeys(("llama", "qwen", "qwen2", "qwen3"), ("rope_freqs.weight",))
+CONSUMED_TENSORS = dict.fromkeys(
+    ("llama", "qwen", "qwen2", "qwen3", *FURTHER_ARCHITECTURES), ("rope_freqs.weight",)
+)
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
 GPT-2 has no RoPE.
 """
-
-
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """How one GGUF architecture maps to Hugging Face.
-
-    layer_prefix: the prefix of a layer's names.
-    """
-
-    names: dict[str, str]
-    layer_prefix: str
-    has_permuted_qk: bool = False
-    transposed: bool = False
 
 
 ARCHITECTURES = {
@@ -82,6 +60,7 @@ ARCHITECTURES = {
     "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
+    **FURTHER_ARCHITECTURES,
 }
 
 
@@ -109,13 +88,19 @@ class GgufAsHf:
                 f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads "
                 f"{', '.join(ARCHITECTURES)}"
             )
+        if layout.variant is not None and layout.variant[0] in raw.names():
+            layout = replace(layout, names=layout.variant[1])
         self._raw = raw
         self.metadata = raw.metadata
         tied = "output.weight" not in raw.names() or (
             # The GPT-2 converter writes the tied head a second time.
             arch == "gpt2" and raw.same_stored_bytes("output.weight", "token_embd.weight")
         )
-        self.config, self.generation_config, self.unread = read_config(raw, str(arch), tied)
+        self.config, self.generation_config, self.unread = read_config(
+            raw, str(arch), tied, layout.read_config
+        )
+        if layout.model_type:
+            self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
         for name in raw.names():
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
@@ -179,6 +164,9 @@ class GgufAsHf:
                     f"{self._raw.path}: {name} has {list(shape)}, which {heads} heads do not divide"
                 )
             undo = _unpermute(heads)
+        elif architecture.grouped_qkv and base == "blk.attn_qkv":
+            heads = self.config["num_attention_heads"]
+            undo = _regroup(heads, self.config.get("num_kv_heads", heads))
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
@@ -224,6 +212,18 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def undo(tensor: torch.Tensor) -> torch.Tensor:
         pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
+
+    return undo
+
+
+def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Undo the converter's order of all q, all k, all v: by KV head its q, k and v."""
+
+    def undo(tensor: torch.Tensor) -> torch.Tensor:
+        dim, rest = tensor.shape[0] // (heads + 2 * kv_heads), tensor.shape[1:]
+        q, k, v = tensor.split([heads * dim, kv_heads * dim, kv_heads * dim])
+        parts = [each.reshape(kv_heads, -1, dim, *rest) for each in (q, k, v)]
+        return torch.cat(parts, 1).reshape(tensor.shape)
 
     return undo
 

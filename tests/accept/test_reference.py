@@ -373,8 +373,8 @@ def test_float64_agrees_with_float32() -> None:
 
 
 def test_what_cannot_be_computed_says_so() -> None:
-    with pytest.raises(UnknownArchitecture, match="falcon"):
-        open_reference(memory_checkpoint({}, {"model_type": "falcon"}))
+    with pytest.raises(UnknownArchitecture, match="mamba"):
+        open_reference(memory_checkpoint({}, {"model_type": "mamba"}))
     raw = MemoryContainer(
         {"token_embd.weight": torch.ones(2, 2)}, {"general.architecture": "mamba"}
     )

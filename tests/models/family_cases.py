@@ -62,6 +62,34 @@ class PlantedFault:
 
 
 @dataclass(frozen=True)
+class GgufCase:
+    """A family's GGUF, as llama.cpp's converter writes it.
+
+    Attributes:
+        architecture: Its name.
+        facts: Keys behind the architecture's name, from the config.
+        permuted: Whether the rows of q and k are in interleaved order.
+        grouped: Whether the checkpoint has q, k and v by KV head.
+        changes: Of the small config.
+        tensors: Changes the checkpoint's tensors before they are renamed.
+    """
+
+    architecture: str
+    facts: Callable[[dict[str, Any]], dict[str, Any]]
+    permuted: bool = False
+    grouped: bool = False
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Callable[[dict[str, Any], dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = (
+        None
+    )
+
+
+def rms_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The epsilon of RMSNorm."""
+    return {"attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-5)}
+
+
+@dataclass(frozen=True)
 class FamilyCase:
     """One family.
 
@@ -72,6 +100,7 @@ class FamilyCase:
         refused: Values that are refused by their key's name.
         faults: Planted faults by name.
         unnamed_fields: Fields of transformers' class that are in neither, and why.
+        gguf: Its GGUF, where llama.cpp writes one that is read.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
     """
 
@@ -82,6 +111,7 @@ class FamilyCase:
     faults: Mapping[str, PlantedFault]
     unnamed_fields: frozenset[str] = frozenset()
     make: Callable[[dict[str, Any], Path], Logits] | None = None
+    gguf: GgufCase | None = None
 
     def raw(self, **changes: Any) -> dict[str, Any]:
         """A config.json; a value of ``None`` leaves its key out."""

@@ -79,6 +79,8 @@ def _open_gguf(
         return reference
     if "rope_freqs.weight" in container.names():
         source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it
+    if container.metadata["general.architecture"] != config["model_type"]:
+        return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
 
 

@@ -52,6 +52,86 @@ FUSED_LAYER = {
     "mlp.c_proj": "ffn_down",
 }
 ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3")
+# a family's own names of tensors, each with its GGUF name; the others are LLaMA's
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "olmo2": POST_NORMS,
+    "exaone4": POST_NORMS,
+    "chatglm": {
+        "transformer.embedding.word_embeddings": "token_embd",
+        "transformer.encoder.final_layernorm": "output_norm",
+        "transformer.output_layer": "output",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "gpt_neox": {
+        "gpt_neox.embed_in": "token_embd",
+        "gpt_neox.final_layer_norm": "output_norm",
+        "embed_out": "output",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "falcon": {
+        "transformer.word_embeddings": "token_embd",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "ln_mlp": "attn_norm",
+        "ln_attn": "attn_norm_2",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "glm4": {
+        "mlp.gate_up_proj": "ffn_up",
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "phi": {
+        "model.final_layernorm": "output_norm",
+        "self_attn.dense": "attn_output",
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+    },
+}
+# GGUF's architecture → the family; those with rows of q and k in interleaved order
+FURTHER_ARCHITECTURES = {
+    "granite": "granite",
+    "minicpm": "minicpm",
+    "smollm3": "smollm3",
+    "xverse": "xverse",
+    "internlm2": "llama",
+    "starcoder2": "starcoder2",
+    "olmo2": "olmo2",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "glm4": "glm4",
+    "phi2": "phi",
+    "stablelm": "stablelm",
+    "exaone4": "exaone4",
+    "chatglm": "chatglm",
+    "gptneox": "gpt_neox",
+    "falcon": "falcon",
+}
+LAYERS = {
+    "chatglm": "transformer.encoder.layers.",
+    "gpt_neox": "gpt_neox.layers.",
+    "falcon": "transformer.h.",
+}
+PERMUTED = ("llama", "granite", "minicpm", "smollm3", "xverse")
 
 
 def gguf_name(name: str) -> str:
@@ -88,19 +168,45 @@ class GgufSource(TensorSource):
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        return gguf_name(name)
+        stem, _, suffix = name.rpartition(".")
+        own = FAMILY_NAMES.get(self._config["model_type"], {})
+        if stem in own:
+            return f"{own[stem]}.{suffix}"
+        layers = LAYERS.get(self._config["model_type"], "model.layers.")
+        index, _, part = stem.removeprefix(layers).partition(".")
+        return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_name(name)
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, in the file's layout."""
         tensor = super().stored_tensor(name)
         model_type = self._config["model_type"]
-        if model_type == "llama" and ".self_attn.q_proj." in name:
+        if model_type in PERMUTED and ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
-        if model_type == "llama" and ".self_attn.k_proj." in name:
+        if model_type in PERMUTED and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
+        if model_type in ("gpt_neox", "falcon") and ".query_key_value." in name:
+            return by_kv_head(tensor, self._config)
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T
         return tensor
+
+
+def by_kv_head(rows: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """Reorder all q, all k, all v: of each KV head its queries' rows, its key's, its value's."""
+    heads, kv_heads = int(config["num_attention_heads"]), int(config["num_kv_heads"])
+    dim = rows.shape[0] // (heads + 2 * kv_heads)
+    place = torch.arange(rows.shape[0]).reshape(-1, dim)
+    group = heads // kv_heads
+    order = [
+        place[index]
+        for kv in range(kv_heads)
+        for index in (
+            *range(kv * group, (kv + 1) * group),
+            heads + kv,
+            heads + kv_heads + kv,
+        )
+    ]
+    return rows[torch.cat(order)]
 
 
 def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
@@ -114,6 +220,8 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
     facts = container.metadata
     architecture = str(facts.get("general.architecture"))
+    if architecture in FURTHER_ARCHITECTURES:
+        return further_config(container, architecture)
     if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(
             f"GGUF architecture {architecture!r} has no reference; "
@@ -157,6 +265,90 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
         }
     # A window in the file is ignored for these three, as in every GGUF runtime: full attention.
     return config | {"rms_norm_eps": eps}
+
+
+def further_config(container: RawContainer, architecture: str) -> dict[str, Any]:
+    """Return the config of one of FURTHER_ARCHITECTURES.
+
+    Factors are stored as llama.cpp multiplies them.
+    """
+    facts, names = container.metadata, container.names()
+
+    def fact(key: str, default: Any = None) -> Any:
+        value = facts.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise CorruptCheckpoint(
+                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
+            )
+        return value
+
+    if "rope_freqs.weight" in names or facts.get(f"{architecture}.rope.scaling.type", "none") != (
+        "none"
+    ):
+        raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
+    heads, width, layers = (
+        int(fact(key)) for key in ("attention.head_count", "embedding_length", "block_count")
+    )
+    dim = int(fact("attention.key_length", width // heads))
+    rms = f"{architecture}.attention.layer_norm_rms_epsilon" in facts
+    eps = float(fact("attention.layer_norm_rms_epsilon" if rms else "attention.layer_norm_epsilon"))
+    bias, mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
+    fused_bias = "blk.0.attn_qkv.bias" in names
+    family = FURTHER_ARCHITECTURES[architecture]
+    logits = float(fact("logit_scale", 1.0))
+    window = facts.get(f"{architecture}.attention.sliding_window")
+    return {
+        "model_type": family,
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
+        "head_dim": dim,
+        "max_position_embeddings": int(fact("context_length")),
+        "tie_word_embeddings": "output.weight" not in names,
+        "rope_theta": float(fact("rope.freq_base", 10000.0)),
+        "partial_rotary_factor": int(fact("rope.dimension_count", dim)) / dim,
+        "attention_bias": bias or fused_bias,
+        "mlp_bias": mlp_bias,
+        "use_bias": bias,
+        "is_causal": bool(facts.get(f"{architecture}.attention.causal", True)),
+        **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
+        # factors
+        "attention_multiplier": float(fact("attention.scale", dim**-0.5)),
+        "embedding_multiplier": float(fact("embedding_scale", 1.0)),
+        "scale_emb": float(fact("embedding_scale", 1.0)),
+        "residual_multiplier": float(fact("residual_scale", 1.0)),
+        "scale_depth": float(fact("residual_scale", layers**-0.5)) * layers**0.5,
+        "logits_scaling": logits,
+        "logit_scale": logits,
+        "dim_model_base": width / logits,
+        "use_parallel_residual": bool(fact("use_parallel_residual", True)),
+        "use_qkv_bias": bias,
+        # GPT-NeoX's and Falcon's names
+        "rotary_emb_base": float(fact("rope.freq_base", 10000.0)),
+        "rotary_pct": int(fact("rope.dimension_count", dim)) / dim,
+        "num_kv_heads": int(fact("attention.head_count_kv", heads)),
+        "layer_norm_epsilon": eps,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1,
+        "bias": fused_bias,
+        # ChatGLM's names
+        "num_layers": layers,
+        "padded_vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "kv_channels": dim,
+        "ffn_hidden_size": int(fact("feed_forward_length")),
+        "seq_length": int(fact("context_length")),
+        "multi_query_attention": True,
+        "multi_query_group_num": int(fact("attention.head_count_kv", heads)),
+        "layernorm_epsilon": eps,
+        "rope_ratio": float(fact("rope.freq_base", 10000.0)) / 10000.0,
+        "add_qkv_bias": fused_bias,
+        # fixed in llama.cpp
+        "no_rope_layer_interval": 4,
+        "sliding_window_pattern": 4,
+        **({} if window is None else {"sliding_window": int(window)}),
+    }
 
 
 def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:

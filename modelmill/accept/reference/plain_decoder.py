@@ -92,7 +92,9 @@ class PlainDecoderReference(ReferenceModel):
 
     def read_int(self, *keys: str) -> int:
         """Return the first of these keys that the config has."""
-        value = next(self.config[key] for key in keys if self.config.get(key) is not None)
+        value = next((self.config[k] for k in keys if self.config.get(k) is not None), None)
+        if value is None:
+            raise UnknownArchitecture(f"config.json has no {keys[0]}")
         return int(value)
 
     def read_activation(self, key: str, default: str) -> Callable[[Tensor], Tensor]:

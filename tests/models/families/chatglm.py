@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, QK, VOCAB, FamilyCase, Logits, fault, with_dim
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    QK,
+    VOCAB,
+    FamilyCase,
+    GgufCase,
+    Logits,
+    fault,
+    with_dim,
+)
 from tests.models.plain_forward import PlainModel, plain_frequencies, save_drawn
 
 
@@ -75,4 +84,16 @@ CASE = FamilyCase(
      "multi_query_group_num": 3, "rope_ratio": 0, "kv_channels": 6, "rmsnorm": 1},
     {**LLAMA_FAULTS, "half the rotated channels": fault(QK, rope=with_dim(4))},
     make=save,
+    gguf=GgufCase(
+        "chatglm",
+        lambda raw: {
+            "block_count": raw["num_layers"], "feed_forward_length": raw["ffn_hidden_size"],
+            "context_length": raw["seq_length"], "rope.freq_base": 10000.0 * raw["rope_ratio"],
+            "attention.head_count_kv": raw["multi_query_group_num"],
+            "attention.layer_norm_rms_epsilon": raw["layernorm_epsilon"],
+            "attention.key_length": raw["kv_channels"],
+            "rope.dimension_count": raw["kv_channels"] // 2,
+        },
+        changes={"layernorm_epsilon": 1e-5, "rope_ratio": 5.0},
+    ),
 )  # fmt: skip

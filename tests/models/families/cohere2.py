@@ -9,6 +9,7 @@ from tests.models.family_cases import (
     ROTARY,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
     times,
 )
@@ -33,4 +34,12 @@ CASE = FamilyCase(
         "logits x 1.05": fault("head", None, logit_scale=times(1.05)),
         "a longer window": fault("attn.core", windows=(30, None, 30)),
     },
+    gguf=GgufCase(
+        "cohere2",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.0625,
+            "attention.sliding_window": raw["sliding_window"],
+        },
+        changes={"num_hidden_layers": 4, "sliding_window_pattern": 4},
+    ),
 )  # fmt: skip

@@ -9,6 +9,8 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
+    rms_facts,
 )
 
 CASE = FamilyCase(
@@ -21,4 +23,8 @@ CASE = FamilyCase(
     ),
     {**REFUSED, "use_bias": 1, "head_dim": 5},
     LLAMA_FAULTS,
+    gguf=GgufCase(
+        "ernie4_5", lambda raw: {**rms_facts(raw), "attention.key_length": raw["head_dim"]},
+        changes={"rope_theta": 10000.0, "rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -9,7 +9,9 @@ from tests.models.family_cases import (
     ROTARY,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
+    rms_facts,
     times,
 )
 
@@ -35,4 +37,9 @@ CASE = FamilyCase(
         "all layers rotated": fault(ROTARY, 1, unrotated_layers=frozenset()),
         "a longer window": fault("attn.core", windows=(30, None, 30)),
     },
+    gguf=GgufCase(
+        "exaone4",
+        lambda raw: {**rms_facts(raw), "attention.sliding_window": raw["sliding_window"]},
+        changes={"num_hidden_layers": 4, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

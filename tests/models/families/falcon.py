@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, ROPES, VOCAB, FamilyCase, fault
+from tests.models.family_cases import LLAMA_FAULTS, ROPES, VOCAB, FamilyCase, GgufCase, fault
 
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
@@ -23,4 +23,11 @@ CASE = FamilyCase(
     {"is_encoder_decoder": True, "activation": "quick_gelu", "alibi": True,
      "num_ln_in_parallel_attn": 3, "parallel_attn": False, "multi_query": 1, "bias": "x"},
     {**LLAMA_FAULTS, "another activation": fault("mlp.act", activation="relu")},
+    gguf=GgufCase(
+        "falcon",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "feed_forward_length": raw["ffn_hidden_size"],
+        },
+        grouped=True,
+    ),
 )  # fmt: skip

@@ -10,7 +10,9 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
+    rms_facts,
     times,
     with_dim,
 )
@@ -31,4 +33,12 @@ CASE = FamilyCase(
         "half the rotated channels": fault(QK, rope=with_dim(4)),
         "the norms' eps x 10": fault(("attn_norm.eps", "attn_post.eps"), eps=times(10)),
     },
+    gguf=GgufCase(
+        "glm4",
+        lambda raw: {
+            **rms_facts(raw), "attention.key_length": raw["head_dim"],
+            "rope.dimension_count": raw["head_dim"] // 2,
+        },
+        changes={"rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

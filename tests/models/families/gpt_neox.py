@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, QK, REFUSED, VOCAB, FamilyCase, fault, with_dim
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    QK,
+    REFUSED,
+    VOCAB,
+    FamilyCase,
+    GgufCase,
+    fault,
+    with_dim,
+)
 
 CASE = FamilyCase(
     "gpt_neox",
@@ -24,4 +33,12 @@ CASE = FamilyCase(
         **LLAMA_FAULTS,
         "half the rotated channels": fault(QK, rope=with_dim(2)),
     },
+    gguf=GgufCase(
+        "gptneox",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": True,
+            "rope.dimension_count": raw["hidden_size"] // raw["num_attention_heads"] // 4,
+        },
+        grouped=True,
+    ),
 )  # fmt: skip

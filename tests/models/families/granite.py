@@ -9,7 +9,9 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
+    rms_facts,
     times,
 )
 
@@ -33,4 +35,14 @@ CASE = FamilyCase(
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
         "logits x 1.05": fault("head", None, logit_scale=times(1.05)),
     },
+    gguf=GgufCase(
+        "granite",
+        lambda raw: {
+            **rms_facts(raw), "attention.scale": raw["attention_multiplier"],
+            "embedding_scale": raw["embedding_multiplier"],
+            "residual_scale": raw["residual_multiplier"], "logit_scale": raw["logits_scaling"],
+        },
+        permuted=True,
+        changes={"rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, Logits
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, Logits, rms_facts
 from tests.models.plain_forward import (
     PlainModel,
     dynamic_frequencies,
@@ -60,6 +60,20 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     ).logits  # fmt: skip
 
 
+def split_qkv(raw: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp's converter splits wqkv."""
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    out = {}
+    for name, tensor in tensors.items():
+        if "wqkv" not in name:
+            out[name] = tensor
+            continue
+        rows = tensor.view(kv_heads, heads // kv_heads + 2, raw["hidden_size"] // heads, -1)
+        parts = {"wq": rows[:, :-2], "wk": rows[:, -2], "wv": rows[:, -1]}
+        out |= {name.replace("wqkv", n): p.reshape(-1, rows.shape[-1]) for n, p in parts.items()}
+    return out
+
+
 CASE = FamilyCase(
     "internlm2",
     {**SMALL, "bias": False},
@@ -74,4 +88,7 @@ CASE = FamilyCase(
     {"hidden_act": "gelu", "bias": 1, "num_key_value_heads": 3, "rope_scaling": {"type": "x"}},
     LLAMA_FAULTS,
     make=save,
+    gguf=GgufCase(
+        "internlm2", rms_facts, permuted=True, changes={"rms_norm_eps": 1e-5}, tensors=split_qkv
+    ),
 )  # fmt: skip

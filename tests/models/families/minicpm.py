@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, Logits, fault, times
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    SMALL,
+    FamilyCase,
+    GgufCase,
+    Logits,
+    fault,
+    rms_facts,
+    times,
+)
 from tests.models.plain_forward import (
     PlainModel,
     llama_parts,
@@ -66,4 +75,14 @@ CASE = FamilyCase(
         "logits x 1.05": fault("head", None, logit_scale=times(1.05)),
     },
     make=save,
+    gguf=GgufCase(
+        "minicpm",
+        lambda raw: {
+            **rms_facts(raw), "embedding_scale": raw["scale_emb"],
+            "residual_scale": raw["scale_depth"] / raw["num_hidden_layers"] ** 0.5,
+            "logit_scale": raw["hidden_size"] / raw["dim_model_base"],
+        },
+        permuted=True,
+        changes={"rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -10,7 +10,9 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
+    rms_facts,
     times,
     with_eps,
 )
@@ -29,4 +31,5 @@ CASE = FamilyCase(
         "eps x 10": fault("attn_post.eps", eps=times(10)),
         "eps of q and k x 10": fault(QK_NORM, qkv_norm=with_eps(10)),
     },
+    gguf=GgufCase("olmo2", rms_facts, changes={"rms_norm_eps": 1e-5}),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
     with_dim,
     with_eps,
@@ -32,4 +33,8 @@ CASE = FamilyCase(
         "half the rotated channels": fault(QK, rope=with_dim(4)),
         "eps of q and k x 100": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(100)),
     },
+    gguf=GgufCase(
+        "phi2",
+        lambda raw: {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8},
+    ),
 )  # fmt: skip

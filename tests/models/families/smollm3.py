@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, REFUSED, ROPES, ROTARY, SMALL, FamilyCase, fault
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    REFUSED,
+    ROPES,
+    ROTARY,
+    SMALL,
+    FamilyCase,
+    GgufCase,
+    fault,
+    rms_facts,
+)
 
 CASE = FamilyCase(
     "smollm3",
@@ -29,4 +39,9 @@ CASE = FamilyCase(
             (*ROTARY, "attn.core"), unrotated_layers=frozenset((0,))
         ),
     },
+    gguf=GgufCase(
+        "smollm3", rms_facts, permuted=True,
+        changes={"num_hidden_layers": 4, "no_rope_layer_interval": 4, "rope_theta": 10000.0,
+                 "rms_norm_eps": 1e-5},
+    ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
     with_eps,
 )
@@ -38,4 +39,11 @@ CASE = FamilyCase(
         ),
         "flat norms of heads": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(1e6)),
     },
+    gguf=GgufCase(
+        "stablelm",
+        lambda raw: {
+            "attention.layer_norm_epsilon": 1e-5, "use_parallel_residual": False,
+            "rope.dimension_count": raw["hidden_size"] // raw["num_attention_heads"] // 4,
+        },
+    ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
 )
 
@@ -28,4 +29,5 @@ CASE = FamilyCase(
         "GELU without tanh": fault("mlp.act", activation="relu"),
         "no window": fault("attn.core", case={"sliding_window": 7}, windows=()),
     },
+    gguf=GgufCase("starcoder2", lambda raw: {"attention.layer_norm_epsilon": 1e-5}),
 )  # fmt: skip

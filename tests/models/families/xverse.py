@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, Logits
+from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, Logits, rms_facts
 from tests.models.plain_forward import (
     PlainModel,
     llama_parts,
@@ -36,4 +36,5 @@ CASE = FamilyCase(
     {"hidden_act": "gelu", "num_key_value_heads": 3, "rope_theta": -1},
     LLAMA_FAULTS,
     make=save,
+    gguf=GgufCase("xverse", rms_facts, permuted=True, changes={"rms_norm_eps": 1e-5}),
 )  # fmt: skip

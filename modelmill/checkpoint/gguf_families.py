@@ -1,0 +1,335 @@
+"""GGUF architectures of further families: their tensors' names, and their keys as config.json's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import (
+    ArchitectureKeys,
+    ConfigReader,
+    head_dim,
+    rope_scaling,
+)
+from modelmill.core.errors import UnknownArchitecture
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How one GGUF architecture maps to Hugging Face.
+
+    Attributes:
+        names: of tensors, without layer and suffix.
+        layer_prefix: the prefix of a layer's names.
+        has_permuted_qk: whether the rows of q and k are reordered for interleaved rotation.
+        transposed: whether matrices are transposed.
+        grouped_qkv: whether the family has q, k and v of "blk.attn_qkv" by KV head.
+        variant: a tensor, and the names where the file has it.
+        model_type: the family; empty: named as the architecture.
+        read_config: reads the keys; None: ``gguf_config`` does.
+    """
+
+    names: dict[str, str]
+    layer_prefix: str = "model.layers"
+    has_permuted_qk: bool = False
+    transposed: bool = False
+    grouped_qkv: bool = False
+    variant: tuple[str, dict[str, str]] | None = None
+    model_type: str = ""
+    read_config: ConfigReader | None = None
+
+
+LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_q": "self_attn.q_proj",
+    "blk.attn_k": "self_attn.k_proj",
+    "blk.attn_v": "self_attn.v_proj",
+    "blk.attn_output": "self_attn.o_proj",
+    "blk.attn_q_norm": "self_attn.q_norm",
+    "blk.attn_k_norm": "self_attn.k_norm",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_gate": "mlp.gate_proj",
+    "blk.ffn_up": "mlp.up_proj",
+    "blk.ffn_down": "mlp.down_proj",
+}
+POST_NORM_NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if not gguf.endswith("_norm")},
+    "output_norm": "model.norm",
+    "blk.attn_q_norm": "self_attn.q_norm",
+    "blk.attn_k_norm": "self_attn.k_norm",
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.post_ffw_norm": "post_feedforward_layernorm",
+}
+GLM4_NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
+    "blk.ffn_up": "mlp.gate_up_proj",
+    "blk.post_attention_norm": "post_self_attn_layernorm",
+    "blk.post_ffw_norm": "post_mlp_layernorm",
+}
+PHI_NAMES = {
+    **LLAMA_NAMES,
+    "output_norm": "model.final_layernorm",
+    "blk.attn_output": "self_attn.dense",
+    "blk.ffn_up": "mlp.fc1",
+    "blk.ffn_down": "mlp.fc2",
+}
+CHATGLM_NAMES = {
+    "token_embd": "transformer.embedding.word_embeddings",
+    "output_norm": "transformer.encoder.final_layernorm",
+    "output": "transformer.output_layer",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_qkv": "self_attention.query_key_value",
+    "blk.attn_output": "self_attention.dense",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_up": "mlp.dense_h_to_4h",
+    "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+GPT_NEOX_NAMES = {
+    "token_embd": "gpt_neox.embed_in",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "output": "embed_out",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_qkv": "attention.query_key_value",
+    "blk.attn_output": "attention.dense",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_up": "mlp.dense_h_to_4h",
+    "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+FALCON_NAMES = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_qkv": "self_attention.query_key_value",
+    "blk.attn_output": "self_attention.dense",
+    "blk.ffn_up": "mlp.dense_h_to_4h",
+    "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+FALCON_TWO_NORM_NAMES = {
+    **FALCON_NAMES,
+    "blk.attn_norm": "ln_mlp",
+    "blk.attn_norm_2": "ln_attn",
+}
+STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
+
+
+def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
+    """Read what all have; partial: families that rotate a part of each head."""
+    heads, theta = (
+        keys.get_count("attention.head_count"),
+        keys.get_positive_float("rope.freq_base", 10000.0),
+    )
+    channels, width = head_dim(keys, partial=partial), keys.get_count("embedding_length")
+    config = {
+        "hidden_size": width,
+        "intermediate_size": keys.get_count("feed_forward_length"),
+        "num_hidden_layers": keys.get_count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
+        "max_position_embeddings": keys.get_count("context_length"),
+        "rope_theta": theta,
+        "rope_scaling": rope_scaling(keys, theta),
+    }
+    if channels * heads != width:
+        config["head_dim"] = channels
+    if partial:
+        rotated = keys.get_count("rope.dimension_count", channels)
+        config["partial_rotary_factor"] = rotated / channels
+    return config
+
+
+def _rms(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
+    eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
+    return {**_common(keys, partial=partial), "rms_norm_eps": eps}
+
+
+def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
+    }
+
+
+def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
+    channels = head_dim(keys)
+    return {
+        **_rms(keys),
+        **_biases(keys),
+        "attention_multiplier": keys.get_positive_float("attention.scale", channels**-0.5),
+        "embedding_multiplier": keys.get_positive_float("embedding_scale", 1.0),
+        "residual_multiplier": keys.get_positive_float("residual_scale", 1.0),
+        "logits_scaling": keys.get_positive_float("logit_scale", 1.0),
+    }
+
+
+def _minicpm(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read MiniCPM's factors, which the file has as they are multiplied."""
+    config = _rms(keys)
+    depth = keys.get_positive_float("residual_scale", config["num_hidden_layers"] ** -0.5)
+    return {
+        **config,
+        "scale_emb": keys.get_positive_float("embedding_scale", 1.0),
+        "scale_depth": depth * config["num_hidden_layers"] ** 0.5,
+        "dim_model_base": round(
+            config["hidden_size"] / keys.get_positive_float("logit_scale", 1.0)
+        ),
+    }
+
+
+def _starcoder2(keys: ArchitectureKeys) -> dict[str, Any]:
+    eps = keys.get_positive_float("attention.layer_norm_epsilon")
+    bias = keys.has_tensor("blk.0.attn_q.bias")
+    return {**_common(keys), "norm_epsilon": eps, "use_bias": bias}
+
+
+def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
+    if "attention.sliding_window" in keys:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: is an OLMo 3 with windows; use its Hugging Face folder"
+        )
+    return {**_rms(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def _smollm3(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read SmolLM3: every fourth layer is not rotated, as llama.cpp has it fixed."""
+    return {**_rms(keys), **_biases(keys), "no_rope_layer_interval": 4}
+
+
+def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Cohere 2: every fourth layer has full attention, as llama.cpp has it fixed."""
+    return {
+        **_common(keys),
+        "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
+        "logit_scale": keys.get_positive_float("logit_scale"),
+        "sliding_window": keys.get_count("attention.sliding_window"),
+        "sliding_window_pattern": 4,
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _glm4(keys: ArchitectureKeys) -> dict[str, Any]:
+    config = _rms(keys, partial=True)
+    config["head_dim"] = head_dim(keys, partial=True)
+    return {**config, "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+
+
+def _ernie4_5(keys: ArchitectureKeys) -> dict[str, Any]:
+    bias = keys.has_tensor("blk.0.attn_q.bias")
+    return {**_rms(keys), "head_dim": head_dim(keys), "use_bias": bias}
+
+
+def _phi(keys: ArchitectureKeys) -> dict[str, Any]:
+    eps = keys.get_positive_float("attention.layer_norm_epsilon")
+    return {**_common(keys, partial=True), "layer_norm_eps": eps}
+
+
+def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **_common(keys, partial=True),
+        "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
+        "use_parallel_residual": keys.get_flag("use_parallel_residual", True),
+        "use_qkv_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read EXAONE 4: with windows, every fourth layer has full attention."""
+    windowed = "attention.sliding_window" in keys
+    config = {**_rms(keys), "sliding_window": None}
+    if windowed:
+        config["sliding_window"] = keys.get_count("attention.sliding_window")
+        config["sliding_window_pattern"] = 4
+        keys.view.get(f"{keys.arch}.attention.sliding_window_pattern")  # the same, layer by layer
+    return config
+
+
+def _chatglm(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read ChatGLM2, ChatGLM3 and the first GLM-4, of which half a head rotates."""
+    config = _rms(keys, partial=True)
+    channels = head_dim(keys, partial=True)
+    if config["partial_rotary_factor"] != 0.5 or config["rope_scaling"] is not None:
+        raise UnknownArchitecture(f"{keys.raw.path}: rotates another part than half of a head")
+    return {
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_layers": config["num_hidden_layers"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "padded_vocab_size": keys.raw.tensor_info("token_embd.weight").shape[0],
+        "kv_channels": channels,
+        "seq_length": config["max_position_embeddings"],
+        "multi_query_attention": True,
+        "multi_query_group_num": config["num_key_value_heads"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "rope_ratio": config["rope_theta"] / 10000.0,
+        "add_qkv_bias": keys.has_tensor("blk.0.attn_qkv.bias"),
+    }
+
+
+def _gpt_neox(keys: ArchitectureKeys) -> dict[str, Any]:
+    config = _common(keys, partial=True)
+    del config["num_key_value_heads"]
+    theta, share = config.pop("rope_theta"), config.pop("partial_rotary_factor")
+    return {
+        **config,
+        "rotary_emb_base": theta,
+        "rotary_pct": share,
+        "layer_norm_eps": keys.get_positive_float("attention.layer_norm_epsilon"),
+        "use_parallel_residual": keys.get_flag("use_parallel_residual", True),
+        "attention_bias": keys.has_tensor("blk.0.attn_qkv.bias"),
+    }
+
+
+def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Falcon; those without a norm for each branch may have one KV head or several."""
+    config = _common(keys)
+    kv_heads, inner = config.pop("num_key_value_heads"), config.pop("intermediate_size")
+    two = keys.has_tensor("blk.0.attn_norm_2.weight")
+    return {
+        **config,
+        "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_epsilon"),
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "num_kv_heads": kv_heads,
+        "ffn_hidden_size": inner,
+        "bias": keys.has_tensor("blk.0.attn_qkv.bias"),
+    }
+
+
+FURTHER_ARCHITECTURES = {
+    "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
+    "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
+    "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),
+    "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_rms),
+    "internlm2": GgufArchitecture(
+        LLAMA_NAMES,
+        has_permuted_qk=True,
+        model_type="llama",
+        read_config=lambda keys: {**_rms(keys), **_biases(keys)},
+    ),
+    "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_starcoder2),
+    "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2),
+    "cohere2": GgufArchitecture(LLAMA_NAMES, read_config=_cohere2),
+    "ernie4_5": GgufArchitecture(LLAMA_NAMES, read_config=_ernie4_5),
+    "glm4": GgufArchitecture(GLM4_NAMES, read_config=_glm4),
+    "stablelm": GgufArchitecture(LLAMA_NAMES, read_config=_stablelm),
+    "exaone4": GgufArchitecture(POST_NORM_NAMES, read_config=_exaone4),
+    "chatglm": GgufArchitecture(CHATGLM_NAMES, "transformer.encoder.layers", read_config=_chatglm),
+    "gptneox": GgufArchitecture(
+        GPT_NEOX_NAMES,
+        "gpt_neox.layers",
+        grouped_qkv=True,
+        model_type="gpt_neox",
+        read_config=_gpt_neox,
+    ),
+    "falcon": GgufArchitecture(
+        FALCON_NAMES,
+        "transformer.h",
+        grouped_qkv=True,
+        variant=("blk.0.attn_norm_2.weight", FALCON_TWO_NORM_NAMES),
+        read_config=_falcon,
+    ),
+    "phi2": GgufArchitecture(PHI_NAMES, model_type="phi", read_config=_phi),
+}
