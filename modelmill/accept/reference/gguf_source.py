@@ -7,7 +7,7 @@ gpt2's projections are stored [out, in], where the original has [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -270,7 +270,8 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
 def further_config(container: RawContainer, architecture: str) -> dict[str, Any]:
     """Return the config of one of FURTHER_ARCHITECTURES.
 
-    Factors are stored as llama.cpp multiplies them.
+    It has the keys of all of them; a family reads its own. Factors are stored as llama.cpp
+    multiplies them.
     """
     facts, names = container.metadata, container.names()
 
@@ -282,72 +283,89 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
             )
         return value
 
-    if "rope_freqs.weight" in names or facts.get(f"{architecture}.rope.scaling.type", "none") != (
-        "none"
-    ):
+    if "rope_freqs.weight" in names or fact("rope.scaling.type", "none") != "none":
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
         int(fact(key)) for key in ("attention.head_count", "embedding_length", "block_count")
     )
     dim = int(fact("attention.key_length", width // heads))
     rms = f"{architecture}.attention.layer_norm_rms_epsilon" in facts
-    eps = float(fact("attention.layer_norm_rms_epsilon" if rms else "attention.layer_norm_epsilon"))
-    bias, mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
-    fused_bias = "blk.0.attn_qkv.bias" in names
-    family = FURTHER_ARCHITECTURES[architecture]
-    logits = float(fact("logit_scale", 1.0))
-    window = facts.get(f"{architecture}.attention.sliding_window")
-    return {
-        "model_type": family,
-        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+    sizes = {
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
         "head_dim": dim,
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
         "max_position_embeddings": int(fact("context_length")),
-        "tie_word_embeddings": "output.weight" not in names,
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "partial_rotary_factor": int(fact("rope.dimension_count", dim)) / dim,
-        "attention_bias": bias or fused_bias,
-        "mlp_bias": mlp_bias,
-        "use_bias": bias,
-        "is_causal": bool(facts.get(f"{architecture}.attention.causal", True)),
-        **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon"), eps),
-        # factors
-        "attention_multiplier": float(fact("attention.scale", dim**-0.5)),
+        "rms_norm_eps": float(fact(f"attention.layer_norm_{'rms_' if rms else ''}epsilon")),
+        "ffn_hidden_size": int(fact("feed_forward_length")),
+    }
+    window = facts.get(f"{architecture}.attention.sliding_window")
+    return {
+        "model_type": FURTHER_ARCHITECTURES[architecture],
+        **sizes,
+        **_other_names(sizes),
+        **_factors(fact, sizes),
+        **_switches(names),
+        "is_causal": bool(fact("attention.causal", True)),
+        "use_parallel_residual": bool(fact("use_parallel_residual", True)),
+        **({} if window is None else {"sliding_window": int(window)}),
+    }
+
+
+def _other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes under the names of GPT-NeoX, Falcon, ChatGLM and others."""
+    eps, kv_heads = sizes["rms_norm_eps"], sizes["num_key_value_heads"]
+    epsilons = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "layernorm_epsilon")
+    return {
+        **dict.fromkeys(epsilons, eps),
+        "rotary_emb_base": sizes["rope_theta"],
+        "rotary_pct": sizes["partial_rotary_factor"],
+        "num_kv_heads": kv_heads,
+        "num_layers": sizes["num_hidden_layers"],
+        "padded_vocab_size": sizes["vocab_size"],
+        "kv_channels": sizes["head_dim"],
+        "seq_length": sizes["max_position_embeddings"],
+        "multi_query_attention": True,
+        "multi_query_group_num": kv_heads,
+        "rope_ratio": sizes["rope_theta"] / 10000.0,
+    }
+
+
+def _factors(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of Granite, MiniCPM and Cohere, and what llama.cpp has fixed."""
+    depth = sizes["num_hidden_layers"] ** 0.5
+    logits = float(fact("logit_scale", 1.0))
+    return {
+        "attention_multiplier": float(fact("attention.scale", sizes["head_dim"] ** -0.5)),
         "embedding_multiplier": float(fact("embedding_scale", 1.0)),
         "scale_emb": float(fact("embedding_scale", 1.0)),
         "residual_multiplier": float(fact("residual_scale", 1.0)),
-        "scale_depth": float(fact("residual_scale", layers**-0.5)) * layers**0.5,
+        "scale_depth": float(fact("residual_scale", 1 / depth)) * depth,
         "logits_scaling": logits,
         "logit_scale": logits,
-        "dim_model_base": width / logits,
-        "use_parallel_residual": bool(fact("use_parallel_residual", True)),
-        "use_qkv_bias": bias,
-        # GPT-NeoX's and Falcon's names
-        "rotary_emb_base": float(fact("rope.freq_base", 10000.0)),
-        "rotary_pct": int(fact("rope.dimension_count", dim)) / dim,
-        "num_kv_heads": int(fact("attention.head_count_kv", heads)),
-        "layer_norm_epsilon": eps,
-        "new_decoder_architecture": True,
-        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1,
-        "bias": fused_bias,
-        # ChatGLM's names
-        "num_layers": layers,
-        "padded_vocab_size": container.tensor_info("token_embd.weight").shape[0],
-        "kv_channels": dim,
-        "ffn_hidden_size": int(fact("feed_forward_length")),
-        "seq_length": int(fact("context_length")),
-        "multi_query_attention": True,
-        "multi_query_group_num": int(fact("attention.head_count_kv", heads)),
-        "layernorm_epsilon": eps,
-        "rope_ratio": float(fact("rope.freq_base", 10000.0)) / 10000.0,
-        "add_qkv_bias": fused_bias,
-        # fixed in llama.cpp
+        "dim_model_base": sizes["hidden_size"] / logits,
         "no_rope_layer_interval": 4,
         "sliding_window_pattern": 4,
-        **({} if window is None else {"sliding_window": int(window)}),
+    }
+
+
+def _switches(names: list[str]) -> dict[str, Any]:
+    """Return what the tensors say."""
+    bias, fused_bias = "blk.0.attn_q.bias" in names, "blk.0.attn_qkv.bias" in names
+    return {
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": bias or fused_bias,
+        "use_bias": bias,
+        "use_qkv_bias": bias,
+        "mlp_bias": "blk.0.ffn_up.bias" in names,
+        "bias": fused_bias,
+        "add_qkv_bias": fused_bias,
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1,
     }
 
 
