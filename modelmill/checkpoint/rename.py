@@ -38,6 +38,7 @@ class Rule:
         running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
+        "plus_one"    a norm's weight that is stored less 1
         "unit_rows"   each row divided by its Euclidean norm
         "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
@@ -309,6 +310,11 @@ def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shape[:2]
 
 
+def _plus_one(sources: Iterator[torch.Tensor], _: Shape, __: torch.dtype, ___: str) -> torch.Tensor:
+    """Float32, so that the sum is rounded once, to the build's dtype."""
+    return next(sources).float() + 1
+
+
 def _unit_rows(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
@@ -378,6 +384,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "bias_q0v": RenameStep(_q0v_shape, _q0v),
     "fold_weight": RenameStep(_fold_shape, _fold_weight),
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
+    "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),

@@ -151,6 +151,7 @@ class CheckpointLayout:
         layers, embed, positions, norm, head: Its names outside.
         grouped_qkv: Whether rows of q, k and v are stored by KV head.
         neighbours: Whether channels 2i and 2i + 1 of q and k rotate together.
+        norms_less_one: Whether norms are stored less 1 (Gemma).
         ignored: Regular expressions of tensors that are not used.
     """
 
@@ -162,6 +163,7 @@ class CheckpointLayout:
     head: str = "lm_head"
     grouped_qkv: bool = False
     neighbours: bool = False
+    norms_less_one: bool = False
     ignored: tuple[str, ...] = IGNORED_BUFFERS
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
@@ -170,7 +172,11 @@ class CheckpointLayout:
         if self.positions:
             out.append(Rule("embed.positions", (f"{self.positions}.weight",)))
         out += [
-            Rule(f"norm.{tensor}", (f"{self.norm}.{tensor}",))
+            Rule(
+                f"norm.{tensor}",
+                (f"{self.norm}.{tensor}",),
+                "copy+plus_one" if self.norms_less_one else "copy",
+            )
             for tensor in config.norm_config.tensors
         ]
         if not config.tied:
@@ -204,6 +210,8 @@ class CheckpointLayout:
         if rope and config.qkv_norm is not None:
             norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
             out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")
+        if self.norms_less_one:
+            out |= {path: "plus_one" for path in self.names if "norm" in path or "post" in path}
         return out
 
 

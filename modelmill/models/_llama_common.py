@@ -131,17 +131,20 @@ def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     return replace(config, windows=(size,) * config.layers)
 
 
-def interleaved_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def interleaved_windows(
+    raw: Mapping[str, Any], layers: int, every: int = 4
+) -> tuple[int | None, ...]:
     """Per layer the window or None, of families that have full attention in every n-th layer.
 
-    ``layer_types`` names them; without it ``sliding_window_pattern`` is n.
+    ``layer_types`` names them; without it ``sliding_window_pattern`` is n, or ``every``.
     """
     raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     size, types = positive_int(raw, "sliding_window"), layer_types(raw, layers)
     pattern = raw.get("sliding_window_pattern")
     if types is not None:
         return tuple(size if each == SLIDING_ATTENTION else None for each in types)
-    every = 4 if pattern is None else positive_int(raw, "sliding_window_pattern")
+    if pattern is not None:
+        every = positive_int(raw, "sliding_window_pattern")
     return tuple(size if (i + 1) % every else None for i in range(layers))
 
 

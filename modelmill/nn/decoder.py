@@ -48,6 +48,7 @@ class DecoderConfig:
         unrotated_layers: Layers whose queries and keys are not rotated.
         local_rope: The rotation of layers with a window, where that is another one.
         normed_head: Whether the head's rows are divided by their norms when they are read.
+        logit_softcap: Bound that the logits approach, or None.
         first_position_row: The learned position table's row of position 0; None: no such table.
     """
 
@@ -84,6 +85,7 @@ class DecoderConfig:
     first_position_row: int | None = None
     local_rope: RopeSpec | None = None
     normed_head: bool = False
+    logit_softcap: float | None = None
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of layer ``layer``."""
@@ -138,7 +140,13 @@ class Decoder(CausalLM):
         )
         self.kv = kv_shape(self.layers)
         self.norm = config.norm_config.make(reduces=not config.layer.returns_whole_branch)
-        self.head = LMHead(config.hidden, config.vocab, config.head_bias, scale=config.logit_scale)
+        self.head = LMHead(
+            config.hidden,
+            config.vocab,
+            config.head_bias,
+            scale=config.logit_scale,
+            softcap=config.logit_softcap,
+        )
 
     @property
     def rope_length_source(self) -> str:

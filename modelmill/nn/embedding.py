@@ -61,15 +61,22 @@ class LMHead(Linear):
 
     Attributes:
         scale: Factor of the logits, or None.
+        softcap: Bound that the logits approach, or None.
     """
 
     shard_widths: tuple[int, ...] = ()
 
     def __init__(
-        self, width: int, vocab: int, bias: bool = False, *, scale: float | None = None
+        self,
+        width: int,
+        vocab: int,
+        bias: bool = False,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__(width, vocab, bias)
-        self.scale = scale
+        self.scale, self.softcap = scale, softcap
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[R, H] → [R, V] float32."""
@@ -80,7 +87,9 @@ class LMHead(Linear):
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What follows the product, of float32 logits [R, V]."""
-        return logits if self.scale is None else logits * self.scale
+        if self.scale is not None:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def shard(self, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:  # noqa: ARG002  its columns stay whole
         """Keep some rows of the vocabulary."""

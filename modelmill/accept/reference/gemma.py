@@ -1,0 +1,100 @@
+"""gemma, gemma3_text: scaled embeddings, norms stored less 1 (arXiv:2403.08295, 2503.19786)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import ACTIVATIONS, Affine, LayerRecorder, rms_norm
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("gemma", "gemma3_text")
+NAME_PREFIX = "model."
+
+
+class GemmaReference(PlainDecoderReference):
+    """GemmaForCausalLM and Gemma3ForCausalLM."""
+
+    TIED_BY_DEFAULT = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.head_dim = int(config.get("head_dim") or 256)
+        self.num_kv_heads = int(config.get("num_key_value_heads") or 16)
+        self.score_scale = self.head_dim**-0.5
+        self.embedding_scale = self.hidden_size**0.5
+        if config.get("attention_bias"):
+            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        self.softcap = config.get("final_logit_softcapping")
+        self.third = config["model_type"] == "gemma3_text"
+        if self.third:
+            self._read_third()
+            return
+        self.rope = self._rope(dict(config), 10000.0, 8192)
+        name = str(config.get("hidden_act") or "gelu_pytorch_tanh")
+        # the first files said gelu and meant its approximation
+        self.activation = ACTIVATIONS["gelu_pytorch_tanh" if name == "gelu" else name]
+
+    def _rope(self, config: dict[str, Any], base: float, positions: int) -> ReferenceRope:
+        length = int(self.config.get("max_position_embeddings") or positions)
+        return rope_from_config({"rope_theta": base} | config, self.head_dim, length)
+
+    def _read_third(self) -> None:
+        """Read Gemma 3's windows, rotations and norms."""
+        config = self.config
+        self.num_kv_heads = int(config.get("num_key_value_heads") or 4)
+        self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
+        self.score_scale = float(config.get("query_pre_attn_scalar", 256)) ** -0.5
+        parameters = config.get("rope_parameters") or {}
+        full = {"rope_theta": config.get("rope_theta") or 1000000.0}
+        full |= parameters.get("full_attention") or {}
+        full |= config.get("rope_scaling") or {}
+        slow = {"rope_theta": config.get("rope_local_base_freq") or 10000.0}
+        slow |= parameters.get("sliding_attention") or {}
+        self.rope = self._rope({"rope_parameters": full}, 0, 131072)
+        self.local_rope = self._rope({"rope_parameters": slow}, 0, 131072)
+        self.norm_paths |= {
+            "attn_post": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post": "post_feedforward_layernorm",
+            "q_norm": "self_attn.q_norm",
+            "k_norm": "self_attn.k_norm",
+        }
+        types, every = config.get("layer_types"), int(config.get("sliding_window_pattern") or 6)
+        for layer in range(self.num_layers):
+            slides = types[layer] == "sliding_attention" if types else (layer + 1) % every != 0
+            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
+        self.layer = self.sandwich
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return the weight of a norm, which is stored less 1."""
+        return Affine(super().norm_weights(index, name).weight + 1)
+
+    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm each head of q and k in Gemma 3."""
+        if not self.third:
+            return q, k
+        return self._norm(q, r.weights["q_norm"]), self._norm(k, r.weights["k_norm"])
+
+    def _norm(self, flat: Tensor, weights: Affine) -> Tensor:
+        heads = flat.reshape(len(flat), -1, self.head_dim)
+        return rms_norm(heads, weights, self.eps).reshape(flat.shape)
+
+    @torch.no_grad()
+    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
+        """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
+        if not self.third:
+            return None
+        q = self._norm(flat.to(self.device, self.dtype), self.norm_weights(index, "q_norm"))
+        return self.rotate(index, q, len(q))
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """Bound the logits."""
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+REFERENCE = GemmaReference
