@@ -1,0 +1,69 @@
+"""Gemma 3, text (``Gemma3ForCausalLM``): norms around the branches, windows with their rotation.
+
+Five of six layers have a window and an unscaled rotation of a smaller base. Norms are stored less
+1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    activation,
+    boolean,
+    num_layers,
+    positive_float,
+    positive_int,
+)
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.sandwich import SandwichLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+NORM_NAMES = {
+    "attn_post": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp_post": ("post_feedforward_layernorm",),
+}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Gemma3TextConfig."""
+    below = {"num_key_value_heads": 4, "head_dim": 256}
+    raw = overlay_config(raw, below)
+    local = positive_float(raw, "rope_local_base_freq", default=10000.0)
+    full, local_raw = _llama_common.rope_by_layer_type(raw, 1000000.0, local)
+    windows = _llama_common.interleaved_windows(raw, num_layers(raw, "num_hidden_layers"), 6)
+    config = _config(full, raw)
+    return replace(config, windows=windows, local_rope=_config(local_raw, raw).rope)
+
+
+def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig:
+    """The config with one of the two rotations."""
+    bias, cap = boolean(raw, "attention_bias", False), raw.get("final_logit_softcapping")
+    return _llama_common.config_from_hf(
+        rotated,
+        positions=131072,
+        tied=True,
+        activation=activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        layer=SandwichLayer,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        attention_scale=positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
+        logit_softcap=None if cap is None else positive_float(raw, "final_logit_softcapping"),
+    )
+
+
+class Model(Decoder):
+    """The decoder with norms on both sides of a branch."""
