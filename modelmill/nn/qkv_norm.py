@@ -129,9 +129,9 @@ class WideQKNorm(QKVNorm):
         dim = self.groups.head_dim
         q_mean = sums[:, 0] / (self.groups.q_heads * dim)
         k_mean = (sums[:, 1:] / self._ranks_per_kv_head).sum(1) / (self.groups.kv_heads * dim)
-        scale = torch.rsqrt(torch.stack((q_mean, k_mean), 1) + self.eps)
-        scale = scale.repeat_interleave(
-            torch.tensor([count, heads.shape[1] - count], device=scale.device), 1
+        q_scale, k_scale = (torch.rsqrt(mean + self.eps)[:, None] for mean in (q_mean, k_mean))
+        scale = torch.cat(
+            (q_scale.expand(-1, count), k_scale.expand(-1, heads.shape[1] - count)), 1
         )
         normed = (heads.float() * scale[..., None]).to(heads.dtype) * self.head_rows(self.weight)
         return normed[:, :count].flatten(1), normed[:, count:].flatten(1)
