@@ -36,7 +36,14 @@ from modelmill.accept.tolerances import (
     module_bound,
     whole_formats,
 )
-from modelmill.nn.layer_spec import CacheSpec, LinearSpec, ModuleSpec, NormSpec, layer_spec
+from modelmill.nn.layer_spec import (
+    CacheSpec,
+    LinearSpec,
+    ModuleSpec,
+    NormSpec,
+    RoutingSpec,
+    layer_spec,
+)
 from modelmill.runtime.engine_core import EngineCore
 
 # Rows of the probe for which the final norm and the head are checked: a vocabulary is wide.
@@ -48,9 +55,9 @@ class ModuleCheck:
 
     other_sequences are (ids, prompt length) of further sequences that the reference computes while
     it has a layer's weights; after ``check_modules`` their residual streams behind the last layer
-    are in ``other_streams``. With uses_engine_weights the reference computes with the engine's
-    weights (accept.quantized_reference), so that the rounding of weights is not part of the
-    difference.
+    are in ``other_streams``, and the experts that it chose in ``routings``. With
+    uses_engine_weights the reference computes with the engine's weights
+    (accept.quantized_reference), so that the rounding of weights is not part of the difference.
     """
 
     def __init__(
@@ -82,9 +89,10 @@ class ModuleCheck:
         self.specs = [layer_spec(layer) for layer in layers.children()]
         for spec, layer in zip(self.specs, layers.children(), strict=True):
             spec.check(layer)
-        self.depth = max(len(spec.modules) for spec in self.specs) - 1
+        self.depth = max(spec.depth for spec in self.specs) - 1
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
+        self.routings: dict[int, list[torch.Tensor]] = {}
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
         """Check every module on the reference's inputs.
@@ -111,7 +119,7 @@ class ModuleCheck:
             self._compare_output(state, name, args, output)
 
         self._run_with_hooks(before, after)
-        self._streams = state.streams
+        self._streams, self.routings = state.streams, state.routings
         self.other_streams = [other.stream for other in others]
         return state.stream
 
@@ -121,7 +129,7 @@ class ModuleCheck:
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
             if name != "norm" and not (layer is not None and self._is_first(layer, part)):
-                return None
+                return self._with_reference_routing(name, args)
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
             stream = x if residual is None else x.float() + residual.float()
@@ -217,6 +225,26 @@ class ModuleCheck:
         ]
         return *replaced, *args[len(replaced) :]
 
+    def _with_reference_routing(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return a module's arguments with the reference's choice of experts; None: it reads none.
+
+        Near a tie rounding decides between two experts, and no bound holds.
+        """
+        layer, _ = split_layer_path(name)
+        module = self._module(name)
+        if layer not in self.routings or module is None:
+            return None
+        chosen = {each.writes[0] for each in self.specs[layer].of_type(RoutingSpec)}
+        if not chosen & set(module.reads):
+            return None
+        return (
+            tuple(
+                cast_like(self.routings[layer][0], arg) if value in chosen else arg
+                for value, arg in zip(module.reads, args, strict=False)
+            )
+            + args[len(module.reads) :]
+        )
+
     def _is_first(self, layer: int, part: str) -> bool:
         """Return whether a module is the one that reads a layer's (branch, residual)."""
         return part == self.specs[layer].modules[0].path
@@ -297,7 +325,8 @@ class ModuleCheck:
             path = name
             if len(names) > 1:
                 is_linear = isinstance(module, LinearSpec)
-                path = f"{parent}.{canonical}_proj" if is_linear else f"{name}.{canonical}"
+                leaf = canonical.rpartition(".")[2]
+                path = f"{parent}.{leaf}_proj" if is_linear else f"{name}.{leaf}"
             label = path.removeprefix(f"layers.{layer}.")
             self._add_finding(path, layer, label, module.arithmetic, ours, right, name)
 

@@ -137,7 +137,8 @@ def compare_layer_weights(
         path = module_spec.path
         weight_format = weight_formats.get(f"layers.{index}.{path}", "dense")
         several = name in places and len(module_spec.reference) > 1
-        module = f"{path.rpartition('.')[0]}.{name}_proj" if several else path
+        leaf = name.rpartition(".")[2]
+        module = f"{path.rpartition('.')[0]}.{leaf}_proj" if several else path
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
         # where columns are scaled, the weights are compared as they are multiplied

@@ -11,6 +11,9 @@ import torch
 from modelmill.accept.reference import HeadTrace, LayerTrace, ReferenceModel
 from modelmill.nn.layer_spec import LayerSpec, NormSpec
 
+ROUTING = "routing"
+"""The reference's output that chooses the experts of each token."""
+
 
 @dataclass
 class OtherSequence:
@@ -24,6 +27,9 @@ class ReferenceTrace:
     """Runs the reference layer by layer as the engine's forward reaches it.
 
     One layer's weights and trace are in memory.
+
+    Attributes:
+        routings: Of layers with experts, by number, the weights [T, E] of each sequence.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class ReferenceTrace:
         self.stream = x
         self.streams = [x]
         self.layer_trace: LayerTrace | None = None
+        self.routings: dict[int, list[torch.Tensor]] = {}
         self._rows = list(rows)
         self._others = others
         self._head_trace: HeadTrace | None = None
@@ -46,10 +53,14 @@ class ReferenceTrace:
         self.finish_layer()
         weights = self.reference.layer_weights(layer)
         self.layer_trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
+        traces = [self.layer_trace]
         for other in self._others:
-            other.stream = self.reference.run_layer(
-                layer, weights, other.stream, other.prompt_length
-            )["output"].output
+            traces.append(
+                self.reference.run_layer(layer, weights, other.stream, other.prompt_length)
+            )
+            other.stream = traces[-1]["output"].output
+        if ROUTING in self.layer_trace:
+            self.routings[layer] = [trace[ROUTING].output for trace in traces]
 
     def finish_layer(self) -> None:
         """Finish the layer: its output is the stream that the next one reads."""

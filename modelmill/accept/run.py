@@ -181,8 +181,9 @@ def _compare(
         rounding.finish()
         exact = (checkpoint_reference, rounding.streams) if uses_engine_weights else None
     whole = check_sequences(
-        engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact
-    )
+        engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact,
+        module_check.routings,
+    )  # fmt: skip
     findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
     if rounding is not None:
         findings += [

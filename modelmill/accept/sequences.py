@@ -7,16 +7,19 @@ quantization is reported.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.quantized_reference import language_formats
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import LogitsBound, act_quant_formats, logits_bound, whole_formats
+from modelmill.nn.layer_spec import RoutingSpec, layer_spec
 from modelmill.runtime.engine_core import EngineCore
 
 # Every third row of a prompt is checked and every decoded token: a vocabulary is wide.
@@ -33,6 +36,7 @@ def check_sequences(
     prompt_lengths: list[int],
     streams: list[Tensor],
     checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None = None,
+    routings: Mapping[int, list[Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Compare free runs in one batch with the reference's logits.
 
@@ -44,6 +48,8 @@ def check_sequences(
         streams: the reference's final residual streams [T, H].
         checkpoint_reference: the checkpoint's reference and streams if ``reference`` has the
             engine's weights; used to report the effect of quantization.
+        routings: the experts that the reference chose for each sequence, by layer; the engine takes
+            them, since near a tie rounding decides between two experts, and no bound holds.
 
     Returns:
         All numbers, what is "broken", and whether it is "ok".
@@ -53,7 +59,9 @@ def check_sequences(
         for s, start in zip(ids, prompt_lengths, strict=True)
     ]
     right = _reference_logits(reference, streams, rows)
-    actual = _engine_logits(engine_core, ids, prompt_lengths, rows).to(right.device)
+    scorer = TokenScorer(engine_core)
+    with reference_routing(scorer, routings or {}):
+        actual = _engine_logits(scorer, ids, prompt_lengths, rows).to(right.device)
     row, bound = (
         compare_logits("logits", actual, right),
         _logits_bound(
@@ -104,6 +112,41 @@ def check_sequences(
     }
 
 
+@contextmanager
+def reference_routing(scorer: TokenScorer, routings: Mapping[int, list[Tensor]]) -> Iterator[None]:
+    """Within the block, layers with experts take those that the reference chose.
+
+    Args:
+        scorer: what runs the sequences.
+        routings: by layer, the weights [T, E] of each sequence.
+    """
+    handles = []
+    layers = scorer.runner.model.get_submodule("layers") if routings else nn.ModuleList()
+    for index, layer in enumerate(layers.children()):
+        if index in routings:
+            for module in layer_spec(layer).of_type(RoutingSpec):
+                hook = _routing_hook(scorer, routings[index])
+                handles.append(layer.get_submodule(module.path).register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _routing_hook(scorer: TokenScorer, routings: list[Tensor]) -> Callable[..., Tensor]:
+    """A forward hook that puts the reference's weights in the place of the engine's."""
+
+    def hook(_: nn.Module, __: Any, weights: Tensor) -> Tensor:
+        tokens = scorer.step_tokens
+        if len(tokens) != len(weights):  # the last layer is computed for rows with logits alone
+            tokens = [tokens[row] for row in scorer.step_logit_rows]
+        chosen = torch.stack([routings[index][position] for index, position in tokens])
+        return chosen.to(weights)
+
+    return hook
+
+
 def _reference_logits(
     reference: ReferenceModel, streams: list[Tensor], rows: list[list[int]]
 ) -> Tensor:
@@ -135,12 +178,12 @@ def _logits_bound(
 
 
 def _engine_logits(
-    engine_core: EngineCore, ids: list[list[int]], prompt_lengths: list[int], rows: list[list[int]]
+    scorer: TokenScorer, ids: list[list[int]], prompt_lengths: list[int], rows: list[list[int]]
 ) -> Tensor:
     """Return the engine's logits [sum of rows, V] float32 on the CPU, sequence by sequence."""
     row_sets = [frozenset(r) for r in rows]
     kept: list[list[Tensor]] = [[] for _ in ids]
-    TokenScorer(engine_core).run(
+    scorer.run(
         ids,
         prompt_lengths,
         lambda which, _, logits: kept[which].append(logits.float().cpu()),

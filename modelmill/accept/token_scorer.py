@@ -26,13 +26,20 @@ LogitsCallback = Callable[[int, int, torch.Tensor], None]
 
 
 class TokenScorer:
-    """Prefills given ids in chunks of at most ``max_tokens``, then decodes the rest, in batches."""
+    """Prefills given ids in chunks of at most ``max_tokens``, then decodes the rest, in batches.
+
+    Attributes:
+        step_tokens: The tokens of the running step, (list index, position).
+        step_logit_rows: Those of its rows whose logits are computed.
+    """
 
     def __init__(self, core: EngineCore) -> None:
         self.runner = core.model_runner
         self.scheduler = core.scheduler
         self.rope_length_source = core.rope_length_source
         self.max_tokens = core.config.max_num_batched_tokens
+        self.step_tokens: list[tuple[int, int]] = []
+        self.step_logit_rows: list[int] = []
 
     def logits(
         self, ids: Seq[Seq[int]], decode_from: int | Seq[int] | None = None
@@ -224,6 +231,10 @@ class TokenScorer:
                     at = start + first - seq.computed
                     picked.extend(range(at, at + n))
             start += count
+        self.step_logit_rows = picked or [0]
+        self.step_tokens = [
+            (seq.index, seq.computed + i) for seq, count in work for i in range(count)
+        ]
         batch = self.runner.packer.pack(
             Schedule(work).work, LogitRows(picked or [0], [-1] * max(len(picked), 1))
         )

@@ -55,6 +55,7 @@ TRAINING_KEYS = frozenset((
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "summary_last_dropout",
     "unsloth_fixed",
     "unsloth_version",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
 ))  # fmt: skip
 """Used by training alone."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -143,6 +143,25 @@ class BuildPlan:
         """Return the memory in bytes now and at run time, and what fits."""
         return memory_plan.memory_report(self)
 
+    def num_parameters(self, share: Callable[[str], float] | None = None) -> int:
+        """Return the number of values of all tensors.
+
+        share: of a module by its name, the part that is counted.
+        """
+        return round(
+            sum(
+                torch.Size(planned.shape).numel() * (share(planned.module) if share else 1)
+                for planned in self.tensors
+            )
+        )
+
+    def _expert_share(self, module: str) -> float:
+        """Return the share of the tokens that a module multiplies: of an expert, less than all."""
+        moe = getattr(self.model_config, "moe", None)
+        if moe is None or ".mlp.experts." not in module:
+            return 1.0
+        return float(moe.router.top_k / moe.router.experts)
+
     def resume_key(self) -> str:
         """Return the identity of the build and its version; a resumed build must have the same."""
         parts = (
@@ -174,6 +193,8 @@ class BuildPlan:
             "engine_type": self.engine_type,
             "layers": getattr(self.model_config, "layers", None),
             "tensors": len(self.tensors),
+            "parameters": self.num_parameters(),
+            "active_parameters": self.num_parameters(self._expert_share),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),

@@ -261,6 +261,13 @@ def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (shape[0] // count, *shape[1:])
 
 
+def _expert_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, (_, count) = _single_shape(shapes), _parse_part(argument)
+    if len(shape) < 2 or shape[0] != count:
+        raise TensorMismatch(f"shape {list(shape)} has not {count} experts in its first dimension")
+    return shape[1:]
+
+
 def _q0v_shape(shapes: Sequence[Shape], _: str) -> Shape:
     if len({*shapes}) != 1 or len(shapes[0]) != 1:
         raise TensorMismatch(
@@ -380,6 +387,10 @@ RENAME_STEPS: dict[str, RenameStep] = {
         lambda sources, shape, _, argument: next(sources).narrow(
             0, _parse_part(argument)[0] * shape[0], shape[0]
         ),
+    ),
+    "expert": RenameStep(
+        _expert_shape,
+        lambda sources, _, __, argument: next(sources)[_parse_part(argument)[0]],
     ),
     "bias_q0v": RenameStep(_q0v_shape, _q0v),
     "fold_weight": RenameStep(_fold_shape, _fold_weight),

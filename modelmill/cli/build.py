@@ -14,6 +14,7 @@ from modelmill.builder.recipe_options import (
     RECIPE_OPTIONS,
     check_recipe_options,
 )
+from modelmill.cli.acceptance_tables import show_modules, show_recipe
 from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_note, print_table, show_progress
@@ -99,6 +100,7 @@ def run(args: Args) -> int:
     with show_progress("planning", quiet=args.json, lines=True, every=every) as on_progress:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_target, is_engine
+        from modelmill.builder.config_only import checkpoint_of_config, is_config_only
         from modelmill.builder.plan import make_plan
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.loader.device import compile_cpu_kernels
@@ -110,7 +112,11 @@ def run(args: Args) -> int:
                 f"{source} is an engine already; give the checkpoint that it was built from"
             )
         there = args.output is not None and not args.dry_run and check_target(args.output)
-        checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
+        if args.dry_run and is_config_only(source):
+            checkpoint = checkpoint_of_config(source)
+            print_note("no weights here: the sizes are those of config.json")
+        else:
+            checkpoint = open_checkpoint(source, delta=args.delta, vision=vision)
         # the plan of -q auto alone takes minutes, so it is refused before planning
         if there and not args.force and args.build.quantization == "auto":
             raise UsageError(
@@ -311,6 +317,7 @@ def show_plan(plan: dict[str, Any]) -> None:
                 "tokenizer",
                 ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
             ),
+            ("parameters", _parameters_text(plan)),
             ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
             ("longest sequence", plan["max_model_len"] if language else None),
             ("sampling", (plan["sampling"] or {}).get("text")),
@@ -321,6 +328,13 @@ def show_plan(plan: dict[str, Any]) -> None:
     )
     show_bit_choice(plan["auto"])
     _show_memory(memory, cache)
+
+
+def _parameters_text(plan: dict[str, Any]) -> str:
+    """The number of parameters, and of those that a token is multiplied with."""
+    total, active = plan["parameters"], plan["active_parameters"]
+    text = f"{total / 1e9:.3g} billion" if total >= 1e8 else f"{total / 1e6:.3g} million"
+    return text if active == total else f"{text}, {active / 1e9:.3g} billion a token"
 
 
 def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
@@ -524,74 +538,5 @@ def show_masks(report: dict[str, Any]) -> None:
     show_modules(layers)
 
 
-def show_modules(layers: list[dict[str, Any]]) -> None:
-    """Print the worst layer of each module."""
-    rows = worst_by_module(layers)
-    columns = (
-        "module",
-        "worst at",
-        "max abs",
-        "mean abs",
-        "median abs",
-        "cosine",
-        "tolerance",
-        "within",
-    )
-    keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
-    print_table(columns, [[row.get(key) for key in keys] for row in rows])
-
-
-def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
-    """Print each layer's output errors before (rounding to nearest) and after the recipe."""
-    if not layer_reports:
-        return
-    layers: dict[int, list[dict[str, Any]]] = {}
-    for each in layer_reports:
-        layers.setdefault(each["layer"], []).append(each)
-    first = next(iter(layers.values()))
-    columns = ["layer", *(each["module"] for each in first), "bits", "outlier channels"]
-    if "clusters" in first[0]:
-        columns.append("clusters (of one channel)")
-    rows = []
-    for layer, matrices in layers.items():
-        errors = [_error_change(each["before"], each["after"]) for each in matrices]
-        worst = max(matrices, key=lambda each: each["outliers"][0][1])
-        channels = ", ".join(
-            f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2]
-        )
-        bits = sum(each["bits"] for each in matrices) / len(matrices)
-        row = [layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"]
-        if "clusters" in matrices[0]:
-            row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
-        rows.append(row)
-    where = "calibration inputs" if calibrated else "acceptance text"
-    print_table(
-        columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held"
-    )
-
-
-def _error_change(before: float, after: float) -> str:
-    """Format errors in per cent; one number if the weights are rounded to nearest."""
-    return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
-
-
 def _percent(value: Any) -> str | None:
     return f"{100 * value:.1f} %" if isinstance(value, float) else None
-
-
-def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each module the layer closest to its tolerance, in the order of the modules."""
-    worst: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        current = worst.get(layer["module"])
-        if current is None or tolerance_ratio(layer) > tolerance_ratio(current):
-            worst[layer["module"]] = layer
-    return list(worst.values())
-
-
-def tolerance_ratio(layer: dict[str, Any]) -> float:
-    """Return error / tolerance; above 1 the check fails."""
-    error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
-    if not layer.get("ok", True):
-        return float("inf")
-    return error / tolerance if tolerance else error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.build import worst_by_module
+from modelmill.cli.acceptance_tables import worst_by_module
 from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress

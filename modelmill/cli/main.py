@@ -27,6 +27,7 @@ NOT_VERBS = (
         "engine_options",
         "evaluation_options",
         "vision_flags",
+        "acceptance_tables",
         "bench_report",
     ),
     *(

@@ -20,7 +20,8 @@ from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
 IGNORED_BUFFERS = (r"(.*\.)?rotary_emb\.inv_freq", r".*\.masked_bias")
 CheckpointNames = Mapping[str, tuple[str, ...]]
 """Module inside the layer → its sources inside the checkpoint's layer; several are concatenated by
-rows. A module that is not listed has the same name there.
+rows. A module that is not listed has the same name there. A ``*`` stands for an expert's number,
+on both sides.
 """
 
 
@@ -71,12 +72,19 @@ def layer_rules(
             how = made.how
             if transposed and isinstance(module, LinearSpec) and leaf == "weight":
                 how = "transpose"
-            path = f"{module.path}.{leaf}".rpartition(".")[0]
+            path, number = numbered_path(f"{module.path}.{leaf}".rpartition(".")[0])
             if steps and path in steps:
-                how = f"{how}+{steps[path]}"
+                how = f"{how}+{steps[path].replace('*', number)}"
             sources = tuple(f"{source}.{name}" for name in made.names)
             rules.append(Rule(f"{target}.{module.path}.{leaf}", sources, how))
     return rules
+
+
+def numbered_path(path: str) -> tuple[str, str]:
+    """A module's path with ``*`` in the place of an expert's number, and the number."""
+    parts = path.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    return ".".join("*" if part.isdigit() else part for part in parts), (*numbers, "")[0]
 
 
 def stacked_rules(
@@ -130,7 +138,11 @@ def _tensor_source(path: str, names: CheckpointNames, tensors: RuleSources) -> R
     if path in tensors:
         return tensors[path]
     module, _, leaf = path.rpartition(".")
-    sources = tuple(f"{name}.{leaf}" for name in names.get(module, (module,)))
+    named = names.get(module)
+    if named is None:
+        key, number = numbered_path(module)
+        named = tuple(name.replace("*", number) for name in names.get(key, (module,)))
+    sources = tuple(f"{name}.{leaf}" for name in named)
     return RuleSource(sources, "cat0" if len(sources) > 1 else "copy")
 
 
@@ -153,6 +165,7 @@ class CheckpointLayout:
         neighbours: Whether channels 2i and 2i + 1 of q and k rotate together.
         norms_less_one: Whether norms are stored less 1 (Gemma).
         ignored: Regular expressions of tensors that are not used.
+        experts_stacked: Whether the tensors of all experts are one, [E, …].
     """
 
     names: CheckpointNames
@@ -165,6 +178,7 @@ class CheckpointLayout:
     neighbours: bool = False
     norms_less_one: bool = False
     ignored: tuple[str, ...] = IGNORED_BUFFERS
+    experts_stacked: bool = False
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
@@ -207,6 +221,11 @@ class CheckpointLayout:
             rope = f"rope_rows:{heads}/{dim}/{config.rope.dim}/{layout}"
             steps.append(rope)
         out = {"attn.qkv_proj": "+".join(steps)} if steps else {}
+        if self.experts_stacked and config.moe is not None:
+            step = f"expert:*/{config.moe.router.experts}"
+            out |= dict.fromkeys(
+                (f"mlp.experts.*.{name}" for name in ("gate_up_proj", "down_proj")), step
+            )
         if rope and config.qkv_norm is not None:
             norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
             out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")

@@ -17,6 +17,7 @@ from modelmill.nn.layer_parts import LayerParts
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.layer_stack import kv_shape
 from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.post_norm import PostNormLayer
@@ -49,6 +50,8 @@ class DecoderConfig:
         local_rope: The rotation of layers with a window, where that is another one.
         normed_head: Whether the head's rows are divided by their norms when they are read.
         logit_softcap: Bound that the logits approach, or None.
+        moe: The mixture of experts in the place of the MLP; None: there is none.
+        dense_layers: Layers that have an MLP all the same.
         first_position_row: The learned position table's row of position 0; None: no such table.
     """
 
@@ -82,6 +85,8 @@ class DecoderConfig:
     branch_scale: float | None = None
     logit_scale: float | None = None
     unrotated_layers: frozenset[int] = frozenset()
+    moe: MoESpec | None = None
+    dense_layers: frozenset[int] = frozenset()
     first_position_row: int | None = None
     local_rope: RopeSpec | None = None
     normed_head: bool = False
@@ -106,11 +111,17 @@ class DecoderConfig:
             self.local_rope is not None and window is not None,
         )
 
+    def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
+        """The MLP or mixture of experts of layer ``layer``."""
+        if self.moe is not None and layer not in self.dense_layers:
+            return self.moe
+        return MLPSpec(self.hidden, self.inner, self.gated, self.activation, self.mlp_bias)
+
     def layer_parts(self, layer: int) -> LayerParts:
         """The parts of layer ``layer``."""
         return LayerParts(
             self.attention_spec(layer),
-            MLPSpec(self.hidden, self.inner, self.gated, self.activation, self.mlp_bias),
+            self.mlp_spec(layer),
             self.norm_config,
             self.branch_scale,
             self.mlp_norm,

@@ -12,6 +12,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
   the down projection's input (``silu_mul_quant``);
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
+* the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
 * the last layer's second half for the rows whose logits are needed only (``nn.logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """
@@ -26,10 +27,12 @@ from torch import nn
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
+from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.layer_spec import layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
+from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
 from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS
 from modelmill.nn.step import Step
@@ -54,7 +57,7 @@ def _is_pre_norm(layer: nn.Module) -> bool:
     return (
         dataflow == PRE_NORM_DATAFLOW
         and spec.outputs == PRE_NORM_OUTPUTS
-        and isinstance(layer.mlp, GatedMLP | PlainMLP)
+        and isinstance(layer.mlp, GatedMLP | PlainMLP | MoE)
     )
 
 
@@ -141,7 +144,7 @@ class FusedLayer(FusedModule):
             cast(nn.Module, plain.mlp_norm), cast(GatedMLP, mlp).gate_up_proj if gated else None
         )
         self.gated = gated
-        self.mlp = FusedGatedMLP(cast(GatedMLP, mlp)) if gated else mlp
+        self.mlp = fused_mlp(mlp) if gated or isinstance(mlp, MoE) else mlp
 
     def forward(
         self,
@@ -161,6 +164,11 @@ class FusedLayer(FusedModule):
         if self.gated:
             return self.mlp(normed, residual, step), residual
         return self.mlp(normed, step), residual
+
+
+def fused_mlp(mlp: nn.Module) -> nn.Module:
+    """The fused module of a gated MLP or a mixture of experts."""
+    return FusedMoE(mlp) if isinstance(mlp, MoE) else FusedGatedMLP(cast(GatedMLP, mlp))
 
 
 class FusedNorm(FusedModule):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.layer_spec import ModuleSpec
 from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 
 
@@ -19,14 +20,14 @@ class LayerParts:
 
     Attributes:
         attention: Its attention.
-        mlp: Its MLP; any object with the properties of ``MLPSpec``.
+        mlp: Its MLP or mixture of experts.
         norm: Its norms.
         branch_scale: Factor of both branches before they are added; None: 1.
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     norm: NormConfig
     branch_scale: float | None = None
     mlp_norm: bool = False

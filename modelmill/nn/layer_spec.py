@@ -87,6 +87,15 @@ class CacheSpec(ModuleSpec):
     op: str = "rope_cache"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutingSpec(ModuleSpec):
+    """The choice of experts: logits → weights [T, E], 0 for the experts that a token does not have.
+
+    Where modules are compared, the reference's choice is taken: near a tie rounding decides, and
+    another expert is another function.
+    """
+
+
 @dataclass(frozen=True)
 class Part:
     """Consecutive rows of a linear layer.
@@ -111,11 +120,13 @@ class LinearSpec(ModuleSpec):
         parts: Its rows.
         split_columns: The partition by which ranks divide the columns, which makes the outputs
             partial sums; empty: every rank has all of them.
+        expert: The number of the expert that it belongs to; None: every token is multiplied.
     """
 
     site: str
     parts: tuple[Part, ...]
     split_columns: str = ""
+    expert: int | None = None
     arithmetic: str = "linear"
     tensors: tuple[str, ...] = ("weight",)
 
@@ -293,6 +304,15 @@ class LayerSpec:
     def of_type(self, kind: type[_Spec]) -> Iterator[_Spec]:
         """The modules of one type."""
         return (module for module in self.modules if isinstance(module, kind))
+
+    @cached_property
+    def depth(self) -> int:
+        """The number of modules on the longest path through the layer."""
+        behind: dict[str, int] = {}
+        for module in self.modules:
+            longest = 1 + max((behind.get(value, 0) for value in module.reads), default=0)
+            behind |= dict.fromkeys(module.writes, longest)
+        return max(behind.values())
 
     @property
     def linears(self) -> Iterator[LinearSpec]:

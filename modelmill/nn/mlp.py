@@ -93,9 +93,9 @@ class MLPSpec:
     bias: bool = False
 
     @property
-    def partition(self) -> ChannelPartition:
+    def partitions(self) -> tuple[ChannelPartition, ...]:
         """How ranks divide the inner channels."""
-        return ChannelPartition("inner", self.inner)
+        return (ChannelPartition("inner", self.inner),)
 
     def make(self) -> nn.Module:
         """The module."""

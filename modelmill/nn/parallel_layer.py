@@ -60,7 +60,7 @@ class ParallelLayer(nn.Module):
             ),
             sites=(*parts.attention.site_specs, *(mlp_sites if parts.mlp_norm else mlp_sites[1:])),
             outputs=("branches", "stream"),
-            partitions=(parts.attention.partition, parts.mlp.partition),
+            partitions=(parts.attention.partition, *parts.mlp.partitions),
         )
 
     def forward(

@@ -48,7 +48,7 @@ class PostNormLayer(nn.Module):
             ),
             sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
             outputs=("mlp_branch", "mlp_input"),
-            partitions=(parts.attention.partition, parts.mlp.partition),
+            partitions=(parts.attention.partition, *parts.mlp.partitions),
         )
 
     def forward(

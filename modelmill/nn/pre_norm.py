@@ -55,7 +55,7 @@ class PreNormLayer(nn.Module):
             ),
             sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
             outputs=PRE_NORM_OUTPUTS,
-            partitions=(parts.attention.partition, parts.mlp.partition),
+            partitions=(parts.attention.partition, *parts.mlp.partitions),
         )
 
     def forward(

@@ -75,7 +75,7 @@ class SandwichLayer(nn.Module):
             ),
             sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
             outputs=("mlp_branch", "attn.residual"),
-            partitions=(parts.attention.partition, parts.mlp.partition),
+            partitions=(parts.attention.partition, *parts.mlp.partitions),
         )
 
     def forward(

@@ -71,6 +71,9 @@ def quantize_layer(
             facts[path] = quantization_facts(
                 weight, quantized, linear_recipe, statistics
             ) | prepared.facts.get(site, {})
+            expert = block.spec.linear(path).expert
+            if calibration is not None and expert is not None:
+                facts[path]["expert_tokens"] = calibration.expert_tokens(expert)
             linear.weight = quantized
     if calibration is not None:
         calibration.finish_layer(block)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.layer_spec import (
@@ -20,6 +21,7 @@ from modelmill.nn.layer_spec import (
     ROPE,
     HeadGroups,
     NormSpec,
+    RoutingSpec,
     RowProducer,
     layer_spec,
 )
@@ -29,6 +31,7 @@ from modelmill.nn.step import Step
 PAGE_SIZE = 16
 ImageEmbeddings = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
+IGNORED_WEIGHT = 1e-30  # times an expert's output it is less than a rounding of any other's
 
 
 class QuantizableLayer:
@@ -89,6 +92,7 @@ class CalibrationBatch:
         values: Inside a layer, the values that later modules read, by name.
         num_done: Modules of the layer that are computed.
         site_input: At a site, its input.
+        expert_tokens: Inside a layer with experts, how many tokens chose each.
     """
 
     step: Step
@@ -98,6 +102,7 @@ class CalibrationBatch:
     values: dict[str, Any] = field(default_factory=dict)
     num_done: int = 0
     site_input: torch.Tensor | None = None
+    expert_tokens: list[int] = field(default_factory=list)
 
 
 class CalibrationState:
@@ -186,6 +191,10 @@ class CalibrationState:
         """Return the number of tokens."""
         return sum(len(batch.x) for batch in self.batches)
 
+    def expert_tokens(self, expert: int) -> int:
+        """Return how many tokens chose an expert of the layer, if any."""
+        return sum(batch.expert_tokens[expert] for batch in self.batches)
+
     @torch.inference_mode()
     def forward_to(self, block: QuantizableLayer, site: str) -> None:
         """Compute from the site before (or the layer's input) up to this site."""
@@ -203,6 +212,7 @@ class CalibrationState:
                 _forward_module(block, batch)
             batch.x, batch.residual = (batch.values[name] for name in block.spec.outputs)
             batch.values, batch.num_done, batch.site_input = {}, 0, None
+            batch.expert_tokens = []
 
     def forward_layer(self, block: QuantizableLayer) -> None:
         """Compute a whole layer."""
@@ -227,10 +237,24 @@ def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
     args = [batch.values[name] for name in module.reads]
     output = block.layer.get_submodule(module.path)(*args, batch.step)
     results = output if len(module.writes) > 1 else (output,)
+    if isinstance(module, RoutingSpec):
+        batch.expert_tokens = (results[0] > 0).sum(0).tolist()
+        results = (with_more_tokens(results[0]),)
     batch.num_done += 1
     needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
     batch.values |= zip(module.writes, results, strict=True)
     batch.values = {name: value for name, value in batch.values.items() if name in needed}
+
+
+def with_more_tokens(routing: torch.Tensor) -> torch.Tensor:
+    """The choice of experts, in which each has enough tokens to be calibrated on.
+
+    An expert that fewer than MIN_EXPERT_TOKENS of the batch's tokens have gets all of them, with
+    a weight that adds nothing: its inputs are then those of the layer, as they were before the
+    router.
+    """
+    few = (routing > 0).sum(0) < MIN_EXPERT_TOKENS
+    return torch.where(few & (routing == 0), IGNORED_WEIGHT, routing)
 
 
 def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:

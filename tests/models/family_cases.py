@@ -101,6 +101,7 @@ class FamilyCase:
         faults: Planted faults by name.
         unnamed_fields: Fields of transformers' class that are in neither, and why.
         gguf: Its GGUF, where llama.cpp writes one that is read.
+        kv_tolerance: Of logits with int8 pages, as a share of their root mean square.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
     """
 
@@ -110,6 +111,7 @@ class FamilyCase:
     refused: Mapping[str, Any]
     faults: Mapping[str, PlantedFault]
     unnamed_fields: frozenset[str] = frozenset()
+    kv_tolerance: float = 0.05
     make: Callable[[dict[str, Any], Path], Logits] | None = None
     gguf: GgufCase | None = None
 

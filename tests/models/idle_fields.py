@@ -17,5 +17,6 @@ IDLE: dict[str, Any] = {
     "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "summary_type": "last",
     "summary_use_proj": False,
     "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.5,
-    "reorder_and_upcast_attn": True,
+    "reorder_and_upcast_attn": True, "router_aux_loss_coef": 0.5, "router_jitter_noise": 0.5,
+    "output_router_logits": True,
 }  # fmt: skip

@@ -76,7 +76,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 FAULT_BITS = [("bfloat16", "none"), *(("float32", recipe) for recipe in RECIPES)]
 BITS = [(dtype, recipe) for dtype in ("float32", "bfloat16") for recipe in RECIPES]
-KV_TOLERANCE = 0.05  # of logits with 8-bit pages, as a share of their root mean square
 
 
 class Saved:
@@ -232,7 +231,7 @@ def test_pages_of_8_bits(name: str, kv_dtype: str, saved: Mapping[str, Saved]) -
     for actual, row in zip(TokenScorer(engine).logits(ids, decode_from=5), ids, strict=True):
         expected = each.logits(row)
         error = float((actual - expected).square().mean() / expected.square().mean()) ** 0.5
-        assert error < (2 if kv_dtype == "fp8" else 1) * KV_TOLERANCE
+        assert error < (2 if kv_dtype == "fp8" else 1) * each.case.kv_tolerance
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

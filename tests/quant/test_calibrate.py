@@ -35,6 +35,7 @@ from modelmill.quant.calibrate import (
 from modelmill.quant.calibration_state import (
     CalibrationState,
     QuantizableLayer,
+    with_more_tokens,
 )
 from modelmill.quant.recipe import make_recipe, recipe_names
 from tests.accept.build_and_accept import save_tiny
@@ -262,3 +263,16 @@ def test_the_folder_is_the_registry() -> None:
     assert not {"recipe", "calibrate", "grid", "gptq", "awq", "block"} & set(recipe_names())
     assert make_recipe(BuildConfig()) is None
     assert scale_layer.__module__ == "modelmill.quant.awq"
+
+
+def test_an_expert_with_few_tokens_is_calibrated_on_all_of_them() -> None:
+    draw = torch.Generator().manual_seed(0)
+    routing = torch.zeros(200, 3)
+    routing[:, 0] = torch.rand(200, generator=draw)
+    routing[:70, 1] = 0.5
+    routing[:5, 2] = 0.25
+    more = with_more_tokens(routing)
+    assert (more > 0).sum(0).tolist() == [200, 70, 200]
+    assert torch.equal(more[:5], routing[:5])
+    outputs = torch.randn(200, 3, generator=draw)
+    assert torch.equal((more * outputs).sum(1), (routing * outputs).sum(1))

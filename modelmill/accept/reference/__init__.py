@@ -75,7 +75,10 @@ def _open_gguf(
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)
     if family is not decoder:
-        reference: ReferenceModel = family.REFERENCE(source, config)
+        reference: Any = family.REFERENCE(source, config)
+        if "architecture" in config:  # with experts; the rotation's scaling has keys of GGUF
+            own_keys = config | {"model_type": config["architecture"]}
+            reference.rope = gguf_rope(container, own_keys)
         return reference
     if "rope_freqs.weight" in container.names():
         source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it

@@ -51,7 +51,18 @@ FUSED_LAYER = {
     "mlp.w2": "ffn_gate",
     "mlp.c_proj": "ffn_down",
 }
-ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
+EXPERT_MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+EXPERT_LAYER = {
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+STACKED = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+           "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}  # fmt: skip
 # a family's own names of tensors, each with its GGUF name; the others are LLaMA's
 POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -131,7 +142,7 @@ LAYERS = {
     "gpt_neox": "gpt_neox.layers.",
     "falcon": "transformer.h.",
 }
-PERMUTED = ("llama", "granite", "minicpm", "smollm3", "xverse")
+PERMUTED = ("llama", "mixtral", "granite", "minicpm", "smollm3", "xverse")
 
 
 def gguf_name(name: str) -> str:
@@ -148,6 +159,9 @@ def gguf_name(name: str) -> str:
             return f"{top[stem]}.{suffix}"
         if stem.startswith(head):
             index, _, part = stem[len(head) :].partition(".")
+            if ".experts." in part:
+                return f"blk.{index}.{STACKED[part.rpartition('.')[2]]}.{suffix}"
+            layer = layer | EXPERT_LAYER if head == "model.layers." else layer
             return f"blk.{index}.{layer[part]}.{suffix}"
     return name
 
@@ -165,6 +179,7 @@ class GgufSource(TensorSource):
     ) -> None:
         super().__init__(container, dtype, device=device)
         self._config = config
+        self._stack: tuple[str, Tensor] | None = None
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
@@ -178,7 +193,11 @@ class GgufSource(TensorSource):
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, in the file's layout."""
+        if ".experts." in name:
+            return self._expert(name)
         tensor = super().stored_tensor(name)
+        if ".shared_expert_gate." in name and tensor.ndim == 1:
+            return tensor[None]
         model_type = self._config["model_type"]
         if model_type in PERMUTED and ".self_attn.q_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
@@ -189,6 +208,13 @@ class GgufSource(TensorSource):
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T
         return tensor
+
+    def _expert(self, name: str) -> Tensor:
+        """Return one expert's matrix; the last stack that was read is kept."""
+        raw = self.raw_name(name)
+        if self._stack is None or self._stack[0] != raw:
+            self._stack = raw, super().stored_tensor(name)
+        return self._stack[1][int(name.partition(".experts.")[2].partition(".")[0])]
 
 
 def by_kv_head(rows: Tensor, config: Mapping[str, Any]) -> Tensor:
@@ -264,7 +290,25 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
             "kv_channels": config["head_dim"],
         }
     # A window in the file is ignored for these three, as in every GGUF runtime: full attention.
-    return config | {"rms_norm_eps": eps}
+    config |= {"rms_norm_eps": eps}
+    experts = int(facts.get(f"{architecture}.expert_count", 0))
+    if not experts:
+        return config
+    return config | expert_config(architecture, experts, int(fact("expert_used_count")))
+
+
+def expert_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
+    """Return what a model with experts has in its config besides."""
+    model_type = EXPERT_MODELS.get(architecture, "mixtral")
+    return {
+        "model_type": model_type,
+        "architecture": architecture,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        # not in the file: it belongs to the architecture
+        "norm_topk_prob": model_type == "qwen3_moe",
+        "rope_scaling": None,
+    }
 
 
 def further_config(container: RawContainer, architecture: str) -> dict[str, Any]:

@@ -1,0 +1,244 @@
+"""mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe: experts in the place of the MLP.
+
+The router is a softmax over all experts' logits, of which the ``top_k`` largest remain
+(arXiv:1701.06538); their weights are divided by their sum, or not. Shared experts:
+arXiv:2401.06066.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
+from modelmill.accept.reference.granite import GraniteReference
+from modelmill.accept.reference.olmo2 import Olmo2Reference
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+NAME_PREFIX = "model."
+DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096}
+DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
+DEFAULT_THETA = {"mixtral": 1e6}
+DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
+                   "olmoe": (64, 8), "granitemoe": (8, 2)}  # fmt: skip
+# An expert that no token has is checked on the first token, with a weight that adds nothing.
+PROBE_WEIGHT = 1e-30
+QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+class ExpertsMixin(PlainDecoderReference):
+    """A decoder whose layers have experts.
+
+    Attributes:
+        router_path: name of the router's matrix.
+        experts_path: name of the list of experts.
+        expert_names: names of an expert's matrices.
+        shared_path: name of the shared expert; empty: there is none.
+        renormalizes: whether the weights of a token's experts sum to 1.
+    """
+
+    router_path = "mlp.gate"
+    experts_path = "mlp.experts"
+    expert_names = QWEN_EXPERT
+    shared_path = ""
+    renormalizes = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        model_type = str(config["model_type"])
+        kv_heads = config.get("num_key_value_heads") or DEFAULT_KV_HEADS.get(model_type)
+        super().__init__(source, config | {"num_key_value_heads": kv_heads})
+        experts, top_k = DEFAULT_EXPERTS[model_type]
+        self.num_experts = int(
+            config.get("num_experts") or config.get("num_local_experts") or experts
+        )
+        self.top_k = int(config.get("num_experts_per_tok") or top_k)
+        positions = DEFAULT_POSITIONS.get(model_type, 2048)
+        length = int(config.get("max_position_embeddings") or positions)
+        theta = config.get("rope_theta") or DEFAULT_THETA.get(model_type, 1e4)
+        self.rope = rope_from_config(config | {"rope_theta": theta}, self.head_dim, length)
+        only, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+        self.dense_layers = {
+            i for i in range(self.num_layers) if i in only or (i + 1) % int(every) != 0
+        }
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's attention, router and experts."""
+        if index in self.dense_layers:
+            return super().projections(index)
+        stem = f"{self.LAYERS}.{index}"
+        weights = {
+            name: self.read_affine(f"{stem}.{self.projection_paths[name]}", name in self.biased)
+            for name in ("q", "k", "v", "o_proj")
+        }
+        weights["router"] = self.read_affine(f"{stem}.{self.router_path}", False)
+        for expert in range(self.num_experts):
+            for name in self.expert_names:
+                weights[f"experts.{expert}.{name}"] = self.read_expert(stem, expert, name)
+        if self.shared_path:
+            for name in QWEN_EXPERT:
+                weights[f"shared_expert.{name}"] = self.read_affine(
+                    f"{stem}.{self.shared_path}.{name}_proj", False
+                )
+            gate = f"{stem}.{self.shared_path}_gate"
+            weights["shared_expert_gate"] = self.read_affine(gate, False)
+        return weights
+
+    def read_expert(self, stem: str, expert: int, name: str) -> Affine:
+        """Read one matrix of one expert."""
+        return self.read_affine(
+            f"{stem}.{self.experts_path}.{expert}.{self.expert_names[name]}", False
+        )
+
+    def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run the experts that the router chooses, and the shared one."""
+        if "router" not in r.weights:
+            return super().mlp(r, normed)
+        probabilities = r.linear("router", normed).softmax(-1)
+        routing = self.choose(probabilities)
+        for expert in range(self.num_experts):
+            if not bool((routing[:, expert] > 0).any()):
+                routing[0, expert] = PROBE_WEIGHT
+        r.record("routing", routing, probabilities)
+        total = torch.zeros_like(normed)
+        for expert in range(self.num_experts):
+            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
+            out = self.run_expert(r, f"experts.{expert}", normed[tokens])
+            total[tokens] += out * routing[tokens, expert, None]
+        if "shared_expert.gate" in r.weights:
+            total = total + self.shared(r, normed)
+        return r.record("mlp_out", total, normed)
+
+    def choose(self, probabilities: Tensor) -> Tensor:
+        """[T, E]: the weights of each token's experts, 0 for the others."""
+        kept = torch.zeros_like(probabilities)
+        for token, row in enumerate(probabilities):
+            best = sorted(range(len(row)), key=lambda e: -float(row[e]))[: self.top_k]
+            share = sum(row[e] for e in best) if self.renormalizes else 1.0
+            for expert in best:
+                kept[token, expert] = row[expert] / share
+        return kept
+
+    def run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+        """Run a gated MLP whose weights begin with a name."""
+        r.record(f"{name}.input", x)
+        gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
+        return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
+
+    def shared(self, r: LayerRecorder, x: Tensor) -> Tensor:
+        """Run the expert that every token has, weighted by its gate."""
+        out = self.run_expert(r, "shared_expert", x)
+        weight = project(x, r.weights["shared_expert_gate"]).sigmoid()
+        return r.record("shared_expert_gate", out * weight, x, out)
+
+
+class MixtralReference(ExpertsMixin):
+    """MixtralForCausalLM."""
+
+    router_path = "block_sparse_moe.gate"
+    experts_path = "block_sparse_moe.experts"
+    expert_names = MIXTRAL_EXPERT
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.eps = float(config.get("rms_norm_eps", 1e-5))
+        self.windows = [config.get("sliding_window")] * self.num_layers
+
+
+class QwenMoEReference(ExpertsMixin):
+    """Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.renormalizes = bool(config.get("norm_topk_prob", False))
+        self.is_qwen2 = config["model_type"] == "qwen2_moe"
+        if self.is_qwen2:
+            self.shared_path = "mlp.shared_expert"
+            if config.get("qkv_bias", True):
+                self.biased = frozenset("qkv")
+        elif config.get("attention_bias"):
+            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        if config.get("use_sliding_window"):
+            self.windows = [self._window(layer) for layer in range(self.num_layers)]
+
+    def _window(self, layer: int) -> int | None:
+        size = self.config.get("sliding_window", 4096)
+        types = self.config.get("layer_types")
+        if types and self.is_qwen2:
+            return size if types[layer] == "sliding_attention" else None
+        below = layer % 2 == 0 and layer < int(self.config.get("max_window_layers") or 28)
+        return size if below or not self.is_qwen2 else None
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        weights = super().layer_weights(index)
+        if not self.is_qwen2:
+            stem = f"{self.LAYERS}.{index}.self_attn"
+            for name in "qk":
+                weights[f"{name}_norm"] = Affine(self.source.get(f"{stem}.{name}_norm.weight"))
+        return weights
+
+    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm each head of q and of k (Qwen3)."""
+        if self.is_qwen2:
+            return q, k
+        return self._norm_heads(q, r.weights["q_norm"]), self._norm_heads(k, r.weights["k_norm"])
+
+    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
+        """Return q after the norm of its heads and the rotation (Qwen3)."""
+        if self.is_qwen2:
+            return None
+        weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.q_norm.weight")
+        x = flat.to(self.device, self.dtype)
+        return self.rotate(index, self._norm_heads(x, Affine(weight)), len(flat))
+
+    def _norm_heads(self, x: Tensor, weights: Affine) -> Tensor:
+        heads = x.reshape(len(x), -1, self.head_dim)
+        return self.apply_norm(heads, weights, self.eps).reshape(x.shape)
+
+
+class OlmoeReference(Olmo2Reference, ExpertsMixin):
+    """OlmoeForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.norm_paths = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        self.layer = self.pre_norm
+        length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
+        self.rope = rope_from_config(config, self.head_dim, length)
+        self.renormalizes = bool(config.get("norm_topk_prob", False))
+
+
+class GraniteMoeReference(GraniteReference, ExpertsMixin):
+    """GraniteMoeForCausalLM: the matrices of all experts are stacked, gate above up."""
+
+    router_path = "block_sparse_moe.router.layer"
+    experts_path = "block_sparse_moe"
+
+    def read_expert(self, stem: str, expert: int, name: str) -> Affine:
+        """Read one matrix of one expert."""
+        stacked = "output_linear" if name == "down" else "input_linear"
+        rows = self.source.get(f"{stem}.{self.experts_path}.{stacked}.weight")[expert]
+        if name != "down":
+            gate, up = rows.chunk(2)
+            rows = gate if name == "gate" else up
+        return Affine(rows)
+
+
+REFERENCES = {
+    "mixtral": MixtralReference,
+    "qwen2_moe": QwenMoEReference,
+    "qwen3_moe": QwenMoEReference,
+    "olmoe": OlmoeReference,
+    "granitemoe": GraniteMoeReference,
+}
+
+
+def REFERENCE(source: TensorSource, config: dict[str, Any]) -> ExpertsMixin:
+    """The reference of one of MODEL_TYPES."""
+    return REFERENCES[str(config["model_type"])](source, config)

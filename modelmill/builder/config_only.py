@@ -1,0 +1,117 @@
+"""A checkpoint of which only config.json is here: its tensors' shapes follow from the model.
+
+So a build can be planned, its parameters counted and its memory estimated before a download.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelmill.builder.model_config import find_family, read_model_config
+from modelmill.checkpoint.container import TensorInfo
+from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.rename import Rule
+from modelmill.checkpoint.side_files import read_json
+from modelmill.core.errors import CheckpointError
+from modelmill.core.model_family import LANGUAGE, family_options
+from modelmill.nn.linear import Linear
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class ConfigContainer:
+    """Names and shapes of the tensors that a config describes; there are no values.
+
+    The shapes of sources that are concatenated are not known one by one, only that of the result.
+    """
+
+    def __init__(self, infos: dict[str, TensorInfo], config_file: Path) -> None:
+        self.metadata: dict[str, Any] = {}
+        self._infos, self._config_file = infos, config_file
+
+    def names(self) -> list[str]:
+        """Return every tensor's name."""
+        return list(self._infos)
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Return shape, dtype and size."""
+        return self._infos[name]
+
+    def get(self, name: str) -> torch.Tensor:
+        """Raise CheckpointError: there are no weights."""
+        raise CheckpointError(f"{self._config_file.parent}: holds no weights, {name} among them")
+
+    def files(self) -> list[Path]:
+        """Return the files the values come from."""
+        return [self._config_file]
+
+
+def is_config_only(folder: Path) -> bool:
+    """Return whether a folder has a config.json and no file of weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    weights = (".safetensors", ".bin", ".gguf", ".pth")
+    return not any(f.suffix in weights or f.name.endswith(".index.json") for f in folder.iterdir())
+
+
+def checkpoint_of_config(folder: Path) -> Checkpoint:
+    """Return the checkpoint that a folder's config.json describes.
+
+    Raises:
+        CheckpointError: for an unknown or wrong config, and for a model of images.
+    """
+    file = folder / "config.json"
+    config = read_json(file)
+    empty = ConfigContainer({}, file)
+    checkpoint = Checkpoint(folder, "config.json", config, {}, raw=empty, view=empty)
+    family = find_family(checkpoint)
+    if family_options(family).ENGINE_TYPE != LANGUAGE:
+        raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
+    model_config, _ = read_model_config(checkpoint, family)
+    shapes = model_shapes(family.Model(model_config))
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    infos: dict[str, TensorInfo] = {}
+    for rule in family.rules(model_config):
+        if rule.target in shapes:
+            infos |= source_infos(rule, shapes[rule.target], DTYPES.get(dtype, torch.bfloat16))
+    checkpoint.raw = checkpoint.view = ConfigContainer(infos, file)
+    return checkpoint
+
+
+def model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a model without weights."""
+    shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    return shapes | {
+        f"{name}.weight": module.shape
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+
+
+def source_infos(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, TensorInfo]:
+    """Return sources that a rule makes a tensor of this shape from."""
+    for step in reversed(rule.how.split("+")):
+        name, _, argument = step.partition(":")
+        if name == "transpose":
+            shape = shape[::-1]
+        elif name == "part0":
+            shape = (shape[0] * int(argument.partition("/")[2]), *shape[1:])
+        elif name == "expert":
+            shape = (int(argument.partition("/")[2]), *shape)
+    axis = 1 if rule.how.startswith("cat1") else 0
+    one = (*shape[:axis], 1, *shape[axis + 1 :])
+    rest = (*shape[:axis], shape[axis] - len(rule.sources) + 1, *shape[axis + 1 :])
+    shapes = [one] * (len(rule.sources) - 1) + [rest]
+    return {
+        source: TensorInfo(
+            source,
+            each,
+            str(dtype).removeprefix("torch."),
+            torch.Size(each).numel() * dtype.itemsize,
+        )
+        for source, each in zip(rule.sources, shapes, strict=True)
+    }

@@ -1,0 +1,128 @@
+"""Tables of an acceptance report: each module's worst layer, and what a recipe costs."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from typing import Any
+
+from modelmill.cli.output import print_note, print_table
+from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
+
+
+def show_modules(layers: list[dict[str, Any]]) -> None:
+    """Print the worst layer of each module."""
+    rows = worst_by_module(layers)
+    columns = (
+        "module",
+        "worst at",
+        "max abs",
+        "mean abs",
+        "median abs",
+        "cosine",
+        "tolerance",
+        "within",
+    )
+    keys = ("module", "name", "max_abs", "mean_abs", "median_abs", "cosine", "tolerance", "ok")
+    print_table(columns, [[row.get(key) for key in keys] for row in rows])
+
+
+def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
+    """Print each layer's output errors before (rounding to nearest) and after the recipe."""
+    if not layer_reports:
+        return
+    layers: dict[int, list[dict[str, Any]]] = {}
+    facts, layer_reports = layer_reports, worst_experts(layer_reports)
+    for each in layer_reports:
+        layers.setdefault(each["layer"], []).append(each)
+    modules = list(dict.fromkeys(each["module"] for each in layer_reports))
+    columns = ["layer", *modules, "bits", "outlier channels"]
+    if "clusters" in layer_reports[0]:
+        columns.append("clusters (of one channel)")
+    rows = []
+    for layer, matrices in layers.items():
+        by_module = {each["module"]: each for each in matrices}
+        errors = [_error_change(by_module.get(module)) for module in modules]
+        worst = max(matrices, key=lambda each: each["outliers"][0][1])
+        channels = ", ".join(
+            f"{channel} ({times:.3g}×)" for channel, times in worst["outliers"][:2]
+        )
+        bits = sum(each["bits"] for each in matrices) / len(matrices)
+        row = [layer, *errors, f"{bits:.3g}", f"{worst['module']}: {channels}"]
+        if "clusters" in matrices[0]:
+            row.append(", ".join(f"{each['clusters']} ({each['alone']})" for each in matrices))
+        rows.append(row)
+    where = "calibration inputs" if calibrated else "acceptance text"
+    print_table(
+        columns, rows, title=f"Errors of outputs on the {where}, rounded to nearest → as held"
+    )
+    line = expert_tokens_line(facts)
+    if line is not None:
+        print_note(line)
+
+
+def worst_experts(layer_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the experts of a layer, the one with the largest error after the recipe, as "*"."""
+    worst: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in layer_reports:
+        module = without_expert(each["module"])
+        key = each["layer"], module
+        if key not in worst or each["after"] > worst[key]["after"]:
+            worst[key] = {**each, "module": module}
+    return list(worst.values())
+
+
+def without_expert(module: str) -> str:
+    """A module's name with "*" in the place of an expert's number."""
+    return re.sub(r"\bexperts\.\d+", "experts.*", module)
+
+
+def expert_tokens_line(layer_reports: list[dict[str, Any]]) -> str | None:
+    """How many calibration tokens the experts had; None without experts."""
+    counts = [
+        (each["expert_tokens"], each["layer"], each["module"])
+        for each in layer_reports
+        if "expert_tokens" in each and each["module"].endswith("down_proj")
+    ]
+    if not counts:
+        return None
+    least, layer, module = min(counts)
+    few = sum(count < MIN_EXPERT_TOKENS for count, _, _ in counts)
+    expert = module.removeprefix("mlp.").rpartition(".")[0]
+    line = (
+        f"calibration tokens of an expert: least {least} (layer {layer}, {expert}), "
+        f"median {statistics.median(count for count, _, _ in counts):.0f}"
+    )
+    if not few:
+        return line
+    return (
+        f"{line}; {few} of {len(counts)} experts had fewer than {MIN_EXPERT_TOKENS} and were "
+        "calibrated on all tokens of their layer: more calibration text helps them"
+    )
+
+
+def _error_change(matrix: dict[str, Any] | None) -> str | None:
+    """Format errors in per cent; one number if the weights are rounded to nearest."""
+    if matrix is None:
+        return None
+    before, after = matrix["before"], matrix["after"]
+    return ("" if before == after else f"{100 * before:.2g} → ") + f"{100 * after:.2g} %"
+
+
+def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each module the layer closest to its tolerance, in the order of the modules."""
+    worst: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        module = without_expert(layer["module"])
+        current = worst.get(module)
+        if current is None or tolerance_ratio(layer) > tolerance_ratio(current):
+            worst[module] = {**layer, "module": module}
+    return list(worst.values())
+
+
+def tolerance_ratio(layer: dict[str, Any]) -> float:
+    """Return error / tolerance; above 1 the check fails."""
+    error, tolerance = float(layer["max_abs"]), float(layer["tolerance"])
+    if not layer.get("ok", True):
+        return float("inf")
+    return error / tolerance if tolerance else error

@@ -1,0 +1,86 @@
+"""A mixture of experts with its tokens grouped by expert; an expert without tokens is not read."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.mlp import GatedMLP, SiluMul
+from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.step import Step
+
+
+class FusedMoE(nn.Module):
+    """The computation of ``MoE`` for all tokens of an expert at once.
+
+    Which experts have tokens is known on the host only: it waits for the router once. While a CUDA
+    graph is captured nothing can be waited for; there every expert computes every token, and most
+    results are multiplied by 0.
+    """
+
+    def __init__(self, plain: MoE) -> None:
+        super().__init__()
+        object.__setattr__(self, "plain", plain)
+        for name, child in plain.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        moe = cast(MoE, self.plain)
+        routing = moe.routing(moe.router(x, step), step)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            total = all_experts(moe, x, routing, step)
+        else:
+            total = chosen_experts(moe, x, routing, step)
+        for shared in moe.shared_output(x, step):
+            total += shared.float()
+        return total.to(x.dtype)
+
+
+def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
+    """The weighted sum [T, H] float32 of each token's experts."""
+    experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
+    outputs = [
+        run_gated_mlp(cast(Expert, moe.experts[index]), x if len(x) == 1 else x[rows], step)
+        for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
+    ]
+    weighted = torch.cat(outputs).float() * routing[tokens, experts, None]
+    if len(x) == 1:  # index_add_ starts threads, which takes longer than the sum
+        return weighted.sum(0, keepdim=True)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return total.index_add_(0, tokens, weighted)
+
+
+def all_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
+    """The same where every expert computes every token."""
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index, expert in enumerate(moe.experts):
+        out = run_gated_mlp(cast(Expert, expert), x, step)
+        total += out.float() * routing[:, index, None]
+    return total
+
+
+def tokens_by_expert(
+    experts: torch.Tensor, tokens: torch.Tensor, count: int
+) -> list[tuple[int, torch.Tensor]]:
+    """(expert, its tokens) for each expert that has some.
+
+    Args:
+        experts: Of each pair of an expert and a token, the expert; ascending.
+        tokens: The token.
+        count: How many experts there are.
+    """
+    counts = torch.bincount(experts, minlength=count).tolist()
+    return [(expert, rows) for expert, rows in enumerate(tokens.split(counts)) if counts[expert]]
+
+
+def run_gated_mlp(mlp: GatedMLP, x: torch.Tensor, step: Step) -> torch.Tensor:
+    """down(silu(gate) · up), in the op that computes the product with SwiGLU where there is one."""
+    if isinstance(mlp.act, SiluMul):
+        up = mlp.gate_up_proj
+        inner = up.weight.try_linear_swiglu(x, up.bias, step.ops)
+        if inner is not None:
+            return mlp.down_proj(inner, step)
+    return mlp.down_proj(mlp.act(mlp.gate_up_proj(x, step), step), step)

@@ -1,0 +1,185 @@
+"""Mixture of experts: a router chooses a few gated MLPs for each token (arXiv:1701.06538).
+
+The modules are those of the definition, one expert after another. ``nn.fused_moe`` groups the
+tokens by expert first, and runs those only that have some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.mlp import GatedMLP, MLPSpec
+from modelmill.nn.step import Step
+
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How the experts of a token are chosen and weighted.
+
+    Attributes:
+        experts: How many there are.
+        top_k: How many each token has.
+        scores: SOFTMAX over all experts, or SIGMOID of each by itself.
+        renormalize: Whether the weights of a token's experts are divided by their sum. A softmax
+            over the chosen logits alone is the same.
+        scale: Factor of the weights.
+        groups: The experts are divided into so many groups, of which a token has ``top_groups``,
+            those with the largest sum of their two largest scores (arXiv:2412.19437, section
+            2.1.2); 1: no groups.
+        top_groups: See ``groups``.
+        selection_bias: Whether a learned bias is added to the scores for the choice, and not for
+            the weights (arXiv:2408.15664).
+    """
+
+    experts: int
+    top_k: int
+    scores: str = SOFTMAX
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    selection_bias: bool = False
+
+
+class Router(nn.Module):
+    """x Wᵀ in float32: [T, H] → [T, E]. The matrix is small and is never quantized."""
+
+    weight: torch.Tensor
+
+    def __init__(self, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(experts, hidden, device="meta"))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The logits of the experts, float32."""
+        return x.float() @ self.weight.float().T
+
+
+class TopKRouting(nn.Module):
+    """Logits [T, E] → weights [T, E] float32, 0 for the experts that a token does not have."""
+
+    selection_bias: torch.Tensor | None
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.config = config
+        bias = torch.empty(config.experts, device="meta") if config.selection_bias else None
+        self.register_buffer("selection_bias", bias)
+
+    def forward(self, logits: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The weight of each expert for each token."""
+        config = self.config
+        scores = logits.softmax(-1) if config.scores == SOFTMAX else logits.sigmoid()
+        chosen = self._choose(scores)
+        weights = scores.gather(1, chosen)
+        if config.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter_(1, chosen, weights * config.scale)
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """The experts of each token, [T, top_k]."""
+        config = self.config
+        ranked = scores if self.selection_bias is None else scores + self.selection_bias.float()
+        if config.groups > 1:
+            by_group = ranked.unflatten(1, (config.groups, -1))
+            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+            groups = group_scores.topk(config.top_groups, dim=-1, sorted=False).indices
+            allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
+            ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        return ranked.topk(config.top_k, dim=-1).indices
+
+
+class ExpertTokens(nn.Module):
+    """The rows of x whose tokens have this expert, in order."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H], [T, E] → [tokens of the expert, H]."""
+        return x[routing[:, self.expert] > 0]
+
+
+class Expert(GatedMLP):
+    """A gated MLP for the tokens that have it."""
+
+    def __init__(self, spec: MLPSpec, index: int) -> None:
+        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation)
+        self.tokens = ExpertTokens(index)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[its tokens, H] → the same shape; without tokens nothing is computed."""
+        return super().forward(x, step) if len(x) else x
+
+
+class SharedExpertGate(nn.Module):
+    """sigmoid(x · w) for each token, times the shared expert's output (Qwen2-MoE)."""
+
+    weight: torch.Tensor
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(1, hidden, device="meta"))
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H], [T, H] → [T, H]."""
+        return out * (x.float() @ self.weight.float().T).sigmoid().to(out.dtype)
+
+
+class CombineExperts(nn.Module):
+    """The sum of a token's experts by their weights, and of a shared expert's output."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, routing: torch.Tensor, *outputs_and_step: torch.Tensor) -> torch.Tensor:
+        """Weights [T, E], the output of each expert, that of the shared one if any → [T, H]."""
+        outputs = outputs_and_step[: self.experts]
+        shared = outputs_and_step[self.experts : -1]
+        total = torch.zeros(
+            len(routing), outputs[0].shape[1], dtype=torch.float32, device=routing.device
+        )
+        for expert, out in enumerate(outputs):
+            rows = (routing[:, expert] > 0).nonzero()[:, 0]
+            total.index_add_(0, rows, out.float() * routing[rows, expert, None])
+        if shared:
+            total += shared[0].float()
+        return total.to(outputs[0].dtype)
+
+
+class MoE(nn.Module):
+    """combine(experts chosen by the router, the shared expert)."""
+
+    def __init__(
+        self, router: RouterConfig, expert: MLPSpec, shared: MLPSpec | None, *, shared_gate: bool
+    ) -> None:
+        super().__init__()
+        self.router = Router(expert.hidden, router.experts)
+        self.routing = TopKRouting(router)
+        self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
+        self.shared_expert = None if shared is None else shared.make()
+        self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
+        self.combine = CombineExperts(router.experts)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        routing = self.routing(self.router(x, step), step)
+        outputs = [
+            expert(expert.tokens(x, routing, step), step)  # type: ignore[operator]
+            for expert in self.experts
+        ]
+        return self.combine(routing, *outputs, *self.shared_output(x, step), step)
+
+    def shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """The shared expert's output [T, H]; () without one."""
+        if self.shared_expert is None:
+            return ()
+        out = self.shared_expert(x, step)
+        return (out if self.shared_gate is None else self.shared_gate(x, out, step),)

@@ -1,0 +1,147 @@
+"""What a mixture of experts is made of, as data: its modules, sites and partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from modelmill.nn.layer_spec import (
+    ChannelPartition,
+    LinearSpec,
+    ModuleSpec,
+    RoutingSpec,
+    RowProducer,
+    SiteSpec,
+)
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import MoE, RouterConfig
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Sizes and switches of one layer's mixture of experts; takes the place of an ``MLPSpec``.
+
+    Attributes:
+        router: How experts are chosen.
+        expert: Each expert.
+        shared: The expert that every token has; None: there is none.
+        shared_gate: Whether a gate weights it.
+    """
+
+    router: RouterConfig
+    expert: MLPSpec
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+    @property
+    def partitions(self) -> tuple[ChannelPartition, ...]:
+        """How ranks divide the inner channels: every rank has a part of each expert."""
+        own = ChannelPartition("inner", self.expert.inner)
+        if self.shared is None:
+            return (own,)
+        return own, ChannelPartition("shared_inner", self.shared.inner)
+
+    def make(self) -> MoE:
+        """The module."""
+        return MoE(self.router, self.expert, self.shared, shared_gate=self.shared_gate)
+
+    def module_specs(self, reads: str = "mlp_input", site: str = "up") -> tuple[ModuleSpec, ...]:
+        """The modules of a layer's ``mlp``, ``reads`` → "mlp_out"."""
+        bias = ("selection_bias",) if self.router.selection_bias else ()
+        modules: list[ModuleSpec] = [
+            ModuleSpec(
+                path="mlp.router", reads=(reads,), writes=("router_logits",),
+                reference=("router",), arithmetic="linear", tensors=("weight",),
+            ),
+            RoutingSpec(
+                path="mlp.routing", reads=("router_logits",), writes=("routing",),
+                reference=("routing",), tensors=bias, op="softmax",
+            ),
+        ]  # fmt: skip
+        for index in range(self.router.experts):
+            modules += self._expert_specs(index, reads, site)
+        outputs = tuple(f"experts.{index}.mlp_out" for index in range(self.router.experts))
+        if self.shared is not None:
+            modules += self._shared_specs(self.shared, reads, site)
+            outputs += ("shared_expert.gated_out" if self.shared_gate else "shared_expert.mlp_out",)
+        modules.append(
+            ModuleSpec(
+                path="mlp.combine", reads=("routing", *outputs), writes=("mlp_out",),
+                reference=("mlp_out",), op="index_add",
+            )
+        )  # fmt: skip
+        return tuple(modules)
+
+    def _expert_specs(self, index: int, reads: str, site: str) -> Iterator[ModuleSpec]:
+        """One expert's modules, behind the choice of its tokens."""
+        name = f"experts.{index}"
+        yield ModuleSpec(
+            path=f"mlp.{name}.tokens", reads=(reads, "routing"), writes=(f"{name}.input",),
+            reference=(f"{name}.input",), op="index_select",
+        )  # fmt: skip
+        for module in self.expert.module_specs(f"{name}.input", site):
+            nested = nested_spec(module, name, "inner")
+            yield replace(nested, expert=index) if isinstance(nested, LinearSpec) else nested
+
+    def _shared_specs(self, shared: MLPSpec, reads: str, site: str) -> Iterator[ModuleSpec]:
+        """The shared expert's modules and its gate."""
+        for module in shared.module_specs(reads, site):
+            yield nested_spec(module, "shared_expert", "shared_inner", {reads})
+        if self.shared_gate:
+            yield ModuleSpec(
+                path="mlp.shared_gate", reads=(reads, "shared_expert.mlp_out"),
+                writes=("shared_expert.gated_out",), reference=("shared_expert_gate",),
+                tensors=("weight",), op="sigmoid",
+            )  # fmt: skip
+
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of each expert's products, in the order of computation."""
+        names = [f"experts.{index}" for index in range(self.router.experts)]
+        names += ["shared_expert"] if self.shared is not None else []
+        return tuple(
+            each
+            for name in names
+            for each in (
+                SiteSpec(f"{name}.up"),
+                SiteSpec(
+                    f"{name}.down",
+                    RowProducer(f"mlp.{name}.gate_up_proj", f"{name}.up"),
+                    heavy_tailed=True,
+                ),
+            )
+        )
+
+
+def nested_spec(
+    module: ModuleSpec, name: str, partition: str, outside: frozenset[str] | set[str] = frozenset()
+) -> ModuleSpec:
+    """A module of an MLP as that of one of several: its names begin with ``name``.
+
+    Args:
+        module: A module of ``MLPSpec.module_specs``.
+        name: The MLP's name in ``mlp``.
+        partition: The partition that divides its inner channels.
+        outside: Values that it reads from outside.
+    """
+
+    def inside(value: str) -> str:
+        return value if value in outside or value.startswith(f"{name}.") else f"{name}.{value}"
+
+    module = replace(
+        module,
+        path=module.path.replace("mlp.", f"mlp.{name}.", 1),
+        reads=tuple(map(inside, module.reads)),
+        writes=tuple(map(inside, module.writes)),
+    )
+    if not isinstance(module, LinearSpec):
+        return replace(module, reference=tuple(map(inside, module.reference)))
+    parts = tuple(
+        replace(part, name=inside(part.name), split=partition if part.split else "")
+        for part in module.parts
+    )
+    return replace(
+        module,
+        site=inside(module.site),
+        parts=parts,
+        split_columns=partition if module.split_columns else "",
+    )

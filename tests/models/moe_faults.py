@@ -1,0 +1,41 @@
+"""Planted faults that every family with experts has in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.models.family_cases import Change, PlantedFault, fault
+
+
+def with_router(**changes: Any) -> Change:
+    """Changes the router of a mixture of experts; a callable gets the field's value."""
+
+    def change(moe: Any) -> Any:
+        values = {
+            key: value(getattr(moe.router, key)) if callable(value) else value
+            for key, value in changes.items()
+        }
+        return replace(moe, router=replace(moe.router, **values))
+
+    return change
+
+
+def one_fewer(count: int) -> int:
+    """One less."""
+    return count - 1
+
+
+def flipped(value: bool) -> bool:
+    """The other one."""
+    return not value
+
+
+MOE_KV_TOLERANCE = 0.2  # near a tie, the rounding of a key decides between two experts
+ROUTING = "mlp.routing"
+MOE_FAULTS: dict[str, PlantedFault] = {
+    "renormalized or not": fault(ROUTING, moe=with_router(renormalize=flipped)),
+    "one expert fewer": fault(ROUTING, moe=with_router(top_k=one_fewer)),
+    "weights x 1.05": fault(ROUTING, moe=with_router(scale=1.05)),
+    "sigmoid for softmax": fault(ROUTING, moe=with_router(scores="sigmoid")),
+}
