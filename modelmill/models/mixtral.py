@@ -1,0 +1,46 @@
+"""Mixtral: Mistral with eight experts in the place of the MLP (arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+EXPERT = "block_sparse_moe.experts.*"
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        "mlp.router": ("block_sparse_moe.gate",),
+        "mlp.experts.*.gate_up_proj": (f"{EXPERT}.w1", f"{EXPERT}.w3"),
+        "mlp.experts.*.down_proj": (f"{EXPERT}.w2",),
+    }
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in MixtralConfig."""
+    raw = overlay_config(raw, {"num_key_value_heads": 8})
+    act = activation(raw, "hidden_act", "silu")
+    config = _llama_common.config_from_hf(
+        raw, positions=131072, eps=1e-5, theta=1e6, activation=act
+    )
+    router = router_config(raw, experts=8, top_k=2, renormalize=True)
+    moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
+    return _llama_common.with_window(raw, replace(config, moe=moe))
+
+
+class Model(Decoder):
+    """The decoder with experts."""
