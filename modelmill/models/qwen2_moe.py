@@ -1,0 +1,72 @@
+"""Qwen1.5-MoE and Qwen2-MoE: many small experts beside a gated one that every token has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, num_layers, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+SHARED = "mlp.shared_expert"
+DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        **EXPERT_NAMES,
+        "mlp.shared_gate": ("mlp.shared_expert_gate",),
+        f"{SHARED}.gate_up_proj": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        f"{SHARED}.down_proj": (f"{SHARED}.down_proj",),
+    }
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen2MoeConfig."""
+    layers, act = num_layers(raw, "num_hidden_layers"), activation(raw, "hidden_act", "silu")
+    raw = overlay_config(raw, {"num_key_value_heads": 16})
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=32768,
+        qkv_bias=boolean(raw, "qkv_bias", True),
+        activation=act,
+        windows=_windows(raw, layers),
+    )
+    router = router_config(
+        raw, experts=60, top_k=4, renormalize=boolean(raw, "norm_topk_prob", False)
+    )
+    expert, shared = (
+        MLPSpec(config.hidden, positive_int(raw, key, default=size), activation=act)
+        for key, size in DEFAULT_INNER.items()
+    )
+    moe = MoESpec(router, expert, shared, shared_gate=True)
+    return replace(config, moe=moe, dense_layers=dense_layers(raw, layers))
+
+
+def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """The windows: without ``layer_types``, of every second layer below ``max_window_layers``."""
+    windowed = boolean(raw, "use_sliding_window", False)
+    first = positive_int(raw, "max_window_layers", default=28)
+    types = raw.get("layer_types") or [
+        _llama_common.SLIDING_ATTENTION
+        if windowed and layer % 2 == 0 and layer < first
+        else _llama_common.FULL_ATTENTION
+        for layer in range(layers)
+    ]
+    switches = {"use_sliding_window": windowed, "layer_types": types}
+    return _llama_common.sliding_windows(overlay_config(raw, {}, switches), layers)
+
+
+class Model(Decoder):
+    """The decoder with experts and a shared one."""
