@@ -1,0 +1,48 @@
+"""Qwen3-MoE: Qwen3 with many small experts (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES})
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
+    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    windowed = boolean(raw, "use_sliding_window", False)
+    raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
+    config = _llama_common.config_from_hf(
+        raw, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True, activation=act
+    )
+    router = router_config(
+        raw, experts=128, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)
+    )
+    inner = positive_int(raw, "moe_intermediate_size", default=768)
+    config = replace(
+        config,
+        moe=MoESpec(router, MLPSpec(config.hidden, inner, activation=act)),
+        dense_layers=dense_layers(raw, config.layers),
+    )
+    size = raw["sliding_window"]
+    return _llama_common.with_window(raw, config) if windowed and size is not None else config
+
+
+class Model(Decoder):
+    """The decoder with experts, and norms on q and k."""
