@@ -1,0 +1,48 @@
+"""OLMoE: experts, and RMSNorm over all of q and of k (arXiv:2409.02060)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, non_negative_float, require_value
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+QK_NORMS = {"attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **QK_NORMS, **EXPERT_NAMES})
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in OlmoeConfig."""
+    require_value(raw, "clip_qkv", (None,), None)
+    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=4096,
+        eps=1e-5,
+        activation=act,
+        qkv_bias=bias,
+        out_bias=bias,
+        qkv_norm=QKVNormConfig(WIDE_RMS, eps),
+    )
+    router = router_config(
+        raw, experts=64, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)
+    )
+    expert = MLPSpec(config.hidden, config.inner, activation=act)
+    return replace(config, moe=MoESpec(router, expert))
+
+
+class Model(Decoder):
+    """The decoder with experts."""
