@@ -1,0 +1,42 @@
+"""Granite 3 with experts (``GraniteMoeForCausalLM``), whose matrices are stacked in the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import granite
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        "mlp.router": ("block_sparse_moe.router.layer",),
+        "mlp.experts.*.gate_up_proj": ("block_sparse_moe.input_linear",),
+        "mlp.experts.*.down_proj": ("block_sparse_moe.output_linear",),
+    },
+    experts_stacked=True,
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in GraniteMoeConfig."""
+    config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
+    # a softmax over the chosen experts' logits
+    router = router_config(raw, experts=8, top_k=2, renormalize=True)
+    expert = MLPSpec(config.hidden, config.inner, activation=config.activation)
+    return replace(config, moe=MoESpec(router, expert))
+
+
+class Model(Decoder):
+    """The decoder with scaled branches and experts."""
