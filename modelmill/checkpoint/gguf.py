@@ -9,7 +9,7 @@ not a crash.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,8 +63,13 @@ class GgufTensor:
     nbytes: int
 
 
+EXPERT_SEPARATOR = "#"
+
+
 class GgufFile:
     """One GGUF file under its own tensor names (blk.0.attn_q.weight).
+
+    A matrix of a stack [E, N, K] is a tensor, too: blk.0.ffn_up_exps.weight#3.
 
     metadata: numbers, strings and bools as Python values, arrays of numbers as numpy arrays, arrays
     of strings as lists (bytes that are not UTF-8 become surrogate escapes). Raises
@@ -139,9 +144,16 @@ class GgufFile:
         return True
 
     def _find_tensor(self, name: str) -> GgufTensor:
-        if name not in self._tensors:
+        if name in self._tensors:
+            return self._tensors[name]
+        stacked, _, number = name.rpartition(EXPERT_SEPARATOR)
+        whole = self._tensors.get(stacked)
+        if whole is None or len(whole.shape) != 3 or not 0 <= int(number) < whole.shape[0]:
             raise no_such_tensor(self.path, name)
-        return self._tensors[name]
+        size = whole.nbytes // whole.shape[0]
+        return replace(
+            whole, shape=whole.shape[1:], offset=whole.offset + int(number) * size, nbytes=size
+        )
 
     def _dequantize(self, stream: BinaryIO, placed: GgufTensor) -> torch.Tensor:
         result = torch.empty(placed.shape, dtype=torch.float32)

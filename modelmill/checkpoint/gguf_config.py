@@ -16,6 +16,9 @@ from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArc
 MAX_COUNT = 1 << 24
 """Above every real vocabulary, width, depth and context; prevents overflows later."""
 
+MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
+"""Architectures with experts that have a name of their own → model_type."""
+
 SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -42,9 +45,11 @@ def read_config(
             family but compute something else.
     """
     keys = ArchitectureKeys(raw, arch)
-    if keys.get_count("expert_count", 0):
+    experts = keys.get_count("expert_count", 0)
+    if experts and arch != "llama" and arch not in MOE_MODEL_TYPES:
         raise UnknownArchitecture(
-            f"{raw.path}: is a mixture of experts, which modelmill does not compute"
+            f"{raw.path}: is a mixture of experts of architecture {arch}; modelmill reads those of "
+            f"llama (Mixtral), {', '.join(MOE_MODEL_TYPES)}"
         )
     if (
         "token_embd.weight" not in raw.names()
@@ -53,12 +58,14 @@ def read_config(
         raise CorruptCheckpoint(f"{raw.path}: has no token_embd.weight matrix")
     vocabulary = raw.tensor_info("token_embd.weight").shape[0]
     config: dict[str, Any] = {
-        "model_type": arch,
+        "model_type": "mixtral" if experts and arch == "llama" else MOE_MODEL_TYPES.get(arch, arch),
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
         "torch_dtype": str(raw.tensor_info("token_embd.weight").torch_dtype).removeprefix("torch."),
     }
     config.update((reader or {"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama))(keys))
+    if experts:
+        config.update(_experts(keys, experts, config["model_type"]))
     ids = _special_ids(raw, vocabulary)
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})
     if isinstance(ids.get("eos_token_id"), list):
@@ -175,6 +182,7 @@ def _llama(keys: ArchitectureKeys) -> dict[str, Any]:
         "llama": "LlamaForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        **dict.fromkeys(MOE_MODEL_TYPES, ""),  # see _experts
     }
     heads = keys.get_count("attention.head_count")
     theta = keys.get_positive_float("rope.freq_base", 10000.0)
@@ -194,6 +202,35 @@ def _llama(keys: ArchitectureKeys) -> dict[str, Any]:
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
     }
+
+
+def _experts(keys: ArchitectureKeys, count: int, model_type: str) -> dict[str, Any]:
+    """Read the keys of a mixture of experts.
+
+    Whether weights are renormalised is not in the file: it belongs to the architecture.
+    """
+    classes = {
+        "mixtral": "MixtralForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "olmoe": "OlmoeForCausalLM",
+    }
+    config: dict[str, Any] = {
+        "architectures": [classes[model_type]],
+        "num_local_experts" if model_type == "mixtral" else "num_experts": count,
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+    }
+    if model_type == "mixtral":
+        return config
+    config["norm_topk_prob"] = model_type == "qwen3_moe"
+    inner = keys.get_count("expert_feed_forward_length", keys.get_count("feed_forward_length"))
+    if model_type == "olmoe":
+        return config | {"intermediate_size": inner}
+    config["moe_intermediate_size"] = inner
+    if model_type == "qwen2_moe":
+        shared = keys.get_count("expert_shared_feed_forward_length", inner)
+        config |= {"shared_expert_intermediate_size": shared, "qkv_bias": True}
+    return config
 
 
 def rope_scaling(keys: ArchitectureKeys, theta: float) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
-from modelmill.checkpoint.gguf import GgufFile
+from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_config import read_config
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
@@ -39,14 +39,33 @@ TRANSFORMER_H_NAMES = {
 }
 """What GPT-2 and Qwen v1 have in common."""
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
+QWEN_EXPERTS = {
+    "blk.ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "blk.ffn_up_exps": "mlp.experts.*.up_proj",
+    "blk.ffn_down_exps": "mlp.experts.*.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "blk.ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "blk.ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "blk.ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+QWEN_MOE_NAMES = {**LLAMA_NAMES, **QWEN_EXPERTS, "blk.ffn_gate_inp": "mlp.gate"}
+SHARED_EXPERT_NAMES = {
+    "blk.ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "blk.ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "blk.ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "blk.ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+MIXTRAL_NAMES = {**LLAMA_NAMES, **MIXTRAL_EXPERTS, "blk.ffn_gate_inp": "block_sparse_moe.gate"}
 GPT2_NAMES = {
     **TRANSFORMER_H_NAMES,
     "position_embd": "transformer.wpe",
     "blk.ffn_up": "mlp.c_fc",
 }
 
+ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
 CONSUMED_TENSORS = dict.fromkeys(
-    ("llama", "qwen", "qwen2", "qwen3", *FURTHER_ARCHITECTURES), ("rope_freqs.weight",)
+    (*ROTARY_ARCHITECTURES, *FURTHER_ARCHITECTURES), ("rope_freqs.weight",)
 )
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
@@ -59,6 +78,9 @@ ARCHITECTURES = {
     "qwen": GgufArchitecture(QWEN_NAMES, "transformer.h"),
     "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
+    "qwen2moe": GgufArchitecture({**QWEN_MOE_NAMES, **SHARED_EXPERT_NAMES}, "model.layers"),
+    "qwen3moe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
+    "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
     **FURTHER_ARCHITECTURES,
 }
@@ -83,6 +105,9 @@ class GgufAsHf:
     def __init__(self, raw: GgufFile) -> None:
         arch = raw.metadata.get("general.architecture")
         layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
+        experts = raw.metadata.get("llama.expert_count")
+        if arch == "llama" and isinstance(experts, int) and experts > 0:
+            layout = replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES)
         if layout is None:
             raise UnknownArchitecture(
                 f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads "
@@ -170,9 +195,20 @@ class GgufAsHf:
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
+        if "*" in target and len(shape) == 3:
+            for expert in range(shape[0]):
+                entry = _HfTensor(f"{name}{EXPERT_SEPARATOR}{expert}", shape[1:], None)
+                self._add_entry(target.replace("*", str(expert)), entry)
+            return
+        if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
+            self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
+            return
+        self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+
+    def _add_entry(self, target: str, entry: _HfTensor) -> None:
         if target in self._entries:
             raise CorruptCheckpoint(f"{self._raw.path}: two tensors mean {target}")
-        self._entries[target] = _HfTensor(name, shape, undo, transposed)
+        self._entries[target] = entry
 
 
 def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:

@@ -314,7 +314,7 @@ def test_vocabulary_holds_every_tokenizer_key(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "error", "message"),
     [
-        ({"expert_count": ("add_uint32", 8)}, UnknownArchitecture, "mixture of experts"),
+        ({"expert_count": ("add_uint32", 8)}, CorruptCheckpoint, "expert_used_count is missing"),
         ({"attention.value_length": ("add_uint32", 4)}, UnknownArchitecture, "4 values"),
         ({"rope.scaling.attn_factor": ("add_float32", 0.5)}, CheckpointError, "attn_factor is 0.5"),
         ({"attention.key_length": ("add_uint32", 0)}, CorruptCheckpoint, "key_length is 0"),

@@ -1,0 +1,100 @@
+"""Plans of which only config.json is here: the same tensors as with the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.builder.config_only import checkpoint_of_config, is_config_only
+from modelmill.builder.plan import make_plan
+from modelmill.checkpoint.open import open_checkpoint
+from modelmill.cli.main import main
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError
+from tests.models.test_dense_families import CASES
+
+# fields of the published config.json files, and the parameters that their authors count
+PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048,
+            "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
+            "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+            "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "rope_theta": 1e6, "vocab_size": 151936,
+            "torch_dtype": "bfloat16",
+        },
+        30.5, 3.3,
+    ),
+    "Mixtral-8x7B": (
+        {
+            "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+            "rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": 32000, "torch_dtype": "bfloat16",
+        },
+        46.7, 12.9,
+    ),
+}  # fmt: skip
+
+
+def save_config(folder: Path, raw: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_the_authors_count(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, total, active = PUBLISHED[name]
+    folder = save_config(tmp_path / "published", raw)
+    arguments = ["build", str(folder), "--dry-run", "--target", "cpu", "-q", "int4", "--json"]
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] / 1e9 == pytest.approx(total, abs=0.06)
+    assert plan["active_parameters"] / 1e9 == pytest.approx(active, abs=0.06)
+    memory = plan["memory"]
+    assert 0.5 * plan["parameters"] < memory["weights"] < 0.7 * plan["parameters"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_that_of_the_weights(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    case.save(tmp_path / "weights")
+    raw = json.loads((tmp_path / "weights" / "config.json").read_text())
+    folder = save_config(tmp_path / "config", raw)
+    assert is_config_only(folder)
+    assert not is_config_only(tmp_path / "weights")
+    config = BuildConfig(dtype="float32", target="cpu", quantization="int8")
+    planned, expected = (
+        make_plan(checkpoint, config)
+        for checkpoint in (checkpoint_of_config(folder), open_checkpoint(tmp_path / "weights"))
+    )
+    shapes, right = (
+        {(each.module, each.rule.target): (each.shape, each.nbytes) for each in plan.tensors}
+        for plan in (planned, expected)
+    )
+    assert shapes == right
+
+
+def test_without_weights_nothing_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_config(tmp_path / "config", CASES["qwen3_moe"].raw())
+    with pytest.raises(SystemExit, match="1"):
+        main(["build", str(folder), "-o", str(tmp_path / "e")])
+    assert "holds no weights" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        checkpoint_of_config(folder).get("model.embed_tokens.weight")
+
+
+def test_a_model_of_images_is_refused(tmp_path: Path) -> None:
+    folder = save_config(tmp_path / "config", {"model_type": "sam"})
+    with pytest.raises(CheckpointError):
+        checkpoint_of_config(folder)

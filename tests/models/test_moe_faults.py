@@ -1,0 +1,162 @@
+"""Faults of experts that no config makes: acceptance refuses the build and names the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from modelmill.builder import tensor_plan
+from modelmill.models import qwen2_moe
+from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
+from tests.accept.build_and_accept import build_and_accept
+from tests.models.families.qwen2_moe import CASE
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "int4": {"group_size": 32, "method": "nearest"},
+    "smoothquant": {"calibration_samples": 8, "calibration_length": 32},
+}
+
+
+@contextmanager
+def swapped_experts() -> Iterator[None]:
+    """The matrices of experts 0 and 1 in each other's places."""
+    real = qwen2_moe.rules
+
+    def rules(config: Any) -> Any:
+        swap = {".experts.0.": ".experts.1.", ".experts.1.": ".experts.0."}
+        return [
+            replace(rule, target=rule.target.replace(old, new))
+            if (old := next((name for name in swap if name in rule.target), ""))
+            and (new := swap[old])
+            else rule
+            for rule in real(config)
+        ]
+
+    with mock.patch.object(qwen2_moe, "rules", rules):
+        yield
+
+
+@contextmanager
+def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A tensor of the engine that is not the checkpoint's."""
+    real = tensor_plan.apply_rule
+
+    def apply_rule(rule: Any, *args: Any) -> torch.Tensor:
+        tensor = real(rule, *args)
+        return change(tensor) if rule.target == name else tensor
+
+    with mock.patch.object(tensor_plan, "apply_rule", apply_rule):
+        yield
+
+
+@contextmanager
+def changed_module(
+    module: type[torch.nn.Module], forward: Callable[..., torch.Tensor]
+) -> Iterator[None]:
+    """A module that computes something else."""
+    with mock.patch.object(module, "forward", forward):
+        yield
+
+
+def without_shared(self: CombineExperts, routing: torch.Tensor, *args: Any) -> torch.Tensor:
+    return real_combine(self, routing, *args[: self.experts], args[-1])
+
+
+def without_weights(self: CombineExperts, routing: torch.Tensor, *args: Any) -> torch.Tensor:
+    return real_combine(self, (routing > 0).float(), *args)
+
+
+def reversed_tokens(self: ExpertTokens, x: torch.Tensor, routing: torch.Tensor, step: Any) -> Any:
+    return real_tokens(self, x, routing, step).flip(0)
+
+
+def without_sigmoid(
+    self: SharedExpertGate, x: torch.Tensor, out: torch.Tensor, step: Any
+) -> torch.Tensor:
+    del step
+    return out * (x.float() @ self.weight.float().T).to(out.dtype)
+
+
+real_combine, real_tokens = CombineExperts.forward, ExpertTokens.forward
+LAYER = "layers.1.mlp"
+# the fault, the modules one of which is named, and their layer
+FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+    "experts swapped": (
+        swapped_experts,
+        ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"),
+        0,
+    ),
+    "one expert's scale x 1.05": (
+        lambda: changed_tensor(f"{LAYER}.experts.3.down_proj.weight", lambda t: t * 1.05),
+        ("mlp.experts.3.down_proj",),
+        1,
+    ),
+    "gate and up exchanged in one expert": (
+        lambda: changed_tensor(
+            f"{LAYER}.experts.4.gate_up_proj.weight", lambda t: torch.cat(t.chunk(2)[::-1])
+        ),
+        ("mlp.experts.4.gate_proj",),
+        1,
+    ),
+    "router's rows in another order": (
+        lambda: changed_tensor(f"{LAYER}.router.weight", lambda t: t.roll(1, 0)),
+        ("mlp.router",),
+        1,
+    ),
+    "shared expert forgotten": (
+        lambda: changed_module(CombineExperts, without_shared),
+        ("mlp.combine",),
+        0,
+    ),
+    "weights forgotten": (
+        lambda: changed_module(CombineExperts, without_weights),
+        ("mlp.combine",),
+        0,
+    ),
+    "tokens of an expert reversed": (
+        lambda: changed_module(ExpertTokens, reversed_tokens),
+        ("mlp.experts.0.tokens",),
+        0,
+    ),
+    "shared gate without its sigmoid": (
+        lambda: changed_module(SharedExpertGate, without_sigmoid),
+        ("mlp.shared_gate",),
+        0,
+    ),
+    "shared gate x -1": (
+        lambda: changed_tensor(f"{LAYER}.shared_gate.weight", torch.neg),
+        ("mlp.shared_gate",),
+        1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen2_moe")
+    CASE.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recipe"), [("bfloat16", "none"), *(("float32", name) for name in RECIPES)]
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_by_name(
+    fault: str, dtype: str, recipe: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    plant, modules, layer = FAULTS[fault]
+    with plant():
+        report, written = build_and_accept(
+            checkpoint, tmp_path / "e", dtype, recipe, **RECIPES[recipe]
+        )
+    assert not written
+    assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
