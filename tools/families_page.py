@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelmill.checkpoint.gguf_hf import ARCHITECTURES
+from modelmill.checkpoint.gguf_hf import ARCHITECTURES, WITH_EXPERTS
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.registry import module_names
 from modelmill.quant.recipe import recipe_names
@@ -67,7 +67,8 @@ def render() -> dict[Path, str]:
 
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that are read as a family."""
-    return [arch for arch, each in ARCHITECTURES.items() if (each.model_type or arch) == model_type]
+    every = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
+    return [arch for arch, each in every if (each.model_type or arch) == model_type]
 
 
 def compared_with(model_type: str) -> str:

@@ -78,12 +78,16 @@ ARCHITECTURES = {
     "qwen": GgufArchitecture(QWEN_NAMES, "transformer.h"),
     "qwen2": GgufArchitecture(LLAMA_NAMES, "model.layers"),
     "qwen3": GgufArchitecture(LLAMA_NAMES, "model.layers"),
-    "qwen2moe": GgufArchitecture({**QWEN_MOE_NAMES, **SHARED_EXPERT_NAMES}, "model.layers"),
-    "qwen3moe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
+    "qwen2moe": GgufArchitecture({**QWEN_MOE_NAMES, **SHARED_EXPERT_NAMES}, model_type="qwen2_moe"),
+    "qwen3moe": GgufArchitecture(QWEN_MOE_NAMES, model_type="qwen3_moe"),
     "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
     **FURTHER_ARCHITECTURES,
 }
+
+
+WITH_EXPERTS = {"llama": replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES, model_type="mixtral")}
+"""Architectures that are another family where the file has experts."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class GgufAsHf:
         layout = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
         experts = raw.metadata.get("llama.expert_count")
         if arch == "llama" and isinstance(experts, int) and experts > 0:
-            layout = replace(ARCHITECTURES["llama"], names=MIXTRAL_NAMES)
+            layout = WITH_EXPERTS["llama"]
         if layout is None:
             raise UnknownArchitecture(
                 f"{raw.path}: has the GGUF architecture {arch!r}; modelmill reads "
