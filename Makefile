@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels command-line families site lint format clean
+.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels devices command-line families site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -139,6 +139,10 @@ site: .venv-docs/.ready
 # docs/kernels.md from the heads of the kernel files and benchmarks/results; after a new kernel, head or row
 kernels: $(VENV)/.test
 	$(BIN)/python -m tools.kernels_page
+
+# docs/devices.md: which kernels a GPU gets, from their own code
+devices: $(VENV)/.test
+	$(BIN)/python -m tools.devices_page
 
 $(VENV)/bin/python:
 	@$(PYTHON) tools/setup_venv.py create $(VENV)

@@ -15,6 +15,9 @@ from functools import cache
 FULL_ONLY: Mapping[str, Sequence[str]] = {
     # further dtypes, sizes and launch configs of kernels, and compilations of CUDA variants
     "tests/ops/test_implementations.py": ("*-triton-cpu-float16]", "*-triton-cpu-bfloat16]"),
+    "tests/ops/test_gpu_generations.py": (
+        "test_every_variant_compiles_and_fits_into_shared_memory*",
+    ),
     "tests/ops/test_norm_quant.py": ("test_every_form_agrees_with_the_reference*",),
     "tests/ops/test_rptq_linear.py": (
         "test_the_product_is_the_fake_quantized_one[*-2100-*",

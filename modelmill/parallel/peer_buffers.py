@@ -65,9 +65,13 @@ class PeerBuffers:
         """
         addresses: tuple[int, ...] | None = None
         try:
-            from modelmill.ops.triton.communication.custom_all_reduce import AllReduceBuffers
+            from modelmill.ops.triton.communication import custom_all_reduce
 
-            own = cuda_ipc.allocate(8 * AllReduceBuffers.words(size, ROW_WORDS))
+            reason = custom_all_reduce.available(device.type)
+            if reason is not None:
+                raise RuntimeError(reason)
+            words = custom_all_reduce.AllReduceBuffers.words(size, ROW_WORDS)
+            own = cuda_ipc.allocate(8 * words)
             rendezvous.set(f"peer {rank}", cuda_ipc.export_handle(own))
             handles = [bytes(rendezvous.get(f"peer {other}")) for other in range(size)]
             addresses = tuple(

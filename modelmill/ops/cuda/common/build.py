@@ -48,6 +48,8 @@ def available(device_type: str) -> str | None:
         return "CUDA kernels need a GPU"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
+    if torch.version.hip is not None:  # an MI250 is of capability 9.0, too
+        return "the CUDA kernels are written for NVIDIA GPUs, not for AMD's (ROCm)"
     if torch.cuda.get_device_capability() != (9, 0):
         return "the CUDA kernels are written for compute capability 9.0 (H100, H200)"
     compiler = find_compiler()

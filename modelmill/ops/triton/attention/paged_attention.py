@@ -155,8 +155,9 @@ def _decode_config(q: torch.Tensor, k: torch.Tensor, batch: int, keys: int) -> _
     heads, kv_heads = q.shape[1], k.shape[1]
     # One query head per KV head would fill 1/16 of a tensor-core tile, and float32 must not be
     # rounded to tf32: both use vector instructions, one head per program.
-    if heads != kv_heads and q.dtype != torch.float32:
-        block_keys, warps, stages, programs_per_sm = _group_decode_tile(k, q, batch * kv_heads)
+    tile = _group_decode_tile(k, q, batch * kv_heads) if heads != kv_heads else None
+    if tile is not None and q.dtype != torch.float32:
+        block_keys, warps, stages, programs_per_sm = tile
         splits = _num_splits(batch * kv_heads, programs_per_sm, keys, MIN_SPLIT_KEYS, q.device)
         return _DecodeLaunchConfig(True, (block_keys, warps, stages), splits, MIN_SPLIT_KEYS)
     return _DecodeLaunchConfig(
@@ -239,16 +240,30 @@ def _decode(
         )  # fmt: skip
 
 
-def _group_decode_tile(k: torch.Tensor, q: torch.Tensor, pairs: int) -> tuple[int, int, int, int]:
-    """(keys per block, warps, stages, programs per SM) of grouped decode, measured on an H200."""
+def _group_decode_tile(
+    k: torch.Tensor, q: torch.Tensor, pairs: int
+) -> tuple[int, int, int, int] | None:
+    """(keys per block, warps, stages, programs per SM) of grouped decode, measured on an H200.
+
+    None where a group of heads does not fit into shared memory.
+    """
     if k.shape[3] > 128 or q.shape[1] > 16 * k.shape[1]:
-        return MIN_SPLIT_KEYS, 4, 2, 4
+        return _large_group_tile(k.shape[3], q.shape[1] // k.shape[1], max_shared_bytes(q.device))
     if k.dtype == q.dtype:
         return 32, 1, 2, 6
     # int8 is limited by its conversion: with enough programs, one warp per program avoids barriers.
     if k.dtype == torch.int8 and pairs >= 2 * sm_count(q.device):
         return 32, 1, 3, 8
     return MIN_SPLIT_KEYS, 2, 3, 4
+
+
+def _large_group_tile(dim: int, group: int, shared_limit: int) -> tuple[int, int, int, int] | None:
+    """The tile with the most keys whose queries, keys, values and weights fit, of 16 bits each."""
+    block_g, block_d = max(16, power_of_two(group)), power_of_two(dim)
+    for keys in (MIN_SPLIT_KEYS, 32, 16):
+        if 2 * (block_g * block_d + 2 * keys * block_d + block_g * keys) <= shared_limit:
+            return keys, 4, 2, 4
+    return None
 
 
 def _needs_int64(cache: torch.Tensor) -> bool:
@@ -312,8 +327,8 @@ def _prefill_tile(
     # Tiles of 128 queries read the keys half as often, but need enough tiles for an even load.
     tiles = -(-max_query // 128) * pairs
     is_balanced = tiles >= 4 * sm_count(q.device) or max_context >= 2 * max_query
-    if block_d > 128:
-        return 64, 64, 8, 2, None
+    if block_d > 128:  # 104 KiB of shared memory with 64 keys
+        return 64, 64 if max_shared_bytes(q.device) >= 104 << 10 else 32, 8, 2, None
     if max_query <= 64 or not is_balanced:
         return 64, 64, 4, 3, None
     # With 128 registers two programs share an SM: the softmax of one overlaps the products of the

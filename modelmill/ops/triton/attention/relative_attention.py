@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -281,7 +281,12 @@ def global_attention(
 
 
 def _global_config(qkv: torch.Tensor) -> AttentionLaunchConfig:
-    return (16, 0, 4, 1, 0) if qkv.dtype == torch.float32 else (64, 0, 4, 3, 0)
+    if qkv.dtype == torch.float32:
+        return 16, 0, 4, 1, 0
+    # three stages hold two rows of keys and values, beside the queries and the softmax weights
+    queries, width, block_d = 64, qkv.shape[2], sum(split_head_dim(qkv.shape[-1]))
+    three_stages = 2 * (queries * (block_d + width) + 2 * 2 * width * block_d)
+    return queries, 0, 4, 3 if three_stages <= max_shared_bytes(qkv.device) else 2, 0
 
 
 @triton.jit

@@ -18,7 +18,14 @@ DEQUANT_RANGES = (ProblemRange(dtypes=HALF), ProblemRange(m=(1, 16), dtypes=(tor
 
 
 def available(device_type: str) -> str | None:
-    """None if Triton kernels run on this device type ("cuda", "cpu"), else the reason why not."""
+    """None if kernels with PTX or PDL run on this device type ("cuda", "cpu"), else why not."""
+    if device_type == "cuda" and is_amd():
+        return "the kernels use NVIDIA's PTX or PDL: not offered on AMD GPUs (ROCm)"
+    return available_on_any_gpu(device_type)
+
+
+def available_on_any_gpu(device_type: str) -> str | None:
+    """The same for kernels with neither PTX nor PDL, which AMD GPUs run, too."""
     if device_type == "cpu":
         return None if INTERPRETED else "Triton needs a GPU (its interpreter is for tests)"
     if device_type != "cuda":
@@ -27,9 +34,14 @@ def available(device_type: str) -> str | None:
         return "TRITON_INTERPRET=1 is set"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    if torch.cuda.get_device_capability()[0] < 8:
+    if not is_amd() and torch.cuda.get_device_capability()[0] < 8:
         return "the kernels need compute capability 8.0 or newer"
     return None
+
+
+def is_amd() -> bool:
+    """Whether torch is built for ROCm, which calls AMD's GPUs "cuda" and numbers them alike."""
+    return torch.version.hip is not None
 
 
 @functools.lru_cache
@@ -52,13 +64,17 @@ def max_shared_bytes(device: torch.device) -> int:
 @functools.lru_cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether the GPU supports programmatic dependent launch (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if device.type != "cuda" or is_amd():
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.lru_cache
 def supports_fp8(device: torch.device) -> bool:
     """Whether kernels can read and write e4m3 (compute capability ≥ 8.9, interpreter)."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cuda":
+        return True
+    return not is_amd() and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def power_of_two(n: int) -> int:

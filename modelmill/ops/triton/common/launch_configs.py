@@ -127,11 +127,8 @@ def gemm_config(
 ) -> LaunchConfig:
     """(tokens per tile, weight rows per tile, block of K, stages, warps) for several rows."""
     picked = None if configs is None else configs.get(gemm_key(x, weight))
-    return (
-        picked
-        if picked is not None
-        else fit_stages(_default_gemm_config(x, weight), x, weight, max_shared_bytes(x.device))
-    )
+    config = _default_gemm_config(x, weight) if picked is None else picked
+    return fit_stages(config, x, weight, max_shared_bytes(x.device))
 
 
 def _default_gemm_config(x: torch.Tensor, weight: torch.Tensor) -> LaunchConfig:

@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import available_on_any_gpu
 from modelmill.ops.triton.common.device import supports_fp8 as supports_fp8
+
+available = available_on_any_gpu
 
 ROWS_PER_PROGRAM = 8
 ROUND_TO_INT = tl.constexpr(1.5 * 2**23)  # float32 of this size have no fraction

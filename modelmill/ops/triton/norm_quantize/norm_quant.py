@@ -23,8 +23,13 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowRange, is_packed
-from modelmill.ops.triton.common.device import as_rows, power_of_two, sm_count
+from modelmill.ops.row_range import RowProblem, RowRange, is_packed
+from modelmill.ops.triton.common.device import (
+    as_rows,
+    max_shared_bytes,
+    power_of_two,
+    sm_count,
+)
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize.output_dtype import has_dtype, quantizes_wide_rows
@@ -34,9 +39,22 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
+def _quantizes(problem: RowProblem) -> bool:
+    """Whether shared memory also holds the rows that are permuted; the norm's are narrower."""
+    permuted = problem.spec is not None and problem.spec.perm is not None
+    shared_limit = max_shared_bytes(problem.device)
+    gathered = _gather_bytes(problem.width) if permuted else 0
+    return gathered <= shared_limit and quantizes_wide_rows(problem)
+
+
+def _gather_bytes(width: int) -> int:
+    """Shared memory in which a row is permuted, in float32."""
+    return 4 * power_of_two(width)
+
+
 _RANGE = RowRange(same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=has_dtype)
 SUPPORTED_PROBLEMS = (_RANGE,)
-QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=quantizes_wide_rows),)
+QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=_quantizes),)
 
 
 def supports(*args: Any) -> bool:
@@ -61,14 +79,17 @@ def _plan_launch(
     rows: int,
     width: int,
     columns: int,
+    row_bytes: int,
     per_column: bool,
+    permuted: bool,
     dtype: torch.dtype,
     bits: int,
     device: torch.device,
 ) -> NormQuantLaunch:
     """Plan a launch.
 
-    per_column: whether the kernel reads scales, zero-points or a permutation per column.
+    row_bytes: that the kernel reads per column of a row; per_column: whether it reads scales,
+    zero-points or a permutation per column; permuted: a permutation.
     """
     quant_max = 448.0 if dtype is not torch.int8 else float(2 ** (bits - 1) - 1)
     blocks = power_of_two(width), power_of_two(columns)
@@ -84,10 +105,16 @@ def _plan_launch(
         rows_per_program,
         quant_max,
         blocks,
-        3 if rows_per_program > 1 else 1,
+        _num_stages(blocks[0], row_bytes, permuted, device) if rows_per_program > 1 else 1,
         pdl["PDL"],
         options,
     )
+
+
+def _num_stages(block: int, row_bytes: int, permuted: bool, device: torch.device) -> int:
+    """Stages of the loop over rows: up to 3, so many that shared memory holds the loaded rows."""
+    free = max_shared_bytes(device) - (_gather_bytes(block) if permuted else 0)
+    return max(1, min(3, 1 + free // (block * row_bytes)))
 
 
 def rms_norm_quant(
@@ -124,8 +151,9 @@ def rms_norm_quant(
         )
     has_column_scales = factor is not None and factor.numel() > 1
     plan = _plan_launch(
-        rows, width, columns, has_column_scales or perm is not None, dtype, bits, device
-    )
+        rows, width, columns, x.element_size() * (1 if residual is None else 2),
+        has_column_scales or perm is not None, perm is not None, dtype, bits, device,
+    )  # fmt: skip
     strides = (flat.stride(0), flat_residual.stride(0))
     _launcher(
         (plan.programs, 1, 1),

@@ -20,8 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.common.device import available_on_any_gpu
 from modelmill.ops.upsample_masks import Masks, UpsampleMasksInputs
+
+available = available_on_any_gpu
 
 ROWS, BLOCK = 32, 512  # pixels per program
 _OUT_OF_RANGE = 1 << 30

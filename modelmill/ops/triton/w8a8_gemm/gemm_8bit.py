@@ -51,8 +51,8 @@ def _launch_gemm(inputs: Linear8BitInputs, out: torch.Tensor, configs: TunedConf
     tokens, k = x.shape
     n = weight.shape[0]
     picked = None if configs is None else configs.get(launch_configs.gemm_key(x, weight))
-    block_t, block_n, block_k, stages, warps = picked or launch_configs.fit_stages(
-        _launch_config(tokens, n), x, weight, max_shared_bytes(x.device)
+    block_t, block_n, block_k, stages, warps = launch_configs.fit_stages(
+        picked or _launch_config(tokens, n), x, weight, max_shared_bytes(x.device)
     )
     # neighbouring programs share a block of the weight, which is read once from memory; activations
     # stay in the cache

@@ -1,0 +1,310 @@
+"""Calls that reach every variant of the Triton kernels that the package can choose on a GPU.
+
+The largest sizes that ``supports`` lets through and the corners of the choosing code: the tensors
+are on torch's meta device, since only sizes and dtypes decide. Launch configs that an autotune file
+may name come from the implementations' own ``candidates``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from modelmill.ops import registry
+from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
+from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.image_attention import ImageAttentionInputs
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.rope_cos_sin import RopeCosSinInputs
+from modelmill.ops.rptq_linear import RptqLinearInputs
+from modelmill.ops.rptq_quant import RptqQuantInputs
+from modelmill.ops.sample import SampleInputs
+from modelmill.ops.triton.communication import custom_all_reduce
+from modelmill.ops.triton.norm_quantize import gptq_columns
+from modelmill.ops.w8a8_linear import Linear8BitInputs
+from modelmill.parallel.peer_buffers import ROW_WORDS
+
+Problem = tuple[str, Callable[[], Any]]
+BF16, F32, INT8, FP8 = torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
+# rows of a weight: few and many (choices change at 512, 8,192, 16,384 and at 64 per SM)
+FEW, N, MANY = 256, 4096, 32768
+K, UNEVEN_K = 4096, 4160
+# a row count of each bucket
+ROWS = (1, 8, 16, 32, 64, 128, 512)
+# ops without a list of their own, whose cases hold every variant
+BY_CASES = ("upsample_masks",)
+
+
+def problems() -> Iterator[Problem]:
+    """(op, call) of every problem that the current GPU's kernels serve."""
+    for make in (
+        gemm_16bit, gemm_weight_only, gemm_8bit, gemm_clustered, prefill_attention,
+        decode_attention, image_attention, norm_quantize, norms, elementwise, rope, sampling,
+        communication, cases,
+    ):  # fmt: skip
+        yield from make()
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _call(op: str, *args: Any) -> Iterator[Problem]:
+    """One call, if the implementation serves it on this GPU."""
+    module = registry.implementation(op, "triton")
+    assert module is not None, f"Triton implements {op}"
+    if registry.serves(op, "triton", *args):
+        yield op, partial(module.run, *args)
+
+
+def _tuned(op: str, *args: Any) -> Iterator[Problem]:
+    """The call with its default launch config, and with each that autotuning may choose."""
+    module = registry.implementation(op, "triton")
+    assert module is not None, f"Triton implements {op}"
+    if registry.serves(op, "triton", *args):
+        yield op, partial(module.run, *args)
+        x, weight = registry.declarations()[op].operands_of(*args)[:2]
+        key = module.gemm_key(x, weight)
+        for config in module.candidates(key):
+            yield op, partial(module.run, *args, configs={key: config})
+
+
+def gemm_16bit() -> Iterator[Problem]:
+    """Weights of x's dtype; float32 has one row."""
+    for rows in (1, 8, 16):
+        yield from _tuned("linear", tensor(rows, K), tensor(N, K))
+        yield from _call("linear", tensor(rows, K), tensor(MANY, K))
+        yield from _call("linear_swiglu", tensor(rows, K), tensor(N, K))
+    for rows in (1, 16):
+        yield from _call("linear", tensor(rows, UNEVEN_K), tensor(FEW, UNEVEN_K), tensor(FEW))
+    yield from _call("linear", tensor(1, K, dtype=F32), tensor(N, K, dtype=F32))
+
+
+def gemm_weight_only() -> Iterator[Problem]:
+    """Weights of int8, of int8 and int4 in groups, and of fp8 with activations of 16 bits."""
+    scale = tensor(N, dtype=F32)
+    for rows in ROWS:
+        weight = tensor(N, K, dtype=INT8)
+        yield from (_call if rows == 1 else _tuned)("int8_linear", tensor(rows, K), weight, scale)
+    for rows in (8, 64, 512):
+        fp8 = Linear8BitInputs(tensor(rows, K), tensor(N, K, dtype=FP8), scale, None, BF16)
+        yield from _call("fp8_linear", fp8)
+    yield from _call("int8_linear", tensor(16, K, dtype=F32), weight, scale)
+    yield from _call("int8_linear_swiglu", tensor(16, K), weight, scale)
+    yield from _groupwise("int8_group_linear", torch.int8, 1)
+    yield from _groupwise("int4_linear", torch.uint8, 2)
+
+
+def _groupwise(op: str, stored: torch.dtype, per_byte: int) -> Iterator[Problem]:
+    sizes = [(rows, 128, BF16, N) for rows in (16, 32, 64, 512)]
+    sizes += [(16, 128, BF16, MANY), (16, 32, BF16, N), (16, 128, F32, N)]
+    for rows, group, dtype, n in sizes:
+        grid = tensor(n, K // group, dtype=dtype)
+        weight, x = tensor(n, K // per_byte, dtype=stored), tensor(rows, K, dtype=dtype)
+        offset = None if group == 32 else grid
+        yield from _call(op, GroupwiseLinearInputs(x, weight, grid, offset, group))
+
+
+def gemm_8bit() -> Iterator[Problem]:
+    """Weights and activations of int8 or fp8."""
+    for (op, dtype), rows in itertools.product((("w8a8_linear", INT8), ("fp8_linear", FP8)), ROWS):
+        for n in (N, MANY, FEW) if rows < 32 and dtype == INT8 else (N,):
+            tune = _tuned if n == N and rows > 1 and dtype == INT8 else _call
+            scale, x_scale = tensor(n, dtype=F32), tensor(rows, dtype=F32)
+            x, weight = tensor(rows, K, dtype=dtype), tensor(n, K, dtype=dtype)
+            yield from tune(op, Linear8BitInputs(x, weight, scale, x_scale, BF16))
+
+
+def gemm_clustered() -> Iterator[Problem]:
+    """Integers in clusters, with packed and plain weights; groups of a whole row and of 32."""
+    for rows, packed in itertools.product((16, 64, 512), (False, True)):
+        group = 32 if (rows, packed) == (16, True) else K
+        grid = tensor(N, K // group, dtype=F32)
+        step = tensor(rows, K // group, dtype=F32)
+        weight = tensor(N, K // 2, dtype=torch.uint8) if packed else tensor(N, K, dtype=INT8)
+        inputs = RptqLinearInputs(
+            tensor(rows, K, dtype=INT8), weight, grid, grid if packed else None, group, step,
+            None, None, BF16,
+        )  # fmt: skip
+        yield from _call("rptq_linear", inputs)
+
+
+def attention(
+    dtype: torch.dtype, stored: torch.dtype, dim: int, heads: tuple[int, int], batch: int,
+    query: int, context: int, window: int | None = None,
+) -> PagedAttentionInputs:  # fmt: skip
+    """Inputs of ``paged_attention``.
+
+    dtype: of q; stored: of the pages; heads: query heads and KV heads; batch: sequences of
+    ``query`` new tokens and ``context`` keys.
+    """
+    pages = tensor(batch * context // 16, heads[1], 16, dim, dtype=stored)
+    scale = None if stored == dtype else tensor(batch * context // 16, heads[1], 16, dtype=F32)
+    lengths = tensor(batch, dtype=torch.int32)
+    return PagedAttentionInputs(
+        tensor(batch * query, heads[0], dim, dtype=dtype), pages, pages,
+        tensor(batch, context // 16, dtype=torch.int32), tensor(batch + 1, dtype=torch.int32),
+        lengths, query, context, dim**-0.5, window, scale, scale,
+    )  # fmt: skip
+
+
+def prefill_attention() -> Iterator[Problem]:
+    """Prompts of up to 16, up to 64 and more tokens; heads of 128 and 256 channels."""
+    sizes = [(16, 256, BF16, 4096), (4096, 128, BF16, 4096), (4096, 256, BF16, 4096)]
+    sizes += [(64, 128, INT8, 4096), (4096, 128, INT8, 4096), (4096, 256, FP8, 4096)]
+    sizes += [(512, 128, BF16, 512)]  # too few tiles for an even load
+    for query, dim, stored, context in sizes:
+        inputs = attention(BF16, stored, dim, (8, 2), 1, query, context)
+        yield from _call("paged_attention", inputs)
+    for dim, stored in ((128, F32), (256, INT8)):
+        yield from _call("paged_attention", attention(F32, stored, dim, (8, 8), 1, 64, 64))
+
+
+def decode_attention() -> Iterator[Problem]:
+    """One query a sequence: one head or a group of heads a program, with and without splits."""
+    for dim, stored, batch in (
+        (128, BF16, 256),
+        (256, BF16, 1),
+        (128, INT8, 1),
+        (128, INT8, 256),
+        (256, INT8, 1),
+        (128, FP8, 1),
+    ):
+        inputs = attention(BF16, stored, dim, (32, 8), batch, 1, 4096)
+        yield from _call("paged_attention", inputs)
+    for heads in (128, 256):  # of one KV head
+        yield from _call("paged_attention", attention(BF16, BF16, 256, (heads, 1), 1, 1, 4096))
+    for dtype, stored in ((BF16, INT8), (F32, F32)):
+        inputs = attention(dtype, stored, 256, (32, 32), 1, 1, 4096)
+        yield from _call("paged_attention", inputs)
+
+
+def image_attention() -> Iterator[Problem]:
+    """Windows and whole images, with relative positions, a table of biases or none."""
+    images = [(BF16, 80, 64, None), (BF16, 128, 128, None), (F32, 128, 128, None)]
+    images += [(BF16, 80, 64, 14), (F32, 128, 64, 14), (BF16, 128, 96, None)]
+    for dtype, dim, side, window in images:
+        span = side if window is None else window
+        rel = tensor(2 * span - 1, dim, dtype=dtype)
+        fill = tensor(3, 16, dim, dtype=dtype) if side % span else None
+        qkv = tensor(1, side, side, 3, 16, dim, dtype=dtype)
+        relative = ImageAttentionInputs(qkv, 16, window, fill, rel, rel)
+        yield from _call("image_attention", relative)
+    for dtype in (BF16, F32):
+        qkv = tensor(1, 14, 14, 3, 16, 128, dtype=dtype)
+        yield from _call("image_attention", ImageAttentionInputs(qkv, 16, 14, None))
+        bias = tensor(16, 49, dtype=F32)
+        yield from _call("image_attention", ImageAttentionInputs(qkv, 16, 7, None, bias=bias))
+
+
+def norm_quantize() -> Iterator[Problem]:
+    """Norm and quantization in one kernel; the widest rows, also permuted and scaled by column."""
+    for dtype, width in ((BF16, 4096), (BF16, 16384), (F32, 8192), (F32, 16384)):
+        x, weight = tensor(8192, width, dtype=dtype), tensor(width, dtype=dtype)
+        factor, order = tensor(width, dtype=F32), tensor(width, dtype=torch.int32)
+        per_column = ActQuantSpec(INT8, factor, order, order)
+        yield from _call("add_rms_norm_quant", x, x, weight, 1e-6, per_column)
+    for spec in (ActQuantSpec(INT8), ActQuantSpec(FP8), ActQuantSpec(INT8, None, None, order)):
+        yield from _call("rms_norm_quant", tensor(1, width), tensor(width), 1e-6, spec)
+    wide = tensor(2 * width, dtype=torch.int32)
+    for spec in (ActQuantSpec(INT8), ActQuantSpec(INT8, None, None, wide)):
+        yield from _call("quantize", tensor(8192, 2 * width), spec)
+
+
+def norms() -> Iterator[Problem]:
+    """Norms of the widest rows that they support, of one row and of many narrow ones."""
+    for dtype, rows, width in ((BF16, 8192, 1280), (BF16, 1, 16384), (F32, 1, 16384)):
+        x, weight = tensor(rows, width, dtype=dtype), tensor(width, dtype=dtype)
+        yield from _call("add_layer_norm", x, x, weight, weight, 1e-6)
+        inputs = AddLayerNormQuantInputs(x, x, weight, weight, 1e-6, INT8)
+        yield from _call("add_layer_norm_quant", inputs)
+    inputs = AddLayerNormQuantInputs(x, x, weight, weight, 1e-6, FP8)
+    yield from _call("add_layer_norm_quant", inputs)
+    for dtype, rows, width in ((BF16, 1, 32768), (F32, 8192, 32768), (BF16, 8192, 128)):
+        x, weight = tensor(rows, width, dtype=dtype), tensor(width, dtype=dtype)
+        yield from _call("rms_norm", x, weight, 1e-6)
+        yield from _call("add_rms_norm", x, x, weight, 1e-6)
+        yield from _call("layer_norm", x, weight, weight, 1e-6)
+
+
+def elementwise() -> Iterator[Problem]:
+    """Activation functions, with and without an 8-bit output, and GPTQ's columns."""
+    for dtype, rows in ((BF16, 1), (F32, 4096)):
+        x = tensor(rows, 16384, dtype=dtype)
+        for op in ("gelu", "gelu_tanh", "silu_mul"):
+            yield from _call(op, x)
+        for out in (INT8, FP8):
+            yield from _call("gelu_quant", x, out)
+            yield from _call("silu_mul_quant", tensor(rows, 65536, dtype=dtype), out)
+    order, step = tensor(16384, dtype=torch.int32), tensor(16384, dtype=F32)
+    for inputs in (
+        RptqQuantInputs(tensor(16, 32768), order, step, order, 8, 128, gated=True),
+        RptqQuantInputs(tensor(16, 16384, dtype=F32), order, None, None, 4, 8192),
+    ):
+        yield from _call("rptq_quant", inputs)
+    work, block = tensor(N, K, dtype=F32), tensor(N, 128, dtype=F32)
+    args = (work, work, 0, work, work, 16, work, block, False)
+    yield "gptq", partial(gptq_columns.run, *args)
+
+
+def rope() -> Iterator[Problem]:
+    """Rotation and the write to the cache, in each dtype of the pages."""
+    for dtype, stored, dim in (
+        (BF16, BF16, 128),
+        (BF16, INT8, 256),
+        (BF16, FP8, 128),
+        (F32, F32, 256),
+    ):
+        pages = tensor(64, 8, 16, dim, dtype=stored)
+        scale = None if stored == dtype else tensor(64, 8, 16, dtype=F32)
+        angle, norm = tensor(16, dim // 2, dtype=F32), tensor(dim, dtype=dtype)
+        inputs = RopeCacheInputs(
+            pages, pages, tensor(16, dtype=torch.int32), 32, angle, angle,
+            tensor(16, dtype=F32), norm, norm, 1e-6, scale, scale,
+        )  # fmt: skip
+        yield from _call("rope_cache", tensor(16, 48 * dim, dtype=dtype), inputs)
+    for dtype, rows in ((BF16, 1), (F32, 32)):
+        index, table = tensor(300, dtype=torch.int64), tensor(rows, 64, dtype=F32)
+        logn = None if rows == 1 else 4096
+        yield from _call("rope_cos_sin", RopeCosSinInputs(index, index, table, 1.0, logn, dtype))
+
+
+def sampling() -> Iterator[Problem]:
+    """The largest vocabulary and an ordinary one, for many rows and for one."""
+    for rows, vocab in ((1, 151936), (64, (1 << 22) - 1)):
+        logits, row = tensor(rows, vocab, dtype=F32), tensor(rows, dtype=F32)
+        top_k, noise = tensor(rows, dtype=torch.int32), tensor(rows, dtype=torch.float64)
+        yield from _call("argmax", logits)
+        yield from _call("sample", SampleInputs(logits, row, top_k, row, row, noise))
+
+
+def communication() -> Iterator[Problem]:
+    """Sums and columns of 8 ranks."""
+    counters, abort = tensor(128, dtype=torch.int32), tensor(1, dtype=torch.int32)
+    addresses = tuple(1 << 40 | rank << 32 for rank in range(8))
+    buffers = custom_all_reduce.AllReduceBuffers(0, addresses, counters, abort, ROW_WORDS)
+    for dtype in (BF16, F32):
+        x, weight = tensor(16, 8192, dtype=dtype), tensor(8192, dtype=dtype)
+        reduce, gather = custom_all_reduce.all_reduce_rows, custom_all_reduce.all_gather_columns
+        for norm in (None, (x, weight, 1e-6)):
+            yield "all_reduce", partial(reduce, x, norm, buffers)
+        starts = tensor(9, dtype=torch.int32)
+        yield "all_gather", partial(gather, x, starts, (8192,) * 8, buffers)
+
+
+def cases() -> Iterator[Problem]:
+    """The ops' own cases."""
+    for op, dtype in itertools.product(BY_CASES, (BF16, F32)):
+        module = registry.implementation(op, "triton")
+        assert module is not None, f"Triton implements {op}"
+        for case in import_module(f"modelmill.ops.{op}").cases("cpu", dtype):
+            if registry.serves(op, "triton", **case.args):
+                yield op, partial(registry.by_name(op, module.run), **case.args)
