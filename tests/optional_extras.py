@@ -41,7 +41,7 @@ def missing_extra_reason(error: BaseException) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         module = (error.name or "").partition(".")[0]
         if module in EXTRA_OF and is_missing(module):
-            return f"needs {module}: pip install 'modelmill[{EXTRA_OF[module]}]'"
+            return f"needs {module}: pip install -e '.[{EXTRA_OF[module]}]'"
     return (
         str(error) if isinstance(error, MissingDependency) and _missing_extra(str(error)) else None
     )
@@ -55,7 +55,7 @@ def skip_if_extra_missing(stderr: str) -> None:
 
 
 def _missing_extra(line: str) -> bool:
-    named = re.search(r"pip install '?modelmill\[([a-z,]+)\]", line)
+    named = re.search(r"pip install -e '[^']*\[([a-z,]+)\]'", line)
     extras = named[1].split(",") if named else []
     return any(is_missing(module) for extra in extras for module in EXTRAS.get(extra, ()))
 

@@ -9,7 +9,7 @@ import pytest
 from modelmill.core.errors import MissingDependency
 from tests import optional_extras
 
-ASKED = "--x needs it; install it with: pip install 'modelmill[some]'"
+ASKED = "--x needs it; install it with: pip install -e '.[some]'"
 IMPORT = "from modelmill.core.errors import MissingDependency"
 
 
@@ -23,7 +23,7 @@ def test_what_is_an_absent_extra() -> None:
     absent = ModuleNotFoundError("No module named 'no_such_extra.part'", name="no_such_extra.part")
     assert (
         optional_extras.missing_extra_reason(absent)
-        == "needs no_such_extra: pip install 'modelmill[some]'"
+        == "needs no_such_extra: pip install -e '.[some]'"
     )
     assert optional_extras.missing_extra_reason(MissingDependency(ASKED)) == ASKED
     optional_extras.skip_if_extra_missing("modelmill: all is well\n")
@@ -38,7 +38,7 @@ def test_what_is_an_absent_extra() -> None:
         ModuleNotFoundError("No module named 'pytest.nothing'", name="pytest.nothing"),
         ImportError("cannot import name 'x' from 'no_such_extra'", name="no_such_extra"),
         MissingDependency("--device cuda: this torch sees no such GPU"),
-        AssertionError("pip install 'modelmill[some]'"),
+        AssertionError("pip install -e '.[some]'"),
     ],
 )
 def test_what_is_a_failure(error: Exception) -> None:

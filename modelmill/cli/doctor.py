@@ -32,11 +32,11 @@ REQUIRED_PACKAGES = (
     "huggingface_hub",
 )
 EXTRAS = {
-    "triton": ("fast kernels on a GPU", "pip install 'modelmill[gpu]'"),
-    "pynvml": ("readings of the GPU", "pip install 'modelmill[gpu]'"),
-    "transformers": ("--reference", "pip install 'modelmill[eval]'"),
-    "rouge_score": ("summarize", "pip install 'modelmill[eval]'"),
-    "matplotlib": ("--plot", "pip install 'modelmill[report]'"),
+    "triton": ("fast kernels on a GPU", "gpu"),
+    "pynvml": ("readings of the GPU", "gpu"),
+    "transformers": ("--reference", "eval"),
+    "rouge_score": ("summarize", "eval"),
+    "matplotlib": ("--plot", "report"),
 }
 DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "rouge_score": "rouge-score"}
 COMPILERS = ("c++", "g++", "clang++")
@@ -191,8 +191,9 @@ def _missing_packages(torch: Any) -> list[dict[str, Any]]:
         if find_spec(name) is None
     ]
     on_gpu = torch.cuda.is_available()
-    for name, (needs, get) in EXTRAS.items():
+    for name, (needs, extra) in EXTRAS.items():
         if find_spec(name) is None and (on_gpu or name not in ("triton", "pynvml")):
+            get = packages.install_command(extra)
             absent.append({"name": name, "needs": needs, "get": get})
     if _cpu_kernels()["origin"] is None and _compiler() is None:
         get = "apt install g++ (or set CXX), or install a wheel for this machine"

@@ -15,7 +15,7 @@ from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import print_note
 from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
-from modelmill.core.packages import require
+from modelmill.core.packages import install_command, require
 
 if TYPE_CHECKING:
     from modelmill.serve.engine_client import EngineClient
@@ -118,7 +118,7 @@ def run(args: Args) -> int:
         from modelmill.serve.server import Server
     except ModuleNotFoundError as missing:
         raise MissingDependency(
-            f"serve needs {missing.name}; install it with: pip install 'modelmill[serve]'"
+            f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
     place, names = _server_options(args), _model_names(args)
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))

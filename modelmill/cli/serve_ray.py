@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from modelmill.cli.output import show_progress
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.core.packages import install_command
 
 if TYPE_CHECKING:
     from modelmill.cli.serve import Args
@@ -43,7 +44,7 @@ def serve_replicas(
         )
     if find_spec("ray") is None:
         raise MissingDependency(
-            "--ray needs ray; install it with: pip install 'modelmill[serve,ray]'"
+            f"--ray needs ray; install it with: {install_command('serve', 'ray')}"
         )
     plan = ReplicaSpec(
         tuple(names),

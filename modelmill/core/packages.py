@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from modelmill.core.errors import MissingDependency
 
 PACKAGE_NAME = "modelmill"
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout, or where packages are installed
 INTERPRETER_NAME = "Python"
 
 
@@ -44,8 +46,32 @@ def require(feature: str, module: str, extra: str) -> None:
     if find_spec(module) is None:
         package = module.replace("_", "-")
         raise MissingDependency(
-            f"{feature} needs {package}; install it with: pip install 'modelmill[{extra}]'"
+            f"{feature} needs {package}; install it with: {install_command(extra)}"
         )
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras of this modelmill, which no package index has.
+
+    In a checkout it installs the checkout; elsewhere it names the packages, as the installed
+    metadata does.
+    """
+    if (ROOT / "pyproject.toml").is_file():
+        return f"pip install -e '{ROOT}[{','.join(extras)}]'"
+    named = dict.fromkeys(line for extra in extras for line in _packages_of(extra))
+    return " ".join(["pip install", *(f"'{line}'" for line in named)])
+
+
+def _packages_of(extra: str) -> Iterator[str]:
+    """Yield the packages of an extra with their tested ranges, as pip takes them."""
+    from packaging.requirements import Requirement
+
+    for line in metadata.requires(PACKAGE_NAME) or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": extra}):
+            parts = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+            yield f"{requirement.name}{parts}{sort_range(str(requirement.specifier))}"
 
 
 def untested_versions() -> list[UntestedVersion]:

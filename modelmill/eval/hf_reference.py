@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core.errors import MissingDependency, TensorMismatch, UnknownArchitecture
+from modelmill.core.packages import install_command
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -130,7 +131,7 @@ def load_reference(
         import transformers
     except ImportError:
         raise MissingDependency(
-            "the reference needs transformers; pip install 'modelmill[eval]'"
+            f"the reference needs transformers; install it with: {install_command('eval')}"
         ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelmill.core.errors import MissingDependency
+from modelmill.core.packages import install_command
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -93,7 +94,7 @@ class RougeScorer:
             from rouge_score import rouge_scorer
         except ImportError:
             raise MissingDependency(
-                "ROUGE needs rouge-score; pip install 'modelmill[eval]'"
+                f"ROUGE needs rouge-score; install it with: {install_command('eval')}"
             ) from None
         self._scorer: Any = rouge_scorer.RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 

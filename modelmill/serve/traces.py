@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from modelmill import __version__
 from modelmill.core.errors import MissingDependency, UsageError
+from modelmill.core.packages import install_command
 from modelmill.serve.request_handle import RequestHandle
 
 TRACER_NAME = "modelmill.serve"
@@ -71,8 +72,7 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as missing:
             raise MissingDependency(
-                f"--otlp-endpoint needs {missing.name}; install it with: pip install "
-                "'modelmill[otel]'"
+                f"--otlp-endpoint needs {missing.name}; install it with: {install_command('otel')}"
             ) from None
         resource = Resource.create({"service.name": "modelmill", "service.version": __version__})
         provider = TracerProvider(resource=resource)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import MissingDependency, RequestError
+from modelmill.core.packages import install_command
 from modelmill.core.quoting import one_line
 from modelmill.core.types import Grammar
 from modelmill.text.messages import check_data
@@ -311,7 +312,7 @@ def _library() -> Any:
         import llguidance
     except ModuleNotFoundError:
         raise MissingDependency(
-            "structured output needs llguidance: pip install 'modelmill[serve]'"
+            f"structured output needs llguidance; install it with: {install_command('serve')}"
         ) from None
     return llguidance
 

@@ -33,7 +33,7 @@ def chromium() -> Iterator[Any]:
     """The browser; a skip that says what is missing."""
     playwright = pytest.importorskip(
         "playwright.sync_api",
-        reason="needs playwright: pip install 'modelmill[browser]'",
+        reason="needs playwright: pip install -e '.[browser]'",
         exc_type=ImportError,
     )
     path = next(

@@ -50,7 +50,7 @@ def test_an_absent_extra_is_said_first(
     assert out == ""
     assert err.count("\n") == 1
     assert f"{flag} needs {module.replace('_', '-')}" in err
-    assert "pip install 'modelmill[" in err
+    assert "; install it with: pip install -e '" in err
 
 
 @pytest.mark.parametrize("name", ["x.nope", "."])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from email.message import Message
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,7 +80,7 @@ def test_a_source_tree_alone_has_no_ranges(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_needed_is_said_with_the_way_out() -> None:
     require("--plot", "json", "report")
     with pytest.raises(
-        MissingDependency, match=r"--plot needs no-such-package; .* 'modelmill\[report\]'"
+        MissingDependency, match=r"--plot needs no-such-package; .* -e '.*\[report\]'"
     ):
         require("--plot", "no_such_package", "report")
 
@@ -115,3 +117,75 @@ def test_pinned_versions_lie_inside_the_ranges() -> None:
         assert version is None or requirement.specifier.contains(version), (
             f"{line}, constraints.txt has {version}"
         )
+
+
+def test_extras_of_a_checkout_are_installed_from_its_folder() -> None:
+    assert packages.install_command("serve", "ray") == f"pip install -e '{ROOT}[serve,ray]'"
+
+
+def test_extras_of_a_wheel_are_named_package_by_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(packages, "ROOT", tmp_path)  # as site-packages: no pyproject.toml
+    requires = [
+        "torch<2.16,>=2.11",
+        'fastapi<0.166,>=0.120; extra == "serve"',
+        'uvicorn<0.55,>=0.35; extra == "serve"',
+        'ray[serve]<2.61,>=2.60; extra == "ray"',
+        'gguf<1; extra == "test"',
+    ]
+    _pretend(monkeypatch, requires, {})
+    assert packages.install_command("serve", "ray") == (
+        "pip install 'fastapi>=0.120,<0.166' 'uvicorn>=0.35,<0.55' 'ray[serve]>=2.60,<2.61'"
+    )
+
+
+def test_every_extra_of_the_project_has_a_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requires = [f"{line}; extra == {extra!r}" for extra in extras for line in extras[extra]]
+    _pretend(monkeypatch, requires, {})
+    monkeypatch.setattr(packages, "ROOT", tmp_path)
+    for extra, lines in extras.items():
+        command = packages.install_command(extra)
+        assert command.count("'") == 2 * len(lines), extra
+
+
+FROM_AN_INDEX = re.compile(r"pip install[^\n`&]*?[\s'\"]modelmill(?![\w./-])")
+HINTS = (
+    "modelmill",
+    "docs",
+    "examples",
+    "tools",
+    "tests",
+    "docker",
+    "deploy",
+    "README.md",
+    "Makefile",
+)  # noqa: E501
+
+
+@pytest.mark.parametrize("place", HINTS)
+def test_no_hint_takes_modelmill_from_an_index(place: str) -> None:
+    """None has it; a hint must work from a clone or a wheel."""
+    root = ROOT / place
+    files = [root] if root.is_file() else [path for path in root.rglob("*") if path.is_file()]
+    texts = {
+        path: path.read_text()
+        for path in files
+        if path.suffix in (".py", ".md", ".Dockerfile", ".yml", ".yaml", "")
+        and "__pycache__" not in path.parts
+        and path != Path(__file__)
+    }
+    assert texts
+    hits = {str(path): FROM_AN_INDEX.findall(text) for path, text in texts.items()}
+    assert {path: names for path, names in hits.items() if names} == {}
+
+
+def test_a_hint_that_takes_it_from_an_index_is_seen() -> None:
+    for hint in ("'modelmill[serve]'", "modelmill", "-U modelmill[gpu]"):
+        assert FROM_AN_INDEX.search(f"`pip install {hint}`"), hint
+    for hint in ("-e '.[serve]'", "modelmill-0.1.0.whl", ". && modelmill serve", "./modelmill"):
+        assert not FROM_AN_INDEX.search(f"pip install {hint}"), hint

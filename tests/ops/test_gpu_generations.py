@@ -88,9 +88,9 @@ def launched_kernels() -> set[str]:
 
 
 def test_the_launched_kernels_are_those_that_a_reader_finds() -> None:
-    found = launched_kernels()
-    assert "attention.paged_prefill.paged_prefill_kernel" in found
-    assert "common.pdl.pdl_wait" not in found, "a device function"
+    kernels = launched_kernels()
+    assert "attention.paged_prefill.paged_prefill_kernel" in kernels
+    assert "common.pdl.pdl_wait" not in kernels, "a device function"
 
 
 @pytest.mark.parametrize(("generation", "keys"), [(SMALL, 32), (LARGE, 64)])

@@ -69,7 +69,7 @@ def test_float64_is_left_to_the_reference(op: str) -> None:
     """No GPU kernel accumulates in float64: it would fail to compile or silently round."""
     module = registry.implementations(op).get("triton")
     if module is None:
-        pytest.skip("needs triton: pip install modelmill[gpu]")
+        pytest.skip("needs triton: pip install -e '.[gpu]'")
     served = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         cases = import_module(f"modelmill.ops.{op}").cases("cpu", dtype)

@@ -22,7 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def kernel(device: str) -> Any:
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton: pip install modelmill[gpu]")
+        pytest.skip("needs triton: pip install -e '.[gpu]'")
     from modelmill.ops.triton.norm_quantize import gptq_columns
 
     reason = gptq_columns.available(device)

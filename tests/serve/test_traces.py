@@ -19,9 +19,7 @@ from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.traces import Traces, _span_events
 from tests.serve.service_thread import ServiceThread
 
-pytest.importorskip(
-    "opentelemetry.sdk", reason="needs the extra otel: pip install 'modelmill[otel]'"
-)
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install -e '.[otel]'")
 
 SECRET = "Once upon a secret time"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -121,7 +121,7 @@ def draw_svg(path: Path, bars: Bars, title: str, axis: str, target: float | None
 
     target: a line across all.
 
-    Raises ImportError without matplotlib (``pip install 'modelmill[report]'``).
+    Raises ImportError without matplotlib (the extra ``report``).
     """
     import matplotlib
 
