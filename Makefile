@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser verify conformance performance kernels devices command-line families site lint format clean
+.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -79,6 +79,11 @@ test-triton: .venv-triton/.ready
 	.venv-triton/bin/python tools/setup_venv.py install .venv-triton test
 	.venv-triton/bin/python -m pip install -q --no-deps -r tests/export/requirements.txt
 	@touch $@
+
+# wheel and sdist in new environments outside the checkout: demo, server, page, first compilation, and without a compiler;
+# several GB in /tmp and about ten minutes for each Python
+clean-room:
+	$(PYTHON) tools/clean_room.py $(if $(PYTHONS),--python $(PYTHONS)) $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT))
 
 # two replicas behind Ray Serve on this machine, under load, while one is killed; in a .venv of its own
 test-ray: .venv-ray/.ready

@@ -164,7 +164,7 @@ HINTS = (
     "deploy",
     "README.md",
     "Makefile",
-)  # noqa: E501
+)
 
 
 @pytest.mark.parametrize("place", HINTS)

@@ -186,7 +186,7 @@ def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(MissingDependency, match=r"modelmill\[otel\]"):
+    with pytest.raises(MissingDependency, match=r"-e .*\[otel\]"):
         Traces.export_to("http://localhost:4318")
 
 

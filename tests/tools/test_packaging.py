@@ -62,9 +62,12 @@ def test_the_source_distribution_takes_the_files_at_the_root() -> None:
     there = {
         p.name
         for p in ROOT.iterdir()
-        if p.is_file() and p.suffix in ("", ".md", ".txt", ".toml", ".py")
+        if p.is_file() and p.suffix in ("", ".md", ".txt", ".toml", ".py", ".json", ".yml")
     }
-    assert {name for name in there if not name.startswith(".")} - {"PKG-INFO"} <= set(words)
+    hidden = {".clang-format", ".dockerignore", ".gitignore", ".pre-commit-config.yaml"}
+    assert hidden <= {p.name for p in ROOT.iterdir()}, "what linters and builds read"
+    visible = {name for name in there if not name.startswith(".")}
+    assert hidden | visible - {"PKG-INFO"} <= set(words)
 
 
 def test_the_licence_is_an_expression_and_a_file() -> None:
