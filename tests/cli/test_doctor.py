@@ -1,11 +1,13 @@
-"""What ``modelmill doctor --report`` prints for an issue."""
+"""What ``modelmill doctor`` says of kernels, and prints for an issue with ``--report``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from modelmill.cli import doctor
 from modelmill.cli.main import execute
 
 
@@ -22,3 +24,17 @@ def test_the_report_for_an_issue_has_the_versions_and_no_path(
     assert "rms_norm" in text
     assert str(Path.home()) not in text
     assert "/usr/" not in text
+
+
+def test_on_an_amd_gpu_each_kernel_that_is_not_offered_has_its_reason() -> None:
+    pytest.importorskip("triton")
+    from tools.gpu_generations import GENERATIONS, fake_gpu
+
+    with fake_gpu(GENERATIONS[0], hip="6.4"):
+        rows = {row["op"]: row for row in doctor._kernels(torch) if row["device"] == "cuda"}
+    attention = rows["paged_attention"]
+    assert attention["chosen"] == "torch"
+    assert attention["available"] == ["torch"]
+    assert "not offered on AMD GPUs (ROCm)" in attention["unavailable"]["triton"]
+    assert "not for AMD's (ROCm)" in attention["unavailable"]["cuda"]
+    assert rows["upsample_masks"]["chosen"] == "triton", "it has neither PTX nor PDL"
