@@ -69,7 +69,7 @@ class Report:
         print(f"{room}: {name} …", flush=True)
         began = time.monotonic()
         try:
-            outcome, passed = action() or "passed", True
+            outcome, passed = " ".join((action() or "passed").split()), True
         except (StepFailed, OSError, subprocess.TimeoutExpired) as problem:
             outcome, passed = f"FAILED: {' '.join(str(problem).split())[:400]}", False
         self.steps.append(Step(room, name, outcome, time.monotonic() - began))

@@ -21,6 +21,7 @@ import torch
 
 pytest.importorskip("triton")
 from modelmill.ops import registry
+from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.triton.attention import paged_attention, relative_attention
 from modelmill.ops.triton.norm_quantize import norm_quant
 from tests.source_files import parse
@@ -121,6 +122,20 @@ def test_global_attention_keeps_fewer_rows_of_keys_where_shared_memory_is_small(
         with fake_gpu(generation):
             stages.append(relative_attention._global_config(qkv)[3])
     assert stages == [2, 3]
+
+
+def test_windows_whose_offsets_do_not_fit_go_to_the_reference() -> None:
+    served = {}
+    for side in (14, 64, 96, 160, 300):
+        rel = torch.empty(2 * side - 1, 128, dtype=torch.bfloat16, device="meta")
+        qkv = torch.empty(1, side, side, 3, 1, 128, dtype=torch.bfloat16, device="meta")
+        inputs = ImageAttentionInputs(qkv, 1, None, None, rel, rel)
+        for generation in (SMALL, LARGE):
+            with fake_gpu(generation):
+                serves = registry.serves("image_attention", "triton", inputs)
+            served[side, generation.arch] = serves
+    assert {side for side, arch in served if served[side, arch]} == {14, 64, 96, 160}
+    assert not served[160, "sm_86"]
 
 
 def test_wide_permuted_rows_are_loaded_in_fewer_stages_and_never_beyond_shared_memory() -> None:

@@ -35,6 +35,8 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 LOG2E = tl.constexpr(1.4426950408889634)
 # queries, keys, warps, stages of a program; maximum registers per thread, or 0
 AttentionLaunchConfig = tuple[int, int, int, int, int]
+MAX_QUERIES = 64  # of a program
+OTHER_TILES_BYTES = 32 << 10
 
 
 def split_head_dim(dim: int) -> tuple[int, int]:
@@ -59,14 +61,27 @@ def relative_attention(
     Other arguments as in ``ops.image_attention``.
     """
     rel_h, rel_w = rel_h.to(qkv.dtype).contiguous(), rel_w.to(qkv.dtype).contiguous()
-    if (
-        window == (qkv.shape[1], qkv.shape[2])
-        and window[1] in (16, 32, 64, 128)
-        and window[0] >= 16
-    ):
+    if _is_global(qkv, window):
         global_attention(qkv, rel_h, rel_w, out)
     else:
         windowed_attention(qkv, window, fill, rel_h, rel_w, out)
+
+
+def _is_global(qkv: torch.Tensor, window: tuple[int, int]) -> bool:
+    whole = window == (qkv.shape[1], qkv.shape[2])
+    return whole and window[1] in (16, 32, 64, 128) and window[0] >= 16
+
+
+def fits(qkv: torch.Tensor, window: tuple[int, int]) -> bool:
+    """Whether a window's table of offsets fits into shared memory, beside queries and keys.
+
+    It is read from there, and its products with the queries are gathered there in float32.
+    """
+    if _is_global(qkv, window):
+        return True
+    offsets = power_of_two(2 * max(window) - 1)
+    row_bytes = max(qkv.element_size() * sum(split_head_dim(qkv.shape[-1])), 4 * MAX_QUERIES)
+    return offsets * row_bytes + OTHER_TILES_BYTES <= max_shared_bytes(qkv.device)
 
 
 def windowed_attention(
@@ -101,8 +116,11 @@ def windowed_attention(
 def _windowed_config(tokens: int, qkv: torch.Tensor) -> AttentionLaunchConfig:
     if qkv.dtype == torch.float32:
         return 16, 16, 4, 1, 0
-    # with 128 registers a fourth program fits on an SM: 48 to 44 µs for ViT-H
-    return (64, 64, 4, 2, 128) if tokens > 64 else (64, 32, 4, 1, 0)
+    if tokens <= 64:
+        return 64, 32, 4, 1, 0
+    # with 128 registers a fourth program fits on an SM: 48 to 44 µs for ViT-H; the products with
+    # the offsets of a large window need more
+    return 64, 64, 4, 2, 128 if tokens <= 64 * 64 else 0
 
 
 @triton.constexpr_function
