@@ -191,6 +191,7 @@ def image_attention() -> Iterator[Problem]:
     """Windows and whole images, with relative positions, a table of biases or none."""
     images = [(BF16, 80, 64, None), (BF16, 128, 128, None), (F32, 128, 128, None)]
     images += [(BF16, 80, 64, 14), (F32, 128, 64, 14), (BF16, 128, 96, None)]
+    images += [(BF16, 64, 14, 7)]
     for dtype, dim, side, window in images:
         span = side if window is None else window
         rel = tensor(2 * span - 1, dim, dtype=dtype)

@@ -42,9 +42,9 @@ _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 def _quantizes(problem: RowProblem) -> bool:
     """Whether shared memory also holds the rows that are permuted; the norm's are narrower."""
     permuted = problem.spec is not None and problem.spec.perm is not None
-    shared_limit = max_shared_bytes(problem.device)
-    gathered = _gather_bytes(problem.width) if permuted else 0
-    return gathered <= shared_limit and quantizes_wide_rows(problem)
+    if permuted and _gather_bytes(problem.width) > max_shared_bytes(problem.device):
+        return False
+    return quantizes_wide_rows(problem)
 
 
 def _gather_bytes(width: int) -> int:
