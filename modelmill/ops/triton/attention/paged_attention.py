@@ -34,6 +34,7 @@ LOG2E = 1.4426950408889634
 MIN_SPLIT_KEYS = 64  # minimum keys of a split
 MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
 MAX_SPLITS = 64
+MAX_GROUP = 128  # query heads of a KV head that one program computes
 MIN_DIM, MAX_DIM = 8, 256  # channels of a head
 SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mixed batch
 
@@ -260,7 +261,7 @@ def _group_decode_tile(
 def _large_group_tile(dim: int, group: int, shared_limit: int) -> tuple[int, int, int, int] | None:
     """The tile with the most keys whose queries, keys, values and weights fit, of 16 bits each."""
     block_g, block_d = max(16, power_of_two(group)), power_of_two(dim)
-    for keys in (MIN_SPLIT_KEYS, 32, 16):
+    for keys in (MIN_SPLIT_KEYS, 32, 16) if block_g <= MAX_GROUP else ():
         if 2 * (block_g * block_d + 2 * keys * block_d + block_g * keys) <= shared_limit:
             return keys, 4, 2, 4
     return None
