@@ -1,4 +1,15 @@
-"""Activations quantized to 8 (or 4) bits in clustered order, the input of ``rptq_linear``."""
+"""Activations quantized to 8 (or 4) bits in clustered order, the input of ``rptq_linear``.
+
+Steps are static, dynamic, or static with a fallback per token and group: where the integers of a
+token would leave the range, that group of the token gets a longer step instead of being clipped.
+With v = round(x · inv_scale) + zero_point, not clamped, and most = max(max |v| of the group, max),
+
+    q = round(v · (max / most)),    step[t, g] = group_step[g] · (most / max)
+
+so that q is the static integer where none leaves ±max, and ``rptq_linear`` takes the steps as
+those of a token and group, its constant for the zero-points unchanged: step · q is group_step · v.
+v is an integer, so that every backend finds the same one, and with it the same ``most`` and q.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +43,8 @@ class RptqQuantInputs(NamedTuple):
         bits: 8 or 4.
         group: columns of a group.
         gated: quantize silu(first half) · second half, rounded to x's dtype, instead of x.
+        group_step: [P / group] float32, the static step of each group, for the fallback; it takes
+            inv_scale and zero_point. None: static scales clip.
     """
 
     x: torch.Tensor
@@ -41,6 +54,7 @@ class RptqQuantInputs(NamedTuple):
     bits: int
     group: int
     gated: bool = False
+    group_step: torch.Tensor | None = None
 
 
 def _problem(
@@ -51,7 +65,10 @@ def _problem(
     bits: int,
     group: int,
     gated: bool,
+    group_step: torch.Tensor | None,
 ) -> RowProblem:
+    has_own_steps = inv_scale is None or group_step is not None
+    group = group if has_own_steps else 0
     spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
     return row_problem(x, spec=spec, group=group, gated=gated)
 
@@ -63,22 +80,28 @@ def rptq_quant(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | No
     """Permute x into clusters and quantize it.
 
     Returns:
-        (q [T, P] int8, step [T, P / group] float32 or None if static).
+        (q [T, P] int8, step [T, P / group] float32 or None if static without fallback).
     """
-    x, perm, inv_scale, zero_point, bits, group, gated = inputs
+    x, perm, inv_scale, zero_point, bits, group, gated, group_step = inputs
     if gated:
         gate, up = x.chunk(2, -1)
         x = F.silu(gate) * up
-    if inv_scale is not None:
+    if inv_scale is not None and group_step is None:
         spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
         return quantize_rows(x, spec)[0], None
     max_value = quant_range(torch.int8, bits, has_zero_point=False)[1]
-    clustered = torch.where(perm >= 0, x.float()[:, perm.clamp(min=0).long()], 0.0).view(
-        x.shape[0], -1, group
-    )
-    amax = clustered.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX)
-    q = (clustered * (max_value / amax)).round().clamp(-max_value, max_value)
-    return q.to(torch.int8).view(x.shape[0], -1), (amax / max_value)[..., 0]
+    clustered = x.float()[:, perm.clamp(min=0).long()]
+    if group_step is not None:
+        assert inv_scale is not None and zero_point is not None, "a fallback of static scales"  # noqa: PT018
+        clustered = (clustered * inv_scale).round() + zero_point
+    clustered = torch.where(perm >= 0, clustered, 0.0).view(x.shape[0], -1, group)
+    min_amax = MIN_AMAX if group_step is None else max_value
+    amax = clustered.abs().amax(-1, keepdim=True).clamp(min=min_amax)
+    # torch computes number / tensor as number · reciprocal: two roundings, kernels have one
+    inverse = torch.full_like(amax, max_value) / amax
+    q = (clustered * inverse).round().clamp(-max_value, max_value)
+    step = (amax / max_value)[..., 0]
+    return q.to(torch.int8).view(x.shape[0], -1), step if group_step is None else step * group_step
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -141,6 +164,12 @@ def cases_for_shapes(
             name = f"{rows}x{width} a{bits}{' gated' if gated else ''}"
             yield Case(f"{name} static", shared | static, nbytes(x) + rows * len(order))
             steps = 4 * rows * (len(order) // group)  # one float32 per cluster
+            group_step = torch.rand(len(order) // group, generator=generator) / 64
+            yield Case(
+                f"{name} fallback",
+                shared | static | {"group_step": group_step.to(device)},
+                nbytes(x) + rows * len(order) + steps,
+            )
             yield Case(
                 f"{name} dynamic",
                 shared | {"inv_scale": None, "zero_point": None},

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from modelmill.core import env
 from modelmill.core.errors import MissingDependency
-from modelmill.ops import int8_group_linear, registry
+from modelmill.ops import int8_group_linear, registry, rptq_quant
 from modelmill.ops.case import Case, randn
 from modelmill.ops.cpu.common import build, prebuilt
 from modelmill.ops.cpu.common.gemm import gemm_function
@@ -427,6 +427,39 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
     )[:, 0]
     for actual in (as_weights, as_inputs):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_steps_lengthened_for_a_token_are_the_references_to_the_bit(rows: int, isa: str) -> None:
+    """Else an integer that falls to the other side would look like a fault in acceptance."""
+    shapes = [(rows, 300, 32), (rows, 576, 32)]
+    found = [
+        RptqQuantInputs(**case.args)
+        for case in rptq_quant.cases_for_shapes(shapes, "cpu", torch.float32)
+        if case.name.endswith("fallback") and not case.args["gated"]
+    ]
+    assert len(found) == 3
+    for inputs in found:
+        inputs = inputs._replace(x=inputs.x * torch.logspace(-2, 2, len(inputs.x))[:, None])
+        (q, step), (expected, steps) = (
+            KERNELS["rptq_quant"].run(inputs),
+            registry.reference("rptq_quant")(inputs),
+        )
+        assert torch.equal(q, expected)
+        assert torch.equal(step, steps)
+        assert rows == 1 or bool((steps > inputs.group_step).any())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_a_step_lengthened_for_a_token_marks_what_is_no_number(value: float, isa: str) -> None:
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    x[0, 17] = value
+    order, ones = torch.arange(64, dtype=torch.int32), torch.ones(64)
+    inputs = RptqQuantInputs(x, order, ones, order, 8, 32, False, torch.ones(2))
+    q, step = KERNELS["rptq_quant"].run(inputs)
+    assert not step[0, 0].isfinite()
+    assert bool((q[0, :32] == 0).all()), "a cast of NaN is not defined"
+    assert bool(step[0, 1].isfinite())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)

@@ -21,9 +21,9 @@ BF, HF = torch.bfloat16, torch.float16
 
 
 def make_cases(size: tuple[int, int, int], dtype: torch.dtype) -> list[Case]:
-    """Gated and not, static and dynamic, 8 bits and 4."""
+    """Gated and not, static with and without fallback and dynamic, 8 bits and 4."""
     # whose gate differs
-    behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 4, None)
+    behind = itertools.islice(cases_for_shapes([(1, 32, 32), size], "cpu", dtype), 6, None)
     return [*behind, *cases_for_shapes([size], "cpu", dtype, full=True)]
 
 
@@ -83,8 +83,14 @@ def test_the_emulation_sees_mistakes(emulator: Emulator, change: tuple[str, str]
 @nvcc_needed
 @pytest.mark.parametrize("group", [32, 128])
 def test_compiles_without_spills(group: int, tmp_path: Path) -> None:
-    for dtype, gated, own in ((BF, True, True), (HF, False, False), (BF, True, False)):
+    configs = ((BF, True, True), (HF, False, False), (BF, True, False))
+    for (dtype, gated, own), fallback in itertools.product(configs, (False, True)):
         macros = rptq_quant.kernel_macros(
-            dtype, group, gated=gated, dynamic=own, has_zero_point=not own
+            dtype,
+            group,
+            gated=gated,
+            dynamic=own or fallback,
+            has_zero_point=fallback or not own,
+            fallback=fallback,
         )
         compiles_without_spills("rptq_quant.cu", macros, tmp_path / "out")

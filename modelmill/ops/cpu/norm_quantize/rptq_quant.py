@@ -19,21 +19,25 @@ SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), dims=(2, 2), packed_dtypes
 
 def supports(inputs: RptqQuantInputs) -> bool:
     """Whether tables are contiguous, with a factor for each column."""
-    _, perm, inv_scale, zero_point, *_ = inputs
-    packed = all(each is None or each.is_contiguous() for each in (perm, inv_scale, zero_point))
-    return packed and (inv_scale is None or inv_scale.numel() == perm.numel())
+    perm, inv_scale, zero_point, group_step = *inputs[1:4], inputs.group_step
+    tables = (perm, inv_scale, zero_point, group_step)
+    packed = all(each is None or each.is_contiguous() for each in tables)
+    complete = group_step is None or (zero_point is not None and group_step.dtype is torch.float32)
+    return packed and complete and (inv_scale is None or inv_scale.numel() == perm.numel())
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op on the CPU; same contract as the reference."""
-    x, perm, inv_scale, zero_point, bits, group, gated = inputs
+    x, perm, inv_scale, zero_point, bits, group, gated, group_step = inputs
     x = x.contiguous()
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     columns = perm.numel()
     q = torch.empty(rows, columns, dtype=torch.int8)
-    step = None if inv_scale is not None else torch.empty(rows, columns // group)
+    static = inv_scale is not None and group_step is None
+    step = None if static else torch.empty(rows, columns // group)
     pointers = [
-        None if t is None else t.data_ptr() for t in (q, step, x, perm, inv_scale, zero_point)
+        None if t is None else t.data_ptr()
+        for t in (q, step, x, perm, inv_scale, zero_point, group_step)
     ]
     _kernel()(*pointers, rows, width, columns, group, bits, gated, _DTYPES[x.dtype])
     return q, step
@@ -41,4 +45,4 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    return build.function("rptq_quant", "ppppppqqqqiii")
+    return build.function("rptq_quant", "pppppppqqqqiii")

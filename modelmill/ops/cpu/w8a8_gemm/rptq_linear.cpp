@@ -1,11 +1,13 @@
 // RPTQ integer GEMM and activation quantization.
 //
 // Computes: out[M, N] = sum over groups of step · (scale · (q · w) + offset · sum(q)) + constant +
-//     bias; rptq_quant: permuted int8 activations with static factors or dynamic steps
+//     bias; rptq_quant: permuted int8 activations with static factors, dynamic steps, or static
+//     factors and a longer step where a row would leave the range in a group
 // Dtypes: q int8; weights int8 or packed int4; int32 sums of a group, float32 sums
 // Layout: q[M, K], weights [N, K] row-major; scales and offsets [N, groups]
 // Range: any M (rptq_quant: any M); groups of a multiple of 32 columns up to 65,536
-// Technique: AVX-512 VNNI (vpdpbusd, 256-bit vectors) or portable C++, thread pool
+// Technique: AVX-512 VNNI (vpdpbusd, 256-bit vectors), AVX2 multiply-add or portable C++, thread
+//     pool
 // Ops: rptq_linear, rptq_quant
 #include "common/simd.h"
 #include "common/parallel_for.h"
@@ -16,15 +18,17 @@ namespace mill {
 
 // 8 sums. dot(acc, q, w): acc[i] += Σ of four (q + 128) · w. vpdpbusd needs one unsigned operand,
 // so q is stored with 128 added; dot_bias128 computes 128 · Σ w, which is subtracted before the
-// flush.
+// flush. AVX2 multiplies signed 16-bit values instead: its `run` takes the 128 off again, and there
+// is no bias. kOutputs: outputs of a block, as many as the registers hold sums of.
 #if defined(MILL_AVX512) && defined(__AVX512VNNI__)
+constexpr int kOutputs = 4;
 using vi = __m256i;
 inline vi zero_sums() { return _mm256_setzero_si256(); }
+inline vi minus(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 inline vi dot(vi acc, vi q, vi w) { return _mm256_dpbusd_epi32(acc, q, w); }
 inline vi dot_bias128(vi acc, vi w) {
     return _mm256_dpbusd_epi32(acc, _mm256_set1_epi8(static_cast<char>(128)), w);
 }
-inline vi negate(vi w) { return _mm256_sub_epi32(zero_sums(), w); }
 inline vi run(const uint8_t* q) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)); }
 inline vi load_codes(const uint8_t* w) { return run(w); }
 inline vi load_nibbles(const uint8_t* w) {  // 16 bytes to 32 codes, low nibbles first
@@ -32,6 +36,40 @@ inline vi load_nibbles(const uint8_t* w) {  // 16 bytes to 32 codes, low nibbles
                   low = _mm_set1_epi8(15);
     return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), low), _mm_and_si128(both, low));
 }
+#elif defined(MILL_AVX2)
+constexpr int kOutputs = 2;
+using vi = __m256i;
+struct Bytes {
+    __m256i low, high;  // 16 values of 16 bits each
+};
+inline vi zero_sums() { return _mm256_setzero_si256(); }
+inline vi minus(vi a, vi) { return a; }
+inline vi dot(vi acc, const Bytes& q, const Bytes& w) {
+    const vi both =
+        _mm256_add_epi32(_mm256_madd_epi16(q.low, w.low), _mm256_madd_epi16(q.high, w.high));
+    return _mm256_add_epi32(acc, both);
+}
+inline vi dot_bias128(vi acc, const Bytes&) { return acc; }
+inline Bytes widen(__m128i low, __m128i high) {
+    return {_mm256_cvtepi8_epi16(low), _mm256_cvtepi8_epi16(high)};
+}
+inline Bytes load_codes(const uint8_t* w) {
+    const __m128i* p = reinterpret_cast<const __m128i*>(w);
+    return widen(_mm_loadu_si128(p), _mm_loadu_si128(p + 1));
+}
+inline Bytes run(const uint8_t* q) {
+    const __m128i* p = reinterpret_cast<const __m128i*>(q);
+    const __m128i top = _mm_set1_epi8(-128);
+    return widen(_mm_xor_si128(_mm_loadu_si128(p), top),
+                 _mm_xor_si128(_mm_loadu_si128(p + 1), top));
+}
+inline Bytes load_nibbles(const uint8_t* w) {  // 16 bytes to 32 codes, low nibbles first
+    const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w)),
+                  low = _mm_set1_epi8(15);
+    return widen(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+}
+#endif
+#if (defined(MILL_AVX512) && defined(__AVX512VNNI__)) || defined(MILL_AVX2)
 struct Sums {
     __m256 v = _mm256_setzero_ps();
     void flush(vi acc, float by) {
@@ -45,6 +83,7 @@ struct Sums {
     }
 };
 #else
+constexpr int kOutputs = 4;
 struct vi {
     int32_t lane[8];
 };
@@ -63,9 +102,9 @@ inline vi dot_bias128(vi acc, const Bytes& w) {
         for (int j = 0; j < 4; j++) acc.lane[i] += 128 * w.lane[4 * i + j];
     return acc;
 }
-inline vi negate(vi w) {
-    for (int i = 0; i < 8; i++) w.lane[i] = -w.lane[i];
-    return w;
+inline vi minus(vi a, const vi& b) {
+    for (int i = 0; i < 8; i++) a.lane[i] -= b.lane[i];
+    return a;
 }
 inline Bytes run(const uint8_t* q) {
     Bytes out;
@@ -130,26 +169,21 @@ __attribute__((noinline)) void rptq_block(float* out, const Inputs& x, const Rpt
             bias_sums[n] = zero_sums();
             for (int m = 0; m < MB; m++) acc[m][n] = zero_sums();
         }
-        for (int64_t r = g * w.runs; r < (g + 1) * w.runs; r++)
+        for (int64_t r = g * w.runs; r < (g + 1) * w.runs; r++) {
+            decltype(run(x.q)) inputs[MB];
+            for (int m = 0; m < MB; m++) inputs[m] = run(x.q + (m0 + m) * x.columns + r * 32);
             for (int n = 0; n < NB; n++) {
                 const uint8_t* p = w.at(n0 + n, r);
                 const auto values = PACKED ? load_nibbles(p) : load_codes(p);
                 bias_sums[n] = dot_bias128(bias_sums[n], values);
-                for (int m = 0; m < MB; m++)
-                    acc[m][n] = dot(acc[m][n], run(x.q + (m0 + m) * x.columns + r * 32), values);
+                for (int m = 0; m < MB; m++) acc[m][n] = dot(acc[m][n], inputs[m], values);
             }
+        }
         for (int n = 0; n < NB; n++) {
             const float s = scales[n * w.groups + g];
-#if defined(MILL_AVX512) && defined(__AVX512VNNI__)
             for (int m = 0; m < MB; m++)
-                all[m][n].flush(_mm256_sub_epi32(acc[m][n], bias_sums[n]),
+                all[m][n].flush(minus(acc[m][n], bias_sums[n]),
                                 s * x.step[(m0 + m) * x.step_stride + g]);
-#else
-            for (int m = 0; m < MB; m++) {
-                for (int i = 0; i < 8; i++) acc[m][n].lane[i] -= bias_sums[n].lane[i];
-                all[m][n].flush(acc[m][n], s * x.step[(m0 + m) * x.step_stride + g]);
-            }
-#endif
         }
     }
     for (int m = 0; m < MB; m++)
@@ -201,7 +235,8 @@ inline void rptq_gemm(const Inputs& x, const RptqWeight& w, int64_t rows, int64_
                          const int64_t last = m + block < rows ? m + block : rows,
                                        to = from + step < n ? from + step : n;
                          int64_t j = from;
-                         for (; j + 4 <= to; j += 4) rptq_rows<PACKED, 4>(x, w, m, last, j, put);
+                         for (; j + kOutputs <= to; j += kOutputs)
+                             rptq_rows<PACKED, kOutputs>(x, w, m, last, j, put);
                          for (; j < to; j++) rptq_rows<PACKED, 1>(x, w, m, last, j, put);
                      }
                  });
@@ -264,10 +299,11 @@ extern "C" void rptq_linear(void* out, const int8_t* q, const uint8_t* codes, co
 }
 
 // q[rows, columns] of x [rows, width] (gated: [rows, 2 · width]); factor null: dynamic steps per
-// row and group.
+// row and group; group_step: static ones, longer where a row would leave the range in a group.
 extern "C" void rptq_quant(int8_t* q, float* steps, const void* x, const int32_t* perm,
-                           const float* factor, const int32_t* zero, int64_t rows, int64_t width,
-                           int64_t columns, int64_t group, int bits, int gated, int dtype) {
+                           const float* factor, const int32_t* zero, const float* group_step,
+                           int64_t rows, int64_t width, int64_t columns, int64_t group, int bits,
+                           int gated, int dtype) {
     using namespace mill;
     const float qmax = static_cast<float>((1 << (bits - 1)) - 1),
                 qmin = -qmax - (zero ? 1.0f : 0.0f);
@@ -292,14 +328,21 @@ extern "C" void rptq_quant(int8_t* q, float* steps, const void* x, const int32_t
                 }
                 for (int64_t i = 0; i < columns; i++)
                     permuted[i] = perm[i] < 0 ? 0.0f : row[perm[i]];
+                if (group_step)
+                    for (int64_t i = 0; i < columns; i++)
+                        if (perm[i] >= 0)
+                            permuted[i] = std::nearbyint(permuted[i] * factor[i]) +
+                                          static_cast<float>(zero[i]);
                 int8_t* target = q + m * columns;
                 for (int64_t g = 0; g < columns; g += group) {
                     float by = 0.0f;
-                    if (!factor) {
+                    if (steps) {
                         float top = row_amax(permuted + g, group);
-                        top = top < 1e-6f ? 1e-6f : top;
+                        const float least = group_step ? qmax : 1e-6f;
+                        top = top < least ? least : top;
                         by = qmax / top;
-                        steps[(m * columns + g) / group] = top / qmax;
+                        const float step = group_step ? group_step[g / group] : 1.0f;
+                        steps[(m * columns + g) / group] = top / qmax * step;
                         // not finite: the step carries it, the codes are 0
                         if (!std::isfinite(top)) {
                             std::fill_n(target + g, group, static_cast<int8_t>(0));
@@ -307,8 +350,8 @@ extern "C" void rptq_quant(int8_t* q, float* steps, const void* x, const int32_t
                         }
                     }
                     for (int64_t i = g; i < g + group; i++) {
-                        float value = std::nearbyint(permuted[i] * (factor ? factor[i] : by));
-                        if (zero) value += static_cast<float>(zero[i]);
+                        float value = std::nearbyint(permuted[i] * (steps ? by : factor[i]));
+                        if (zero && !steps) value += static_cast<float>(zero[i]);
                         // NaN too: a cast of it would not be defined
                         value = value > qmin ? value : qmin;
                         value = value < qmax ? value : qmax;

@@ -1,7 +1,8 @@
 // RPTQ activation quantization for many rows.
 //
 // Computes: q[M, columns] = clamp(round(y[:, perm] / step)) with y = x[M, width], or with GATED
-//     silu(gate) · up of x[M, 2 · width]; with DYNAMIC steps[M, groups] = amax / qmax
+//     silu(gate) · up of x[M, 2 · width]; with DYNAMIC steps[M, groups] = amax / qmax; with
+//     FALLBACK static steps, longer where a row leaves the range in a group
 // Dtypes: x bfloat16 or float16; q int8; float32 steps and factors
 // Layout: row-major; perm, factors and zero-points [columns]
 // Range: M ≥ 128; width and columns multiples of 4; dynamic groups of 32, 64 or a multiple of 128
@@ -14,8 +15,9 @@
 // four rows contiguously, applies the gate, and stores the four values of a column side by side (8
 // bytes) in shared memory: one load per permuted column.
 //
-// Macros: GATED, DYNAMIC (a step per token and group, else `factor` per column), ZERO_POINTS, LANES
-// (threads that reduce a group's amax: 8 to 32, 4 columns each), HALF.
+// Macros: GATED, DYNAMIC (a step per token and group, else `factor` per column), FALLBACK (DYNAMIC
+// from `factor`, `zero` and `group_step`), ZERO_POINTS, LANES (threads that reduce a group's amax:
+// 8 to 32, 4 columns each), HALF.
 #include "common/half_types.cuh"
 
 constexpr int TOKENS = 4, THREADS = 512, WARPS = THREADS / 32;
@@ -28,11 +30,12 @@ struct Work {
     const int* zero;
     unsigned char* q;  // [rows, columns]
     float* step;       // [rows, groups]
+    const float* group_step;
     long long stride;
     int rows, width, columns, group;
     float qmax;
 };
-static_assert(sizeof(Work) == 80, "rptq_quant.py packs 80 bytes");
+static_assert(sizeof(Work) == 88, "rptq_quant.py packs 88 bytes");
 
 extern __shared__ __align__(16) unsigned char shared[];  // [width][TOKENS] of 16 bits
 
@@ -84,6 +87,21 @@ struct Values {
             of[i][0] = low(four.x), of[i][1] = high(four.x), of[i][2] = low(four.y),
             of[i][3] = high(four.y);
         }
+        if (FALLBACK) scale_and_shift(w, at);
+    }
+
+    // The static integers before they are clamped.
+    __device__ void scale_and_shift(const Work& w, int at) {
+        const float4 by = *reinterpret_cast<const float4*>(w.factor + at);
+        const int4 shift = *reinterpret_cast<const int4*>(w.zero + at);
+        const float factor[4] = {by.x, by.y, by.z, by.w};
+        const int zero[4] = {shift.x, shift.y, shift.z, shift.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t)
+                of[i][t] =
+                    valid[i] ? rintf(of[i][t] * factor[i]) + static_cast<float>(zero[i]) : 0.0f;
     }
 };
 
@@ -151,7 +169,8 @@ __device__ inline void store_quantized(const Work& w, int first, int at, const V
 // Dynamic quantization of a warp's columns: 128, or one group that is a multiple of 128.
 __device__ inline void quantize_dynamic(const Work& w, int first, int begin, int lane) {
     const int span = LANES < 32 ? 128 : w.group;
-    float amax[TOKENS] = {MIN_AMAX, MIN_AMAX, MIN_AMAX, MIN_AMAX};
+    const float least = FALLBACK ? w.qmax : MIN_AMAX;
+    float amax[TOKENS] = {least, least, least, least};
     for (int at = begin; at < begin + span; at += 128) {
         // the last warp of small groups may have lanes without columns
         const int mine = min(at + 4 * lane, w.columns - 4);
@@ -167,10 +186,12 @@ __device__ inline void quantize_dynamic(const Work& w, int first, int begin, int
     }
     const int group = (begin + 4 * lane) / w.group;
     if (lane % LANES != 0 || group * w.group >= w.columns) return;
+    const float step = FALLBACK ? w.group_step[group] : 1.0f;
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t) {
         const long long row = first + t;
-        if (row < w.rows) w.step[row * (w.columns / w.group) + group] = __fdiv_rn(amax[t], w.qmax);
+        if (row < w.rows)
+            w.step[row * (w.columns / w.group) + group] = __fdiv_rn(amax[t], w.qmax) * step;
     }
 }
 

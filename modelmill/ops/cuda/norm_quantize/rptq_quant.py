@@ -32,8 +32,8 @@ def available(device_type: str) -> str | None:
 def _fits(problem: RowProblem) -> bool:
     """Whether widths are in fours and rows fit shared memory; dynamic steps need groups of 2^n."""
     width, columns = problem.width // (2 if problem.gated else 1), problem.columns
-    group, dynamic = problem.group, problem.spec is not None and problem.spec.inv_scale is None
-    grouped = not dynamic or (columns % group == 0 and (group in (32, 64) or group % 128 == 0))
+    group = problem.group
+    grouped = not group or (columns % group == 0 and (group in (32, 64) or group % 128 == 0))
     fours = width % 4 == 0 and columns % 4 == 0
     return grouped and fours and width * 2 * _TOKENS <= _MAX_SHARED_BYTES
 
@@ -51,13 +51,16 @@ def supports(inputs: RptqQuantInputs) -> bool:
         each.is_contiguous() and each.numel() == perm.numel() and each.data_ptr() % 16 == 0
         for each in tables
     )
+    steps = inputs.group_step
+    packed = packed and (steps is None or (zero_point is not None and steps.is_contiguous()))
     return packed and x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the CUDA kernel; same contract as the reference."""
-    x, perm, inv_scale, zero_point, bits, group, gated = inputs
-    rows, columns, own = x.shape[0], perm.numel(), inv_scale is None
+    x, perm, inv_scale, zero_point, bits, group, gated, group_step = inputs
+    fallback = group_step is not None
+    rows, columns, own = x.shape[0], perm.numel(), fallback or inv_scale is None
     width = x.shape[1] // (2 if gated else 1)
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
     step = (
@@ -65,25 +68,37 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     )
     with torch.cuda.device(x.device):
         macros = kernel_macros(
-            x.dtype, group, gated=gated, dynamic=own, has_zero_point=zero_point is not None
+            x.dtype,
+            group,
+            gated=gated,
+            dynamic=own,
+            has_zero_point=zero_point is not None,
+            fallback=fallback,
         )
         shared = width * 2 * _TOKENS
         kernel = launch.load_kernel(
             "rptq_quant", "rptq_quant", macros, _THREADS, shared, x.get_device()
         )
-        pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step)
+        pointers = launch.data_pointers(x, perm, inv_scale, zero_point, q, step, group_step)
         counts = (x.stride(0), rows, width, columns, group, float(2 ** (bits - 1) - 1))
-        kernel.launch(-(-rows // _TOKENS), struct.pack("=6Qq4if4x", *pointers, *counts), pdl=True)
+        kernel.launch(-(-rows // _TOKENS), struct.pack("=7Qq4if4x", *pointers, *counts), pdl=True)
     return q, step
 
 
 def kernel_macros(
-    dtype: torch.dtype, group: int, *, gated: bool, dynamic: bool, has_zero_point: bool
+    dtype: torch.dtype,
+    group: int,
+    *,
+    gated: bool,
+    dynamic: bool,
+    has_zero_point: bool,
+    fallback: bool = False,
 ) -> tuple[str, ...]:
     """Macros of the kernel."""
     sizes = {
         "GATED": gated,
         "DYNAMIC": dynamic,
+        "FALLBACK": fallback,
         "ZERO_POINTS": has_zero_point,
         "LANES": min(group, 128) // 4 if dynamic else 32,
     }

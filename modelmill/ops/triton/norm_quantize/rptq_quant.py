@@ -1,7 +1,7 @@
 """Activations quantized to clustered integers, with optional gate and permutation.
 
 Computes: q[M, columns] = clamp(round(y[:, perm] / step)) with y = x or the SwiGLU of x; dynamic
-    steps [M, groups] = amax / qmax
+    steps [M, groups] = amax / qmax; or static steps, longer where a row leaves the range in a group
 Dtypes: x bfloat16, float16 or float32; q int8; float32 steps and factors
 Layout: row-major; perm, factors and zero-points [columns]
 Range: any M; dynamic groups of up to 8,192 columns
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.row_range import RowProblem, RowRange
+from modelmill.ops.row_range import RowRange
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.device import available as available
@@ -28,46 +28,46 @@ _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-SUPPORTED_PROBLEMS = (
-    RowRange(dims=(2, 2), fits=lambda rows: not is_dynamic(rows) or rows.group <= MAX_GROUP),
-)
-
-
-def is_dynamic(problem: RowProblem) -> bool:
-    """Whether each row and group has its own step."""
-    return problem.spec is not None and problem.spec.inv_scale is None
+SUPPORTED_PROBLEMS = (RowRange(dims=(2, 2), fits=lambda rows: rows.group <= MAX_GROUP),)
 
 
 def supports(inputs: RptqQuantInputs) -> bool:
     """All tensors contiguous; a scale for each column."""
     perm, *others = inputs[1:4]
-    return perm.is_contiguous() and all(
-        each is None or (each.is_contiguous() and each.numel() == perm.numel()) for each in others
+    steps = inputs.group_step
+    return (
+        perm.is_contiguous()
+        and (steps is None or steps.is_contiguous())
+        and all(
+            each is None or (each.is_contiguous() and each.numel() == perm.numel())
+            for each in others
+        )
     )
 
 
 def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the op with the Triton kernel; same contract as the reference."""
-    x, perm, inv_scale, zero_point, bits, group, gated = inputs
+    x, perm, inv_scale, zero_point, bits, group, gated, group_step = inputs
     flat = as_rows(x)
     rows, columns = flat.shape[0], perm.numel()
     q = torch.empty((rows, columns), dtype=torch.int8, device=x.device)
-    dynamic = inv_scale is None
+    dynamic = inv_scale is None or group_step is not None
     step = (
         torch.empty((rows, columns // group), dtype=torch.float32, device=x.device)
         if dynamic
         else None
     )
-    # Columns per program: a group if its step is computed here (dynamic), else 512.
+    # Columns per program: a group if its step is computed here, else 512.
     columns_per_program = group if dynamic else 512
     block = power_of_two(columns_per_program)
     _kernel[(rows, -(-columns // columns_per_program))](
         flat, perm, perm if inv_scale is None else inv_scale,
         perm if zero_point is None else zero_point, q,
-        flat if step is None else step, columns, flat.stride(0), flat.shape[1] // 2,
+        flat if step is None else step, flat if group_step is None else group_step,
+        columns, flat.stride(0), flat.shape[1] // 2,
         columns_per_program,
-        GATED=gated, DYNAMIC=dynamic, SHIFT=zero_point is not None, MOST=float(2 ** (bits - 1) - 1),
-        BLOCK=block,
+        GATED=gated, DYNAMIC=dynamic, FALLBACK=group_step is not None,
+        SHIFT=zero_point is not None, MOST=float(2 ** (bits - 1) - 1), BLOCK=block,
         num_warps=max(1, min(4, block // 128)), **pdl_launch_options(x.device, rows),
     )  # fmt: skip
     return q, step
@@ -75,10 +75,10 @@ def run(inputs: RptqQuantInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @triton.jit
 def _kernel(
-    x_ptr, order_ptr, factor_ptr, zero_ptr, q_ptr, step_ptr, columns, stride, half,
+    x_ptr, order_ptr, factor_ptr, zero_ptr, q_ptr, step_ptr, group_step_ptr, columns, stride, half,
     columns_per_program,
-    GATED: tl.constexpr, DYNAMIC: tl.constexpr, SHIFT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GATED: tl.constexpr, DYNAMIC: tl.constexpr, FALLBACK: tl.constexpr, SHIFT: tl.constexpr,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -96,19 +96,25 @@ def _kernel(
         y = (y / (1.0 + tl.exp(-y))).to(x.dtype).to(tl.float32)
         y = (y * up).to(x.dtype).to(tl.float32)
     if DYNAMIC:
-        amax = tl.maximum(tl.max(tl.abs(y), axis=0), _MIN_AMAX)
+        if FALLBACK:
+            y *= tl.load(factor_ptr + column, mask=real, other=0.0)
+            # float32 of 2²² and more are integers, or a half beside one, which is as good
+            y = tl.where(tl.abs(y) < 4194304.0, (y + _ROUND_TO_INT) - _ROUND_TO_INT, y)
+            y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
+        amax = tl.maximum(tl.max(tl.abs(y), axis=0), MOST if FALLBACK else _MIN_AMAX)
         quant_max = amax * 0.0 + MOST
         y *= tl.div_rn(quant_max, amax)
-        tl.store(
-            step_ptr + row * (columns // columns_per_program) + part, tl.div_rn(amax, quant_max)
-        )
+        step = tl.div_rn(amax, quant_max)
+        if FALLBACK:
+            step *= tl.load(group_step_ptr + part)
+        tl.store(step_ptr + row * (columns // columns_per_program) + part, step)
     else:
         y *= tl.load(factor_ptr + column, mask=real, other=0.0)
     # Adding 1.5 · 2²³ does not round values beyond 2²²; those are clamped anyway, because
     # zero-points are at most 1e4.
     y = tl.minimum(tl.maximum(y, -65536.0), 65536.0)
     y = (y + _ROUND_TO_INT) - _ROUND_TO_INT
-    if SHIFT:
+    if SHIFT and not FALLBACK:
         y += tl.load(zero_ptr + column, mask=real, other=0).to(tl.float32)
     y = tl.minimum(tl.maximum(y, -MOST - SHIFT), MOST)
     tl.store(q_ptr + row * columns + column, tl.where(real, y, 0.0).to(tl.int8), mask=inside)
