@@ -2,10 +2,14 @@
 
 Yuan et al. 2023, arXiv:2304.01089. At each site the channels' ranges (min, max) are clustered, a
 cluster has one static scale and zero-point, and weights are rounded by GPTQ in clustered order. The
-product is an integer GEMM (ops/rptq_linear.py). The sites are R1 (norm → q, k, v), R3 (attention
-output → o), R4 (norm → gate, up) and R5 (SwiGLU output, or GPT-2's GELU → down). Not R2: q and k
-are multiplied with each other inside attention, after RoPE, which combines pairs of channels, and
-are not quantized; nor are the attention probabilities and the KV cache.
+product is an integer GEMM (ops/rptq_linear.py). A token that leaves a cluster's range at 8 bits is
+rounded there with a step of its own (ops/rptq_quant.py): ranges found on one kind of text clip
+another, and a token that has one clipped value loses most of its output.
+
+The sites are R1 (norm → q, k, v), R3 (attention output → o), R4 (norm → gate, up) and R5 (SwiGLU
+output, or GPT-2's GELU → down). Not R2: q and k are multiplied with each other inside attention,
+after RoPE, which combines pairs of channels, and are not quantized; nor are the attention
+probabilities and the KV cache.
 """
 
 from __future__ import annotations
@@ -77,6 +81,7 @@ REFINE_SWEEPS = 3
 INT8_LEVELS = 255
 # Factors for a calibrated range; the one with the smallest error is used.
 RANGE_FACTORS = {8: (1.3,), 4: tuple(1.0 - 0.04 * i for i in range(22))}
+FALLBACK_RANGE_FACTOR = 1.0  # nothing is clipped with the fallback, so that steps need no margin
 MIN_SIDE_SHARE = 0.25  # smallest fraction of the range on its smaller side
 # By weight bits: how many times smaller a channel's scale may be than its cluster's; the weight
 # shrinks by it.
@@ -119,6 +124,8 @@ class RptqRecipe(Recipe):
         """
         self.weight_bits, self.input_bits = BIT_WIDTHS[config.bits]
         self.mode, self.splits_per_channel = config.mode, splits_per_channel
+        # the columns of a split channel are to clip, and 4-bit ranges are chosen to
+        self.fallback = self.input_bits == 8 and splits_per_channel == 1
         self.pack_options = {
             "mode": self.mode,
             "weight_bits": self.weight_bits,
@@ -190,6 +197,7 @@ class RptqRecipe(Recipe):
                 self.input_bits,
                 MAX_STEP_RATIO[self.weight_bits],
                 self.splits_per_channel,
+                fallback=self.fallback,
             )
         if self.mode == "folded":
             assert ranges is not None, "a static mode"
@@ -210,7 +218,10 @@ class RptqRecipe(Recipe):
             quantized
             if ranges is None
             else quantized.with_static_scales(
-                ranges.inverse_step, ranges.zero_point, ranges.cluster_step
+                ranges.inverse_step,
+                ranges.zero_point,
+                ranges.cluster_step,
+                fallback=self.fallback,
             )
         )
 
@@ -273,12 +284,14 @@ def find_quant_params(
     bits: int,
     max_step_ratio: float,
     splits_per_channel: int = 1,
+    *,
+    fallback: bool = False,
 ) -> ClusterQuantParams:
     """Choose a scale per cluster, and of each channel a fraction of it, and the zero-points.
 
     A channel's range is its calibrated range times one factor per cluster: at 8 bits a margin for
-    unseen values, at 4 bits the factor with the smallest error on the sampled inputs, weighted by
-    ``importance`` [K].
+    unseen values (none with ``fallback``, which clips nothing), at 4 bits the factor with the
+    smallest error on the sampled inputs, weighted by ``importance`` [K].
 
     max_step_ratio is the largest ratio of a cluster's largest scale to a channel's.
     splits_per_channel columns share a channel's range; at 8 bits the margin grows with them.
@@ -298,11 +311,13 @@ def find_quant_params(
     widest = (high - low).amax(1, keepdim=True)
     best = torch.full_like(widest, torch.inf)
     step, zero = torch.ones_like(low), torch.zeros_like(low)
-    for size in (
-        RANGE_FACTORS[4]
-        if bits == 4
-        else [size * splits_per_channel for size in RANGE_FACTORS[bits]]
-    ):
+    if fallback:
+        sizes: tuple[float, ...] = (FALLBACK_RANGE_FACTOR,)
+    elif bits == 4:
+        sizes = RANGE_FACTORS[4]
+    else:
+        sizes = tuple(size * splits_per_channel for size in RANGE_FACTORS[bits])
+    for size in sizes:
         tried = (torch.maximum(high - low, widest / max_step_ratio) * (size / levels)).clamp(
             min=_MIN_STEP
         )

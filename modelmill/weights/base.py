@@ -37,6 +37,9 @@ UNPACKED_MEMORY_FRACTION = 0.6
 
 # Shape and dtype of each stored tensor, by suffix.
 PackedInfo = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# A row goes far beyond a static range where it leaves the range times this: a few values of any
+# text lie a little beyond those of calibration.
+RANGE_MARGIN = 1.3
 
 
 class UpcastSpec(NamedTuple):
@@ -136,6 +139,15 @@ class WeightFormat(ABC):
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [T, K] as the product uses it: rounded to 8 bits and back, or unchanged."""
         return x
+
+    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  no range
+        """Return [T] bool: which rows of x [T, K] go far beyond the static range of the input.
+
+        None without such a range, which is widened by ``RANGE_MARGIN`` around its centre. What
+        becomes of such a row is the format's own: its values are clipped, or it is rounded with
+        longer steps.
+        """
+        return None
 
     def unpack(self, dtype: torch.dtype) -> WeightFormat:
         """Return the weight with its values expanded for activations of dtype.
@@ -275,6 +287,10 @@ class UnpackedWeight(WeightFormat):
     def fake_quantize(self, x: torch.Tensor) -> torch.Tensor:
         """Return x rounded as the product uses it, in x's dtype."""
         return self.packed.fake_quantize(x)
+
+    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows far beyond the static range of the stored weight."""
+        return self.packed.rows_outside_range(x)
 
     def unpacked_tensors(self) -> list[torch.Tensor]:
         """Return the expanded numbers."""

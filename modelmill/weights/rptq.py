@@ -6,8 +6,9 @@ several columns of one group, with the same weights: each represents a part of t
 and the first also the zero-point, so that together they have several times as many levels. Modes:
 "exact": a static scale and zero-point per group, which the kernel applies group by group; "folded":
 the input scales are folded into the weight, which has one scale per row, an ordinary int8 product;
-"dynamic": a scale per token and group, computed at run time. ops/rptq_linear.py and
-ops/rptq_quant.py describe the arithmetic.
+"dynamic": a scale per token and group, computed at run time. A static weight may have a fallback: a
+token whose integers would leave the range in a group gets a longer step there, instead of being
+clipped. ops/rptq_linear.py and ops/rptq_quant.py describe the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from modelmill.core.errors import CorruptArtifact
 from modelmill.ops.int4_linear import pack_codes, unpack_codes
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
 from modelmill.ops.registry import Ops
-from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs, rptq_quant
 from modelmill.weights._rptq_columns import (
@@ -32,8 +32,20 @@ from modelmill.weights._rptq_columns import (
     rptq_group_layout,
     unpermute_columns,
 )
-from modelmill.weights.base import PackedInfo, TensorLayout, UpcastSpec, WeightFormat, slice_tensor
+from modelmill.weights.base import (
+    RANGE_MARGIN,
+    PackedInfo,
+    TensorLayout,
+    UpcastSpec,
+    WeightFormat,
+    slice_tensor,
+)
 
+_FALLBACK: tuple[list[int], ...] = (
+    [],
+    [0],
+    [1],
+)  # what may follow the three sizes of a stored weight
 STATIC_SUFFIXES = ("inv_input_scales", "input_zero_points", "input_scales", "zero_point_bias")
 
 
@@ -52,6 +64,7 @@ class RptqWeight(WeightFormat):
         input_scales: [G] float32.
         zero_point_bias: [N] float32.
         bits: of the inputs.
+        fallback: whether a token that leaves a group's static range gets a longer step there.
     """
 
     weight: torch.Tensor
@@ -65,6 +78,7 @@ class RptqWeight(WeightFormat):
     columns: int
     group_size: int
     bits: int
+    fallback: bool = False
     format: str = "rptq"
 
     LAYOUT: ClassVar[TensorLayout] = {
@@ -144,6 +158,8 @@ class RptqWeight(WeightFormat):
         inv_input_scales: torch.Tensor,
         input_zero_points: torch.Tensor,
         input_scales: torch.Tensor,
+        *,
+        fallback: bool = False,
     ) -> RptqWeight:
         """Return the weight with calibrated input scales and zero-points: [P], [P] and [G]."""
         return replace(
@@ -152,6 +168,7 @@ class RptqWeight(WeightFormat):
             input_zero_points=input_zero_points.int(),
             input_scales=input_scales.float(),
             zero_point_bias=self._compute_zero_point_bias(input_zero_points, input_scales),
+            fallback=fallback,
         )
 
     def _compute_zero_point_bias(
@@ -215,19 +232,22 @@ class RptqWeight(WeightFormat):
                 "input_scales": ((groups,), torch.float32),
                 "zero_point_bias": ((rows,), torch.float32),
             }
-        return info | {"sizes": ((3,), torch.int32)}
+        return info | {"sizes": ((4,), torch.int32)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RptqWeight:
         """Build the weight from its stored tensors by suffix."""
-        if tensors["sizes"].shape != (3,):
+        sizes = [int(n) for n in tensors["sizes"].tolist()]
+        # three: a weight of an earlier modelmill, without fallback
+        if tensors["sizes"].dim() != 1 or len(sizes) not in (3, 4) or sizes[3:] not in _FALLBACK:
             raise CorruptArtifact("an rptq weight has no valid sizes; rebuild the engine")
-        columns, group, bits = (int(n) for n in tensors["sizes"].tolist())
+        columns, group, bits = sizes[:3]
         weight, scale, perm = (tensors[name] for name in ("weight", "scale", "perm"))
         offset = tensors.get("offset")
         inv_scales, zero_points, scales, bias = (tensors.get(name) for name in STATIC_SUFFIXES)
         static = (inv_scales, zero_points, scales, bias)
-        out = RptqWeight(weight, scale, offset, perm, *static, columns, group, bits)
+        fallback = sizes[3:] == [1]
+        out = RptqWeight(weight, scale, offset, perm, *static, columns, group, bits, fallback)
         rows, width = out.weight.shape[0], out.perm.numel()
         expected = RptqWeight.packed_info(
             (rows, columns), torch.float32, weight_bits=4 if out.offset is not None else 8
@@ -290,18 +310,20 @@ class RptqWeight(WeightFormat):
         }
         stored = {name: t for name, t in tensors_by_suffix.items() if t is not None}
         return stored | {
-            "sizes": torch.tensor([self.columns, self.group_size, self.bits], dtype=torch.int32)
+            "sizes": torch.tensor(
+                [self.columns, self.group_size, self.bits, self.fallback], dtype=torch.int32
+            )
         }
 
     @property
     def act_quant(self) -> ActQuantSpec | None:
         """Return the quant spec that a fused norm may produce: integers in clustered order.
 
-        It is None if the scales are dynamic.
+        It is None if steps depend on the token: dynamic scales, and static ones with fallback.
         """
         return (
             None
-            if self.inv_input_scales is None
+            if self.inv_input_scales is None or self.fallback
             else ActQuantSpec(
                 torch.int8, self.inv_input_scales, self.input_zero_points, self.perm, self.bits
             )
@@ -325,7 +347,9 @@ class RptqWeight(WeightFormat):
 
     def _quant_inputs(self, x: torch.Tensor, *, gated: bool = False) -> RptqQuantInputs:
         scales, zero_points = self.inv_input_scales, self.input_zero_points
-        return RptqQuantInputs(x, self.perm, scales, zero_points, self.bits, self.group_size, gated)
+        static_step = self.input_scales if self.fallback else None
+        sizes = (self.bits, self.group_size, gated)
+        return RptqQuantInputs(x, self.perm, scales, zero_points, *sizes, static_step)
 
     def matmul_quantized(
         self,
@@ -337,7 +361,7 @@ class RptqWeight(WeightFormat):
     ) -> torch.Tensor:
         """Multiply integers [T, P] in clustered order.
 
-        input_scales: [T, G], dynamic scales; None for the static ones.
+        input_scales: [T, G], scales of the tokens; None for the static ones.
         """
         steps = self.input_scales if input_scales is None else input_scales
         assert steps is not None, "static or dynamic scales"
@@ -367,18 +391,37 @@ class RptqWeight(WeightFormat):
         """
         if self.inv_input_scales is None:
             return self._fake_quantize_dynamic(x)
-        assert self.input_zero_points is not None, "a static mode"
-        spec = ActQuantSpec(
-            torch.int8, self.inv_input_scales, self.input_zero_points, self.perm, self.bits
-        )
-        q = quantize_rows(x, spec)[0]
-        wide = q.double() - self._column_zero_points(self.input_zero_points)
+        assert self.input_zero_points is not None and self.input_scales is not None, "static"  # noqa: PT018
+        q, step = rptq_quant(self._quant_inputs(x))
+        wide = q.double()
+        if step is not None:
+            lengthened = step.double() / self.input_scales
+            wide = wide * lengthened.repeat_interleave(self.group_size, 1)
+        wide = wide - self._column_zero_points(self.input_zero_points)
         real = self.perm >= 0
         at = self.perm[real].long()
         counts = wide.new_zeros(*wide.shape[:-1], self.columns).index_add_(-1, at, wide[..., real])
         factor = wide.new_ones(self.columns)
         factor[at] = self.inv_input_scales[real].double()
         return (counts / factor).to(x.dtype)
+
+    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return [T] bool: rows far beyond a channel's static range; None if dynamic.
+
+        Of a channel's several columns the first ends the range below and the last one above.
+        """
+        if self.inv_input_scales is None or self.input_zero_points is None:
+            return None
+        clustered = x.float()[:, self.perm.clamp(min=0).long()] * self.inv_input_scales
+        scaled = clustered + self.input_zero_points
+        real = self.perm >= 0
+        first, last = (
+            real & ~repeated_column_mask(self.perm),
+            real & ~repeated_column_mask(self.perm.flip(0)).flip(0),
+        )
+        end = RANGE_MARGIN * 2 ** (self.bits - 1)
+        outside = ((scaled < -end - 0.5) & first) | ((scaled > end - 0.5) & last)
+        return outside.any(-1)
 
     def _fake_quantize_dynamic(self, x: torch.Tensor) -> torch.Tensor:
         q, step = rptq_quant(RptqQuantInputs(x, self.perm, None, None, self.bits, self.group_size))

@@ -19,6 +19,7 @@ from modelmill.ops.registry import Ops
 from modelmill.ops.rms_norm_quant import quantize_rows
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights.base import (
+    RANGE_MARGIN,
     PackedInfo,
     TensorLayout,
     UpcastSpec,
@@ -201,6 +202,13 @@ class W8A8Weight(WeightFormat):
         values, scale = quantize_rows(x, ActQuantSpec(self.VALUE_DTYPE, factor))
         by = self.input_scale.to(x.device) if scale is None else scale[..., None]
         return (values.to(torch.float32) * by).to(x.dtype)
+
+    def rows_outside_range(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return [T] bool: rows that go far beyond the static scale; None without one."""
+        if self.inv_input_scale is None:
+            return None
+        peak = x.float().abs().amax(-1) * self.inv_input_scale.to(x.device)
+        return peak > RANGE_MARGIN * QUANT_MAX[self.VALUE_DTYPE] + 0.5
 
     def dense(self) -> torch.Tensor:
         """Return the dequantized matrix [N, K] float32."""

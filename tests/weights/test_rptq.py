@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from modelmill.ops.rms_norm_quant import rms_norm_quant
 from modelmill.quant.recipe import InputStatistics
 from modelmill.quant.rptq import RptqRecipe
 from modelmill.weights._rptq_columns import rptq_group_layout
-from modelmill.weights.base import from_tensors, packed_info
+from modelmill.weights.base import UnpackedWeight, from_tensors, packed_info
 from modelmill.weights.rptq import RptqWeight
 
 BITS_AND_MODES = [
@@ -85,8 +87,68 @@ def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
     assert torch.allclose(some, torch.cat([expected[:, 2:5], expected[:, 20:24]], 1), atol=1e-6)
 
 
+def _beyond_the_range(x: torch.Tensor) -> torch.Tensor:
+    """The inputs with three rows several times as large as any of calibration."""
+    out = x.clone()
+    out[[3, 50, 120]] *= torch.tensor([2.5, 6.0, 40.0])[:, None]
+    return out
+
+
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("mode", ["exact", "folded"])
+def test_a_row_beyond_the_static_range_is_rescaled_not_clipped(bits: str, mode: str) -> None:
+    rptq_weight, weight, x = _make_weight(bits, mode)
+    clipping = replace(rptq_weight, fallback=False)
+    assert rptq_weight.fallback
+    ops, far = registry.select_backends("cpu"), _beyond_the_range(x)
+    expected = far @ weight.T
+    outside = rptq_weight.rows_outside_range(far)
+    assert outside is not None
+    assert outside[[3, 50, 120]].all()
+    unpacked = UnpackedWeight(rptq_weight, rptq_weight.unpack(torch.float32))
+    assert torch.equal(unpacked.rows_outside_range(far), outside)
+    error, clipped = (
+        (each.matmul(far, None, ops) - expected)[outside].norm(dim=1)
+        / expected[outside].norm(dim=1)
+        for each in (rptq_weight, clipping)
+    )
+    assert float(error.max()) < (0.03 if bits == "w8a8" else 0.35)
+    assert float(clipped.max()) > 0.5
+    inside = [
+        each.matmul(far, None, ops)[~outside] for each in (rptq_weight, clipping)
+    ]  # a value between two integers may fall to either
+    assert float((inside[0] - inside[1]).norm() / inside[1].norm()) < 1e-3
+
+
+def test_the_fallback_is_stored_and_older_weights_clip() -> None:
+    rptq_weight, _, x = _make_weight("w8a8", "exact")
+    stored, ops = rptq_weight.tensors(), registry.select_backends("cpu")
+    assert stored["sizes"].tolist() == [100, 32, 8, 1]
+    older = from_tensors("rptq", stored | {"sizes": stored["sizes"][:3]})
+    far = _beyond_the_range(x)
+    clipped = replace(rptq_weight, fallback=False).matmul(far, None, ops)
+    assert torch.equal(older.matmul(far, None, ops), clipped)
+    assert not torch.equal(rptq_weight.matmul(far, None, ops), clipped)
+    for wrong in ([100, 32, 8, 2], [100, 32, 8, 1, 1], [100, 32]):
+        with pytest.raises(CorruptArtifact, match="rebuild"):
+            from_tensors("rptq", stored | {"sizes": torch.tensor(wrong, dtype=torch.int32)})
+
+
+def test_rows_outside_the_range_of_split_channels() -> None:
+    """Only the ends of a channel's columns are ends of its range."""
+    rptq_weight, _, x = _make_weight("w8a8", "exact", columns=300, splits=3)
+    assert not rptq_weight.fallback
+    outside = rptq_weight.rows_outside_range(torch.cat([x, 100 * x[:20]]))
+    assert outside is not None
+    assert outside[-20:].all()
+    assert not outside[:-20].any()
+    assert _make_weight("w8a8", "dynamic")[0].rows_outside_range(x) is None
+
+
 def test_a_norm_puts_out_what_the_product_wants() -> None:
     rptq_weight, _, x = _make_weight("w8a8", "exact")
+    assert rptq_weight.act_quant is None, "a fused norm has no steps of a token and group"
+    rptq_weight = replace(rptq_weight, fallback=False)
     assert rptq_weight.act_quant is not None
     norm = torch.rand(100) + 0.5
     ops = registry.select_backends("cpu")
@@ -150,7 +212,7 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
     cut = rptq_weight.slice([(3, 9)], (120, 300))
     assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])
-    plain, _, _ = _make_weight(bits, "exact", columns=300)
+    plain = replace(_make_weight(bits, "exact", columns=300)[0], fallback=False)
     inside = x[:200]
     errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (rptq_weight, plain)]
     reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (rptq_weight, plain)]
