@@ -28,6 +28,7 @@ from modelmill.accept.reference_trace import (
     split_layer_path,
     split_output,
 )
+from modelmill.accept.static_ranges import StaticRangeUse
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import (
     ErrorBound,
@@ -93,6 +94,7 @@ class ModuleCheck:
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
         self.routings: dict[int, list[torch.Tensor]] = {}
+        self.static_ranges = StaticRangeUse(engine_core.model_runner.model)
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
         """Check every module on the reference's inputs.
@@ -117,6 +119,7 @@ class ModuleCheck:
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             self._compare_output(state, name, args, output)
+            self.static_ranges.observe(name, args)
 
         self._run_with_hooks(before, after)
         self._streams, self.routings = state.streams, state.routings

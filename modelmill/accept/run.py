@@ -23,6 +23,7 @@ from modelmill.accept.quantized_reference import is_low_bit, language_formats
 from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
 from modelmill.accept.sequences import check_sequences
 from modelmill.accept.stage_check import make_report, round_digits
+from modelmill.accept.static_ranges import range_report
 from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
@@ -195,6 +196,7 @@ def _compare(
     }
     if rounding is not None and not report["quantization_errors"]:
         report["quantization_errors"] = rounding.quantization_errors
+    report |= range_report(module_check.static_ranges, report["quantization_errors"])
     on_stage("done", 1)
     return with_unused_tensors(report, unused_language_tensors(checkpoint_reference))
 

@@ -219,6 +219,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
         emit_json(done)
         return 0
     if args.quiet:
+        show_warnings(report)
         print(f"{args.output} is ready ({seconds:.1f} s): {acceptance_summary(report)}")
         return 0
     show_acceptance(report)
@@ -459,6 +460,13 @@ def show_acceptance(report: dict[str, Any]) -> None:
     recipe = report.get("quantization_errors") or []
     show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
     show_modules([_row_and_tile(row) for row in report.get("layers", [])])
+    show_warnings(report)
+
+
+def show_warnings(report: dict[str, Any]) -> None:
+    """Print what the acceptance report warns about, a line each."""
+    for warning in (report or {}).get("warnings", ()):
+        print_note(f"warning: {warning}")
 
 
 def acceptance_summary(report: dict[str, Any]) -> str:

@@ -153,7 +153,8 @@ def quantization_facts(
 
     Without calibration the errors are relative to the weight. before: plain rounding to nearest;
     after: the stored weight. outliers: the input channels with the largest values, and their ratio
-    to the median channel.
+    to the median channel. outside_range: share of the sampled inputs that go far beyond the static
+    ranges, of formats that have such.
     """
     plain = pack(recipe.weight_format, weight, torch.float32, **recipe.pack_options)
     stored = sum(t.numel() * t.element_size() for t in quantized.tensors().values())
@@ -164,6 +165,9 @@ def quantization_facts(
     }
     facts |= quantized.count_clusters()
     if statistics is not None:
+        outside = quantized.rows_outside_range(statistics.input_samples)
+        if outside is not None:
+            facts["outside_range"] = round_digits(float(outside.float().mean()))
         peak = statistics.max_abs
         channels = peak.argsort(descending=True)[:NUM_OUTLIERS].tolist()
         median = float(peak.median().clamp(min=1e-30))
