@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
+.PHONY: demo demo-sam quantization-page quantization test test-all test-computing test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -120,8 +120,8 @@ performance: $(VENV)/.test
 	$(BIN)/python -m tools.readme_chart
 
 # docs/quantization.md and its plots from benchmarks/results and tools/quantization.template.md; after new rows or new text.
-# It measures nothing: benchmarks/quantization.py does
-quantization: $(VENV)/.test
+# It measures nothing: benchmarks/quantization.py and benchmarks/quantization_texts.py do
+quantization-page: $(VENV)/.test
 	$(BIN)/python -m tools.quantization
 
 # docs/cli: a page for each command, from its help

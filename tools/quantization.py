@@ -10,6 +10,7 @@ from typing import Any
 from tools import generated_page
 from tools import quantization_speed as speed
 from tools import quantization_targets as marks
+from tools import quantization_texts as texts
 from tools import quantization_trace as trace
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import read_rows
@@ -17,7 +18,9 @@ from tools.performance.rows import read_rows
 TEMPLATE, PAGE = Path("tools/quantization.template.md"), Path("docs/quantization.md")
 PLOT = Path("docs/img/quantization.svg")
 RESULTS = Path("benchmarks/results/quantization.jsonl")
-NOTE = f"<!-- Made by `make quantization` from {TEMPLATE} and {RESULTS.parent}: change those. -->"
+NOTE = (
+    f"<!-- Made by `make quantization-page` from {TEMPLATE} and {RESULTS.parent}: change those. -->"
+)
 ALL_TOKENS = 16_384  # tokens of a measurement that the page shows
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # a checkpoint whose weights were never rounded; all other rows are of the first
@@ -84,13 +87,17 @@ def render(
     steps: Sequence[Row] = (),
     second: Sequence[Row] = (),
     served: Sequence[Row] = (),
+    judged: Sequence[Row] = (),
 ) -> str:
     """Return the page's text.
 
-    steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace.
+    steps: rows of whole steps on a GPU; second: of the second checkpoint; served: of a trace;
+    judged: of held-back texts.
     """
     parts = {
         "table": "\n".join([*table(rows), *_provenance(rows)]),
+        "texts": "\n".join([*texts.table(judged), *_provenance(judged)]),
+        "text sources": "\n".join(texts.sources(judged)),
         "marks": "\n".join(marks.targets_table(rows)),
         "second table": "\n".join([*table(second), *_provenance(second)]),
         "plot": f"![Size on disk and what it costs]({PLOT.relative_to('docs')})",
@@ -151,6 +158,7 @@ def render_page(root: Path) -> str:
         steps,
         select_rows(results, second=True),
         served,
+        texts.newest(root / texts.RESULTS),
     )
 
 
@@ -165,7 +173,7 @@ def write(root: Path) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or with --check 1 where the page is stale."""
-    return generated_page.run(argv, __doc__, "quantization", stale, write)
+    return generated_page.run(argv, __doc__, "quantization-page", stale, write)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ GOOD = {
 
 
 def test_the_page_of_the_repository_is_fresh() -> None:
-    assert not quantization.stale(ROOT), "run `make quantization` and commit what it writes"
+    assert not quantization.stale(ROOT), "run `make quantization-page` and commit what it writes"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_written_once_and_stale_after_a_new_row(
     pytest.importorskip("matplotlib")
     lay(root, GOOD)
     assert quantization.main(["--root", str(root), "--check"]) == 1
-    assert "make quantization" in capsys.readouterr().err
+    assert "make quantization-page" in capsys.readouterr().err
     assert quantization.main(["--root", str(root)]) == 0
     assert quantization.main(["--root", str(root), "--check"]) == 0
     assert (root / quantization.PLOT).stat().st_size > 1000
