@@ -14,8 +14,8 @@ from modelmill.nn.sandwich import SandwichLayer
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-POST_NORMS = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
-LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **POST_NORMS}, neighbours=True)
+BEHIND_BRANCHES = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
+LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **BEHIND_BRANCHES}, neighbours=True)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 

@@ -78,7 +78,7 @@ def _open_gguf(
         reference: Any = family.REFERENCE(source, config)
         if "architecture" in config:  # with experts; the rotation's scaling has keys of GGUF
             own_keys = config | {"model_type": config["architecture"]}
-            reference.rope = gguf_rope(container, own_keys)
+            reference.use_rope(gguf_rope(container, own_keys))
         return reference
     if "rope_freqs.weight" in container.names():
         source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it

@@ -16,7 +16,7 @@ from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights,
 from modelmill.accept.reference.granite import GraniteReference
 from modelmill.accept.reference.olmo2 import Olmo2Reference
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
-from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
@@ -66,6 +66,10 @@ class ExpertsMixin(PlainDecoderReference):
         self.dense_layers = {
             i for i in range(self.num_layers) if i in only or (i + 1) % int(every) != 0
         }
+
+    def use_rope(self, rope: ReferenceRope) -> None:
+        """Rotate by another table than config.json's."""
+        self.rope = rope
 
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's attention, router and experts."""
