@@ -13,7 +13,7 @@ import pytest
 
 from modelmill.core import env
 from tests import optional_extras
-from tests.full_only import is_full_only
+from tests.full_only import is_exhaustive_only, is_full_only
 
 if TYPE_CHECKING:  # it needs the extra serve, without which tests are skipped and not this file
     from tests.serve.segment_service import SegmentService
@@ -41,20 +41,24 @@ if settings is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--quick``: what ``make test`` runs."""
+    """``--quick``: what ``make test`` runs; ``--exhaustive``: what ``make test-families`` does."""
     parser.addoption(
         "--quick", action="store_true", help="leave out the tests of tests/full_only.py"
+    )
+    parser.addoption(
+        "--exhaustive", action="store_true", help="with the tests of EXHAUSTIVE_ONLY, too"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that only ``make test-all`` runs."""
-    if not config.getoption("--quick"):
-        return
+    """Deselect the tests that only ``make test-all`` or ``make test-families`` runs."""
+    quick, exhaustive = config.getoption("--quick"), config.getoption("--exhaustive")
     selected: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        (left_out if is_full_only(item.nodeid) else selected).append(item)
+        full_only = quick and is_full_only(item.nodeid)
+        exhaustive_only = not exhaustive and is_exhaustive_only(item.nodeid)
+        (left_out if full_only or exhaustive_only else selected).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = selected
 

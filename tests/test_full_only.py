@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.full_only import FULL_ONLY, is_full_only, pattern_expression
+from tests.full_only import EXHAUSTIVE_ONLY, FULL_ONLY, is_full_only, pattern_expression
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 def names() -> dict[str, list[str]]:
     """Names of the collected tests by file, of the files in the list."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
+    command.append("--exhaustive")
     done = subprocess.run(
         [*command, *FULL_ONLY], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -33,7 +34,7 @@ def names() -> dict[str, list[str]]:
 def test_every_pattern_matches_a_test(names: dict[str, list[str]]) -> None:
     unused = [
         (path, pattern)
-        for path, patterns in FULL_ONLY.items()
+        for path, patterns in (*FULL_ONLY.items(), *EXHAUSTIVE_ONLY.items())
         for pattern in patterns
         if not any(pattern_expression(pattern).fullmatch(name) for name in names[path])
     ]
