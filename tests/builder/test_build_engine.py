@@ -204,11 +204,11 @@ def test_integer_weights_are_refused(llama: Path) -> None:
 
 
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
-    config = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
+    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
     folder = save_raw(tmp_path / "hf", {"a": torch.zeros(2)}, config)
     with pytest.raises(UnknownArchitecture) as error:
         plan(folder)
-    assert "qwen2_moe" in str(error.value)
+    assert "qwen2_vl" in str(error.value)
     assert "nearest known family is qwen2" in str(error.value)
 
 

@@ -433,13 +433,13 @@ def test_float8_values_all_survive_and_nan_is_none(k: int, isa: str) -> None:
 def test_steps_lengthened_for_a_token_are_the_references_to_the_bit(rows: int, isa: str) -> None:
     """Else an integer that falls to the other side would look like a fault in acceptance."""
     shapes = [(rows, 300, 32), (rows, 576, 32)]
-    found = [
+    tried = [
         RptqQuantInputs(**case.args)
         for case in rptq_quant.cases_for_shapes(shapes, "cpu", torch.float32)
         if case.name.endswith("fallback") and not case.args["gated"]
     ]
-    assert len(found) == 3
-    for inputs in found:
+    assert len(tried) == 3
+    for inputs in tried:
         inputs = inputs._replace(x=inputs.x * torch.logspace(-2, 2, len(inputs.x))[:, None])
         (q, step), (expected, steps) = (
             KERNELS["rptq_quant"].run(inputs),

@@ -25,9 +25,15 @@ BITS_AND_MODES = [
 
 
 def _make_weight(
-    bits: str, mode: str, columns: int = 100, rows: int = 24, splits: int = 1
+    bits: str,
+    mode: str,
+    columns: int = 100,
+    rows: int = 24,
+    splits: int = 1,
+    *,
+    fallback: bool | None = None,
 ) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:
-    """(weight, its dense original, inputs)."""
+    """(weight, its dense original, inputs). fallback: None is the recipe's own choice."""
     generator = torch.Generator().manual_seed(columns)
     x = (
         torch.randn(200, columns, generator=generator)
@@ -42,6 +48,7 @@ def _make_weight(
     made = RptqRecipe(
         BuildConfig(quantization="rptq", bits=bits, mode=mode, splits_per_channel=splits)
     ).recipe_for("layers.0.mlp.down_proj", SiteSpec("down", heavy_tailed=True))
+    made.fallback = made.fallback if fallback is None else fallback
     rptq_weight = made.quantize(weight, statistics)
     assert isinstance(rptq_weight, RptqWeight)
     return rptq_weight, weight, x
@@ -80,8 +87,8 @@ def test_parts_of_ranks_add_up(bits: str, mode: str) -> None:
         part.matmul(x[:, a:b], None, ops)
         for part, (a, b) in zip(parts, ((0, 37), (37, 100)), strict=True)
     )
-    # a token's own steps see fewer channels in a part
-    tolerance = 1e-5 if mode != "dynamic" else 0.3
+    # a token's own steps see fewer channels in a part; with the fallback a few tokens have such
+    tolerance = 0.3 if mode == "dynamic" else 5e-3 if rptq_weight.fallback else 1e-5
     assert float((summed - expected).abs().max()) <= tolerance * float(expected.abs().max())
     some = rptq_weight.slice([(2, 5), (20, 24)], (0, 100)).matmul(x, None, ops)
     assert torch.allclose(some, torch.cat([expected[:, 2:5], expected[:, 20:24]], 1), atol=1e-6)
@@ -114,10 +121,10 @@ def test_a_row_beyond_the_static_range_is_rescaled_not_clipped(bits: str, mode: 
     )
     assert float(error.max()) < (0.03 if bits == "w8a8" else 0.35)
     assert float(clipped.max()) > 0.5
-    inside = [
-        each.matmul(far, None, ops)[~outside] for each in (rptq_weight, clipping)
-    ]  # a value between two integers may fall to either
-    assert float((inside[0] - inside[1]).norm() / inside[1].norm()) < 1e-3
+    _, step = ops.rptq_quant(rptq_weight._quant_inputs(far))
+    unchanged = (step == rptq_weight.input_scales).all(1)
+    assert int(unchanged.sum()) > 100
+    assert torch.equal(*(w.matmul(far, None, ops)[unchanged] for w in (rptq_weight, clipping)))
 
 
 def test_the_fallback_is_stored_and_older_weights_clip() -> None:
@@ -212,7 +219,7 @@ def test_several_columns_of_a_channel_add_up_to_one_number_of_more_levels(
     assert not rptq_weight.fake_quantize(torch.zeros(1, 300)).any()
     cut = rptq_weight.slice([(3, 9)], (120, 300))
     assert torch.allclose(cut.fake_quantize(x[:, 120:]), rptq_weight.fake_quantize(x)[:, 120:])
-    plain = replace(_make_weight(bits, "exact", columns=300)[0], fallback=False)
+    plain, _, _ = _make_weight(bits, "exact", columns=300, fallback=False)
     inside = x[:200]
     errors = [float((each.fake_quantize(inside) - inside).norm()) for each in (rptq_weight, plain)]
     reach = [float(each.fake_quantize(100 * inside).abs().sum()) for each in (rptq_weight, plain)]
