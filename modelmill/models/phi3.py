@@ -14,7 +14,10 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-MERGED_PROJECTIONS = {"attn.qkv_proj": ("self_attn.qkv_proj",), "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
+MERGED_PROJECTIONS = {
+    "attn.qkv_proj": ("self_attn.qkv_proj",),
+    "mlp.gate_up_proj": ("mlp.gate_up_proj",),
+}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTIONS})
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
