@@ -436,11 +436,6 @@ def pattern_expression(pattern: str) -> re.Pattern[str]:
     )
 
 
-@cache
-def _expressions(path: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(map(pattern_expression, FULL_ONLY.get(path, ())))
-
-
 EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
     # of a family without a shape of its own, what another family's tests see as well
     "tests/models/test_dense_families.py": (
@@ -461,12 +456,19 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
 
 def is_exhaustive_only(node_id: str) -> bool:
     """Whether ``make test-all`` leaves a test out; ``node_id``: as pytest prints it."""
-    path, _, name = node_id.partition("::")
-    patterns = EXHAUSTIVE_ONLY.get(path, ())
-    return any(pattern_expression(pattern).fullmatch(name) for pattern in patterns)
+    return _is_listed(EXHAUSTIVE_ONLY, node_id)
 
 
 def is_full_only(node_id: str) -> bool:
     """Whether ``make test`` leaves a test out; ``node_id``: as pytest prints it."""
+    return _is_listed(FULL_ONLY, node_id)
+
+
+def _is_listed(patterns: Mapping[str, Sequence[str]], node_id: str) -> bool:
     path, _, name = node_id.partition("::")
-    return any(expression.fullmatch(name) for expression in _expressions(path))
+    return any(each.fullmatch(name) for each in _expressions(tuple(patterns.get(path, ()))))
+
+
+@cache
+def _expressions(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(pattern_expression, patterns))

@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
 from modelmill.accept.reference.granite import GraniteReference
 from modelmill.accept.reference.olmo2 import Olmo2Reference
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import NORMS, PlainDecoderReference
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -211,7 +211,7 @@ class OlmoeReference(Olmo2Reference, ExpertsMixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.norm_paths = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        self.norm_paths = dict(NORMS)
         self.layer = self.pre_norm
         length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
         self.rope = rope_from_config(config, self.head_dim, length)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, layer_norm
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.base import Affine, layer_norm
+from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ MODEL_TYPES = ("phi",)
 NAME_PREFIX = "model."
 
 
-class PhiReference(PlainDecoderReference):
+class PhiReference(QKNormReference):
     """PhiForCausalLM; its head has a bias."""
 
     FINAL_NORM = "model.final_layernorm"
@@ -33,7 +33,7 @@ class PhiReference(PlainDecoderReference):
         mlp = {"fc": "mlp.fc1", "down": "mlp.fc2"}
         self.projection_paths = attention | {"o_proj": "self_attn.dense"} | mlp
         self.biased = frozenset(self.projection_paths)
-        self.norms_heads = bool(config.get("qk_layernorm"))
+        self.norms_qk = bool(config.get("qk_layernorm"))
         self.layer = self.parallel
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
@@ -47,31 +47,8 @@ class PhiReference(PlainDecoderReference):
         )
         return self.present(Affine(weight, bias))
 
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Read the weights of one layer in float32."""
-        weights = super().layer_weights(index)
-        if self.norms_heads:
-            weights["qk_norm"] = self.norm_weights(index, "qk_norm")
-        return weights
-
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_both(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         """Norm each head of q with one weight, each of k with another."""
-        if not self.norms_heads:
-            return q, k
-        q_normed, k_normed = self._norm_heads(q, k, r.weights["qk_norm"])
-        r.record("qk_norm", torch.cat((q_normed, k_normed), -1), q, k)
-        return q_normed, k_normed
-
-    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
-        """Run the reference norm on any input; of "qk_norm" on q, k and v side by side."""
-        if name != "qk_norm":
-            return super().run_norm(index, name, x)
-        kv = self.num_kv_heads * self.head_dim
-        widths = [self.num_heads * self.head_dim, kv, kv]
-        q, k, v = x.to(self.device, self.dtype).split(widths, -1)
-        return torch.cat((*self._norm_heads(q, k, self.norm_weights(index, name)), v), -1)
-
-    def _norm_heads(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         assert weights.bias is not None, "these norms have a bias"
         values = zip(weights.weight.chunk(2), weights.bias.chunk(2), strict=True)
         q_norm, k_norm = (Affine(*each) for each in values)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, layer_norm
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.base import Affine, layer_norm
+from modelmill.accept.reference.qk_norm import QKNormReference
 from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -16,7 +16,7 @@ MODEL_TYPES = ("stablelm",)
 NAME_PREFIX = "model."
 
 
-class StableLmReference(PlainDecoderReference):
+class StableLmReference(QKNormReference):
     """StableLmForCausalLM."""
 
     uses_layer_norm = True
@@ -31,7 +31,7 @@ class StableLmReference(PlainDecoderReference):
         self.rope = partial_rope(config, self.head_dim, length, factor=0.25)
         if config.get("use_qkv_bias"):
             self.biased = frozenset("qkv")
-        self.norms_heads = bool(config.get("qk_layernorm"))
+        self.norms_qk = bool(config.get("qk_layernorm"))
         if config.get("use_parallel_residual"):
             self.layer = self.parallel
 
@@ -52,29 +52,10 @@ class StableLmReference(PlainDecoderReference):
         ]
         return self.present(Affine(torch.cat(weights)))
 
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Read the weights of one layer in float32."""
-        weights = super().layer_weights(index)
-        if self.norms_heads:
-            weights["qk_norm"] = self.norm_weights(index, "qk_norm")
-        return weights
-
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_both(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k by itself."""
-        if not self.norms_heads:
-            return q, k
-        x = torch.cat((q, k), -1)
-        normed = r.record("qk_norm", self._norm_heads(x, r.weights["qk_norm"]), x)
+        normed = self._norm_heads(torch.cat((q, k), -1), weights)
         return normed[:, : q.shape[1]], normed[:, q.shape[1] :]
-
-    def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
-        """Run the reference norm on any input; of "qk_norm" on q, k and v side by side."""
-        if name != "qk_norm":
-            return super().run_norm(index, name, x)
-        x = x.to(self.device, self.dtype)
-        width = (self.num_heads + self.num_kv_heads) * self.head_dim
-        normed = self._norm_heads(x[:, :width], self.norm_weights(index, name))
-        return torch.cat((normed, x[:, width:]), -1)
 
     def _norm_heads(self, x: Tensor, weights: Affine) -> Tensor:
         heads = x.reshape(len(x), -1, self.head_dim)
