@@ -14,7 +14,9 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.cli.main import main
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from tests.models.test_dense_families import CASES
+from tests.models.all_families import CASES
+
+pytest.importorskip("transformers")
 
 # fields of the published config.json files, and the parameters that their authors count
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {

@@ -19,9 +19,11 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import TensorMismatch, UnknownArchitecture
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
-from tests.checkpoint.checkpoint_factory import write_tensors
+from tests.checkpoint.checkpoint_factory import permute, write_tensors
+from tests.models.all_families import CASES
 from tests.models.family_cases import Logits
-from tests.models.test_dense_families import CASES
+
+pytest.importorskip("transformers")
 
 # model_type → the gguf package's architecture, and config fields that GGUF cannot say otherwise
 ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -36,12 +38,6 @@ SIZES = {
     "shared_expert_intermediate_size": 96, "head_dim": 16,
 }  # fmt: skip
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-
-def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The converter's order of LLaMA's rows of q and k: a rotated pair side by side."""
-    halves = rows.view(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
-    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,7 +86,7 @@ def write_gguf(path: Path, model_type: str, raw: dict[str, Any], folder: Path, k
         assert target is not None, source
         if model_type == "mixtral" and re.search(r"self_attn\.[qk]_proj", source):
             heads = "num_attention_heads" if ".q_proj" in source else "num_key_value_heads"
-            tensor = permuted(tensor, raw[heads])
+            tensor = torch.from_numpy(permute(tensor.numpy(), raw[heads]))
         values = tensor.numpy()
         if kind is not None and tensor.dim() > 1 and "_inp" not in target:
             writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)

@@ -6,7 +6,6 @@ from the paper. Each case runs prompts whole, in chunks, decoded, and mixed in o
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +27,7 @@ from modelmill.core.registry import find_module
 from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
+from tests.models.all_families import CASES
 from tests.models.family_cases import FamilyCase, Logits
 from tests.models.idle_fields import IDLE
 from tests.parallel import test_shard_model
@@ -37,10 +37,6 @@ from tests.trust.error_lines import check_one_line
 
 transformers = pytest.importorskip("transformers")
 
-CASES: dict[str, FamilyCase] = {
-    name: importlib.import_module(f"tests.models.families.{name}").CASE
-    for name in sorted(path.stem for path in (Path(__file__).parent / "families").glob("*.py"))
-}
 LENGTHS = (1, 7, 33, 70)
 # one for each way of joining a layer's parts; make test runs all tests of these
 REPRESENTATIVES = ("granite", "phi", "olmo2", "glm4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,16 @@ from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
-from tests.models.family_cases import FamilyCase, GgufCase
+from tests.checkpoint.checkpoint_factory import permute
+from tests.models.all_families import CASES
+from tests.models.family_cases import GgufCase
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
-FAMILIES: dict[str, FamilyCase] = {
-    path.stem: importlib.import_module(f"tests.models.families.{path.stem}").CASE
-    for path in sorted((Path(__file__).parent / "families").glob("*.py"))
-}
-WITH_GGUF = [name for name, case in FAMILIES.items() if case.gguf is not None]
+WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
 FUSED = "query_key_value"
 QK = ("q_proj", "k_proj", "attention.wq.", "attention.wk.")
-
-
-def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The converter's order of a head's rows: channel i beside channel i + dim/2."""
-    split = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
-    return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def ungrouped(rows: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
@@ -66,7 +57,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
     for name, tensor in tensors.items():
         if case.permuted and any(part in name for part in QK):
             is_query = "q_proj" in name or "attention.wq." in name
-            tensor = interleaved(tensor, heads if is_query else kv_heads)
+            tensor = torch.from_numpy(permute(tensor.numpy(), heads if is_query else kv_heads))
         if case.grouped and FUSED in name:
             tensor = ungrouped(tensor, heads, kv_heads)
         plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
@@ -82,7 +73,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
 
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
-    case = FAMILIES[name]
+    case = CASES[name]
     assert case.gguf is not None
     logits = case.save(tmp_path / "hf", **case.gguf.changes)
     path = tmp_path / "model.gguf"
