@@ -32,7 +32,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.model_step import greedy_ids, make_step, random_model, spread_fields  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.weights_option import add_weights_option  # noqa: E402

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.make_checkpoint import SHAPES, tensors  # noqa: E402
+from benchmarks.model_shapes import SHAPES, tensors  # noqa: E402
 from benchmarks.model_step import greedy_ids, make_step, random_model  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.artifact.autotune_store import AutotuneRecord  # noqa: E402

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.model_step import random_model  # noqa: E402
 from benchmarks.peer_process import Lengths, random_prompts  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402

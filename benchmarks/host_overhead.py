@@ -46,7 +46,7 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     """One step down to the ids, with kernels that have been compiled."""
     import torch
 
-    from benchmarks.make_checkpoint import SHAPES
+    from benchmarks.model_shapes import SHAPES
     from benchmarks.weight_formats import weight_quantizer
     from modelmill.loader.model_loader import build_model
     from modelmill.nn.fusion import fuse

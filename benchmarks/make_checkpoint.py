@@ -12,114 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-QWEN_7B = {
-    "model_type": "qwen", "architectures": ["QWenLMHeadModel"], "vocab_size": 151936,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "kv_channels": 128,
-    "intermediate_size": 22016,
-    "seq_length": 8192, "max_position_embeddings": 8192, "layer_norm_epsilon": 1e-6,
-    "rotary_emb_base": 10000.0,
-    "rotary_pct": 1.0, "use_dynamic_ntk": True, "use_logn_attn": True, "no_bias": True,
-    "tie_word_embeddings": False,
-    "bos_token_id": 151643, "eos_token_id": 151643, "torch_dtype": "bfloat16",
-}  # fmt: skip
-LLAMA_7B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
-}  # fmt: skip
-GPT2_MEDIUM = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_embd": 1024,
-    "n_layer": 24,
-    "n_head": 16, "n_positions": 1024, "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new",
-    "bos_token_id": 50256, "eos_token_id": 50256, "torch_dtype": "float16",
-}  # fmt: skip
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.model_shapes import SHAPES, tensors, with_num_layers
+
 NORMAL, UNIFORM = "normal", "uniform"
 UNIFORM_RANGE = 1e-3
 """Uniform weights are within it: what vLLM's ``load_format="dummy"`` draws, norms and biases as
 well.
 """
-SHAPES = {"qwen-7b": QWEN_7B, "llama-7b": LLAMA_7B, "gpt2-medium": GPT2_MEDIUM}
-
-
-def with_num_layers(shape: str, layers: int | None = None) -> dict[str, object]:
-    """Return the config of a shape, with ``layers`` layers if given."""
-    config: dict[str, object] = {**SHAPES[shape]}
-    if layers is not None:
-        config["n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"] = layers
-    return config
-
-
-def tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Shapes by name, one dict a shard: the ends, then one a layer."""
-    model_type = config["model_type"]
-    if model_type == "gpt2":
-        yield from _gpt2_tensors(config)
-        return
-    hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])  # type: ignore[call-overload]
-    inner = int(config["intermediate_size"]) // (2 if model_type == "qwen" else 1)  # type: ignore[call-overload]
-    layers = int(config["num_hidden_layers"])  # type: ignore[call-overload]
-    if model_type == "qwen":
-        yield {
-            "transformer.wte.weight": (vocab, hidden), "transformer.ln_f.weight": (hidden,),
-            "lm_head.weight": (vocab, hidden),
-        }  # fmt: skip
-        for i in range(layers):
-            stem = f"transformer.h.{i}"
-            yield {
-                f"{stem}.ln_1.weight": (hidden,), f"{stem}.ln_2.weight": (hidden,),
-                f"{stem}.attn.c_attn.weight": (3 * hidden, hidden),
-                f"{stem}.attn.c_attn.bias": (3 * hidden,),
-                f"{stem}.attn.c_proj.weight": (hidden, hidden),
-                f"{stem}.mlp.w1.weight": (inner, hidden),
-                f"{stem}.mlp.w2.weight": (inner, hidden),
-                f"{stem}.mlp.c_proj.weight": (hidden, inner),
-            }  # fmt: skip
-        return
-    yield {
-        "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,),
-        "lm_head.weight": (vocab, hidden)
-    }  # fmt: skip
-    for i in range(layers):
-        stem = f"model.layers.{i}"
-        attention = {f"{stem}.self_attn.{n}_proj.weight": (hidden, hidden) for n in "qkvo"}
-        yield {
-            f"{stem}.input_layernorm.weight": (hidden,),
-            f"{stem}.post_attention_layernorm.weight": (hidden,),
-            **attention, f"{stem}.mlp.gate_proj.weight": (inner, hidden),
-            f"{stem}.mlp.up_proj.weight": (inner, hidden),
-            f"{stem}.mlp.down_proj.weight": (hidden, inner),
-        }  # fmt: skip
-
-
-def _gpt2_tensors(config: dict[str, object]) -> Iterator[dict[str, tuple[int, ...]]]:
-    hidden, vocab = int(config["n_embd"]), int(config["vocab_size"])  # type: ignore[call-overload]
-    places, layers = int(config["n_positions"]), int(config["n_layer"])  # type: ignore[call-overload]
-    yield {
-        "wte.weight": (vocab, hidden),
-        "wpe.weight": (places, hidden),
-        "ln_f.weight": (hidden,),
-        "ln_f.bias": (hidden,),
-    }
-    for i in range(layers):
-        shapes = {f"h.{i}.{n}.{p}": (hidden,) for n in ("ln_1", "ln_2") for p in ("weight", "bias")}
-        for name, rows, columns in (("attn.c_attn", hidden, 3 * hidden),
-            ("attn.c_proj", hidden, hidden),
-                                    ("mlp.c_fc", hidden, 4 * hidden),
-                                    ("mlp.c_proj", 4 * hidden, hidden)):  # fmt: skip
-            shapes |= {f"h.{i}.{name}.weight": (rows, columns), f"h.{i}.{name}.bias": (columns,)}
-        yield shapes
 
 
 def fill(

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
 from benchmarks.figure_statistics import whole_call_figure  # noqa: E402
-from benchmarks.make_checkpoint import LLAMA_7B  # noqa: E402
+from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.peer_process import random_prompts  # noqa: E402
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
@@ -85,7 +85,9 @@ def make_config(
 ) -> dict[str, Any]:
     """Return the config of MiniGPT-4's published sizes; layers: fewer, for a dry run."""
     config = (
-        LLAMA_7B | {"vocab_size": 32001} | ({} if layers is None else {"num_hidden_layers": layers})
+        SHAPES["llama-7b"]
+        | {"vocab_size": 32001}
+        | ({} if layers is None else {"num_hidden_layers": layers})
     )
     return config | {
         "model_type": "minigpt4",

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.make_checkpoint import NORMAL, with_num_layers
+from benchmarks.make_checkpoint import NORMAL
+from benchmarks.model_shapes import with_num_layers
 from benchmarks.peer_process import ROOT, PeerError, PeerProcess
 from benchmarks.synthetic_shapes import write_synthetic_config
 from benchmarks.vllm_peer import ENVIRONMENT
@@ -68,22 +69,23 @@ class PeerSetup:
             )
         return engine
 
-    def cpu_engine(self, gguf: Path) -> Path:
-        """The engine that stands beside llama.cpp: int8 weights, bfloat16 activations."""
-        engine = self.work / f"{gguf.stem}.int8.engine"
+    def cpu_engine(self, gguf: Path, recipe: str = "int8") -> Path:
+        """The engine that stands beside llama.cpp: bfloat16 activations, weights by ``recipe``."""
+        engine = self.work / f"{gguf.stem}.{recipe}.engine"
         if not engine.exists():
             self._run_module(
-                "modelmill",
-                "build",
-                str(gguf.resolve()),
-                "-o",
-                str(engine),
-                "--dtype",
-                "bfloat16",
-                "-q",
-                "int8",
-            )
+                "modelmill", "build", str(gguf.resolve()), "-o", str(engine),
+                "--dtype", "bfloat16", "-q", recipe,
+            )  # fmt: skip
         return engine
+
+    def start_module(
+        self, name: str, python: str, module: str, arguments: Mapping[str, Any]
+    ) -> PeerProcess:
+        """Start a side that is a module of ``benchmarks`` with one JSON argument."""
+        log = self.work / "logs" / f"{name.replace(' ', '-')}.log"
+        command = [python, "-m", f"benchmarks.{module}", json.dumps(arguments)]
+        return PeerProcess(name, command, log)
 
     def synthetic_config(self, shape: str) -> Path:
         """A folder with the shape's config as peers read it."""

@@ -24,7 +24,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.make_checkpoint import SHAPES  # noqa: E402
+from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.model_step import make_step, random_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def synthetic_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json for transformers and vLLM with a shape of ``make_checkpoint.SHAPES``."""
+    """Return a config.json for transformers and vLLM with a shape of ``model_shapes.SHAPES``."""
     if raw["model_type"] != "qwen":
         return dict(raw)
     heads = raw["num_attention_heads"]

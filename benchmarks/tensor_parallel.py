@@ -33,7 +33,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.make_checkpoint import with_num_layers  # noqa: E402
+from benchmarks.model_shapes import with_num_layers  # noqa: E402
 from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402

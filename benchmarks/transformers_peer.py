@@ -1,6 +1,6 @@
 """Run transformers as one side of a comparison.
 
-    python -m benchmarks.transformers_peer '{"config": …, "dtype": …}'
+    python -m benchmarks.transformers_peer '{"config": …, "dtype": …, "threads": …}'
 
 Its generate() on one batch of equal prompts, greedy, end-of-text ignored, with random weights of a
 known shape.
@@ -27,6 +27,8 @@ def main() -> None:
     from benchmarks.synthetic_shapes import randomize_weights
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "threads" in options:
+        torch.set_num_threads(options["threads"])
     with torch.device(device):
         config = AutoConfig.from_pretrained(options["config"])
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options["dtype"]))

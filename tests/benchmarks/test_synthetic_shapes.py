@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.make_checkpoint import (
-    SHAPES,
-    UNIFORM,
-    UNIFORM_RANGE,
-    fill,
-    tensors,
-    with_num_layers,
-)
+from benchmarks.make_checkpoint import UNIFORM, UNIFORM_RANGE, fill
+from benchmarks.model_shapes import SHAPES, tensors, with_num_layers
 from benchmarks.synthetic_shapes import randomize_weights, synthetic_config, write_synthetic_config
 
 

@@ -1,0 +1,358 @@
+"""Measure modelmill on this machine beside every peer that is installed: ``make bench``.
+
+    python benchmarks/suite.py [--plan] [--shape NAME …] [--out FILE.jsonl] [--work DIR]
+    [--vllm-python PYTHON | --vllm DIR] [--llamacpp-python PYTHON] [--gguf FILE] [--threads N]
+
+With a GPU: the smallest and the largest shape of ``benchmarks/suite_plan.py`` that fit twice, in
+bfloat16 with random weights, beside vLLM and transformers. Without one: SmolLM2-135M from its GGUF
+file, in int8 and in the file's own bits (``-q keep``), beside llama.cpp in five file types, which
+llama.cpp itself writes, and beside transformers in float32. ``--plan`` prints what would be
+measured, and what does not fit, and ends.
+
+All sides of a work are open together and take turns call by call, with the same ids, timed by the
+same code. A row a side is appended to benchmarks/results/DEVICE.jsonl as soon as it is known: with
+commit, device and its id, host, load, versions, and the seconds of every call. The floor of a
+decode step is the bytes of modelmill's own weights and KV pages over the memory bandwidth that the
+same run measured; the floor of a first token is the matrices' operations over the rate of a large
+matrix product, or those bytes where they take longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.figure_statistics import LONG, SHORT, MeasuredFigure, speedup  # noqa: E402
+from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
+from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
+from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
+from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
+from benchmarks.provenance import git_commit, host_facts  # noqa: E402
+from benchmarks.suite_plan import CPU_SHAPE, Skipped, plan_gpu, works_for_cpu  # noqa: E402
+from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
+
+CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
+CPU_CONTEXT = 1024
+GPU_PEERS = {"vllm": "vLLM", "transformers": "transformers"}
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the device gives, measured in this run: bytes and operations a second."""
+
+    name: str
+    bytes_per_s: float
+    operations_per_s: float | None
+
+    def floor_ms(self, work: Workload, step_bytes: float, cost: ShapeCost) -> float:
+        """Milliseconds that a work needs at least.
+
+        Args:
+            work: decode or first token.
+            step_bytes: bytes of the weights that every step reads.
+            cost: of the model's shape.
+        """
+        prompt, batch = work.prompts[0], len(work.prompts)
+        if len(work.outputs) > 1:
+            context = prompt + (SHORT + LONG) / 2
+            return 1e3 * (step_bytes + batch * context * cost.kv_bytes) / self.bytes_per_s
+        read = step_bytes / self.bytes_per_s
+        if self.operations_per_s is None:
+            return 1e3 * read
+        return 1e3 * max(read, cost.prefill_operations(prompt) / self.operations_per_s)
+
+
+def measure_limits(device: str) -> DeviceLimits:
+    """Time a copy or read of memory and a large bfloat16 product (float32 on a CPU)."""
+    import torch
+
+    from modelmill.eval.report import device_name
+    from modelmill.ops import timing
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return DeviceLimits(
+        device_name(torch.device(device)),
+        timing.memory_bandwidth(device),
+        timing.matmul_throughput(device, dtype),
+    )
+
+
+class Suite:
+    """One run: its rows, and the lines of its table."""
+
+    def __init__(self, options: argparse.Namespace, limits: DeviceLimits) -> None:
+        self.options, self.limits = options, limits
+        self.setup = PeerSetup(options.work.resolve(), options.vllm, options.vllm_python)
+        self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
+        self.run = datetime.now(UTC).strftime("suite-%Y%m%dT%H%M%S")
+        self.out = options.out or ROOT / "benchmarks" / "results" / f"{slug(limits.name)}.jsonl"
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.lines: list[tuple[str, str, float, dict[str, MeasuredFigure]]] = []
+
+    def measure(
+        self, shape: str, works: Sequence[Workload], sides: Sequence[PeerProcess], step_bytes: float
+    ) -> None:
+        """Measure a shape's works, all sides in turn; rows are written one by one."""
+        cost = shape_cost(SHAPES[shape])
+        for work in works:
+            load = round(os.getloadavg()[0], 2)
+            figures = measure_in_turn(work, sides, self.options.rounds)
+            floor = self.limits.floor_ms(work, step_bytes, cost)
+            self.lines.append((shape, work.name, floor, figures))
+            self.setup.note(
+                f"{shape} {work.name}: "
+                + ", ".join(f"{name} {figure.value:.2f} ms" for name, figure in figures.items())
+            )
+            with self.out.open("a", encoding="utf-8") as sink:
+                for side in sides:
+                    row = self._row(shape, work, side, figures[side.name], floor)
+                    sink.write(json.dumps(row | {"load_1m": load}, ensure_ascii=False) + "\n")
+
+    def _row(
+        self, shape: str, work: Workload, side: PeerProcess, figure: MeasuredFigure, floor: float
+    ) -> dict[str, Any]:
+        calls = {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()}
+        return {
+            "bench": "suite", "shape": shape, "work": work.name, "subject": side.name,
+            "value": figure.value, "unit": "ms", "floor": floor, "spread": figure.to_dict(),
+            "calls_s": calls, "statistic": work.statistic, "run": self.run,
+            "command": portable_command(sys.argv[1:]), **side.facts, **self.made_by,
+            "device": self.limits.name, "bytes_per_s": round(self.limits.bytes_per_s),
+            "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }  # fmt: skip
+
+    def print_table(self, skipped: Sequence[Skipped]) -> None:
+        """Milliseconds by side, the ratio of the best peer to the best of ours, and the floor."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        for shape in dict.fromkeys(line[0] for line in self.lines):
+            lines = [line for line in self.lines if line[0] == shape]
+            names = list(dict.fromkeys(name for line in lines for name in line[3]))
+            table = Table(title=f"{shape} on {self.limits.name}: ms, lower is better")
+            for column in ("work", FLOOR, *names, "best peer ÷ ours"):
+                table.add_column(column, justify="left" if column == "work" else "right")
+            for _, work, floor, figures in lines:
+                table.add_row(*table_cells(work, floor, figures, names))
+            console.print(table)
+        print_skipped(console, skipped)
+        console.print(f"rows: {self.out}", soft_wrap=True)
+
+
+def table_cells(
+    work: str, floor: float, figures: Mapping[str, MeasuredFigure], names: Sequence[str]
+) -> list[str]:
+    """The cells of one line; the ratio is of the fastest peer and our fastest side."""
+    ours = [each for name, each in figures.items() if name.startswith(MODELMILL)]
+    peers = [each for name, each in figures.items() if not name.startswith(MODELMILL)]
+    cells = [
+        f"{figures[name].value:.2f} ({figures[name].min:.2f}–{figures[name].max:.2f})"
+        if name in figures
+        else "–"
+        for name in names
+    ]
+
+    def time_of(figure: MeasuredFigure) -> float:
+        return figure.value
+
+    ratio = (
+        f"{speedup(min(peers, key=time_of), min(ours, key=time_of)):.2f}" if ours and peers else "–"
+    )
+    return [work, f"{floor:.2f}", *cells, ratio]
+
+
+def print_skipped(console: Any, skipped: Sequence[Skipped]) -> None:
+    """What was not measured, a line each."""
+    for each in skipped:
+        console.print(f"not measured: {each.name}: {each.reason}", soft_wrap=True)
+
+
+def slug(device: str) -> str:
+    """NVIDIA H200 → nvidia-h200: the name of a device's file of rows."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def portable_command(arguments: Sequence[str]) -> str:
+    """The command line, folders of this machine by their last name only."""
+    names = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
+    return shlex.join(["python", "benchmarks/suite.py", *names])
+
+
+# -- a GPU
+
+
+def run_gpu(options: argparse.Namespace) -> int:
+    """Plan by the card's memory, then measure every planned shape."""
+    import torch
+
+    memory = torch.cuda.get_device_properties(0).total_memory
+    plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape)
+    names = [MODELMILL, *(side for peer, side in GPU_PEERS.items() if has_peer(options, peer))]
+    skipped += [Skipped(side, "not installed") for side in GPU_PEERS.values() if side not in names]
+    if options.plan:
+        for plan in plans:
+            print(f"{plan.shape}: {', '.join(work.name for work in plan.works)}; {names}")
+        return print_plan(skipped)
+    suite = Suite(options, measure_limits("cuda"))
+    for plan in plans:
+        with suite.setup.open_peers(
+            names, plan.shape, SHARED_GPU_FRACTION, plan.max_num_seqs
+        ) as sides:
+            suite.measure(plan.shape, plan.works, sides, shape_cost(SHAPES[plan.shape]).step_bytes)
+    suite.print_table(skipped)
+    return 0
+
+
+def has_peer(options: argparse.Namespace, package: str) -> bool:
+    """Whether a peer was named, or this Python has its package."""
+    if package == "vllm" and (options.vllm or options.vllm_python):
+        return True
+    return importlib.util.find_spec(package) is not None
+
+
+def print_plan(skipped: Sequence[Skipped]) -> int:
+    """Print what will not be measured."""
+    for each in skipped:
+        print(f"not measured: {each.name}: {each.reason}")
+    return 0
+
+
+# -- a CPU
+
+
+def run_cpu(options: argparse.Namespace) -> int:
+    """SmolLM2 from its GGUF file, beside llama.cpp's own file types."""
+    python = options.llamacpp_python or (
+        sys.executable if importlib.util.find_spec("llama_cpp") else None
+    )
+    works = [work for work in works_for_cpu() if not options.only or work.name in options.only]
+    skipped = [] if python else [Skipped("llama.cpp", "llama-cpp-python is not installed")]
+    if not has_peer(options, "transformers"):
+        skipped.append(Skipped("transformers", "not installed"))
+    if options.plan:
+        print(f"{CPU_SHAPE}: {', '.join(work.name for work in works)}; threads {options.threads}")
+        return print_plan(skipped)
+    gguf = options.gguf or pull_model(options.work)
+    suite = Suite(options, measure_limits("cpu"))
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for start in cpu_sides(suite.setup, options, gguf, python):
+            side = start
+            stack.callback(side.close)
+            try:
+                side.ready()
+            except PeerError as error:
+                if side.name.startswith(MODELMILL):
+                    raise
+                skipped.append(Skipped(side.name, str(error)))
+                continue
+            side.facts |= {"threads": options.threads, "model": gguf.name}
+            sides.append(side)
+        engine = suite.setup.work / f"{gguf.stem}.int8.engine"
+        suite.measure(CPU_SHAPE, works, sides, weight_bytes(engine))
+    suite.print_table(skipped)
+    return 0
+
+
+def cpu_sides(
+    setup: PeerSetup, options: argparse.Namespace, gguf: Path, python: str | None
+) -> Iterator[PeerProcess]:
+    """Start ours in two recipes, llama.cpp in its file types, transformers in float32."""
+    threads = options.threads
+    run = {"device": "cpu", "threads": threads, "max_model_len": CPU_CONTEXT, "max_num_seqs": 1}
+    for recipe, name in CPU_RECIPES.items():
+        arguments = {"engine": str(setup.cpu_engine(gguf, recipe)), "run": run}
+        yield setup.start_module(name, sys.executable, "modelmill_peer", arguments)
+    for file_type in FILE_TYPES if python else ():
+        file = llamacpp_file(setup, str(python), gguf, file_type)
+        arguments = {
+            "gguf": str(file), "threads": threads, "n_ctx": CPU_CONTEXT, "n_seq_max": 1
+        }  # fmt: skip
+        yield setup.start_module(f"llama.cpp {file_type}", str(python), "llamacpp_side", arguments)
+    if has_peer(options, "transformers"):
+        arguments = {
+            "config": str(setup.synthetic_config(CPU_SHAPE)), "dtype": "float32", "threads": threads
+        }  # fmt: skip
+        yield setup.start_module("transformers", sys.executable, "transformers_peer", arguments)
+
+
+def llamacpp_file(setup: PeerSetup, python: str, gguf: Path, file_type: str) -> Path:
+    """The checkpoint in a file type, written by llama.cpp on first use: from bfloat16 values."""
+    if file_type == "q4_1" and "q4_1" in gguf.name.lower():
+        return gguf
+    target = setup.work / f"{gguf.stem}.{file_type}.gguf"
+    if not target.exists():
+        source = gguf if file_type == "bf16" else llamacpp_file(setup, python, gguf, "bf16")
+        command = [
+            python, "-m", "benchmarks.llamacpp_side", "quantize",
+            str(source.resolve()), str(target), file_type,
+        ]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        setup.note(f"{target.name} is written")
+    return target
+
+
+def weight_bytes(engine: Path) -> int:
+    """Bytes of an engine's weight files; of a model with a tied head a step reads all of them."""
+    return sum(file.stat().st_size for file in engine.rglob("*.safetensors"))
+
+
+def pull_model(work: Path) -> Path:
+    """SmolLM2's GGUF file, downloaded on first use by ``modelmill pull``."""
+    command = [sys.executable, "-m", "modelmill", "pull", "smollm2", "-o", str(work / "models")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return next((work / "models").glob("*.gguf"))
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--plan", action="store_true", help="print what fits, measure nothing")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where one is")
+    parser.add_argument("--shape", action="append", default=[], choices=sorted(SHAPES))
+    parser.add_argument("--only", action="append", help="CPU: only this work, decode-1x16 say")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds of a work")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's packages")
+    parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM")
+    parser.add_argument("--llamacpp-python", help="interpreter that has llama-cpp-python")
+    parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's file, if here already")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE.jsonl")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "suite")
+    parser.add_argument("--commit", help="of this code, where it is no checkout")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Measure on the GPU where there is one, otherwise on the CPU."""
+    options = parse_args()
+    import torch
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.work.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    code = run_gpu(options) if device == "cuda" else run_cpu(options)
+    print(f"{time.perf_counter() - began:.0f} s")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
