@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -120,6 +120,12 @@ conformance: .venv-conformance/.ready
 	.venv-conformance/bin/python tools/setup_venv.py install .venv-conformance eval,serve,conformance
 	.venv-conformance/bin/python -m pip install -q --no-deps -r tools/conformance/requirements.txt
 	@touch $@
+
+# speed on this machine beside every peer that is installed, in turn: picks what fits, prints a table with ratios and floor,
+# appends rows to benchmarks/results/DEVICE.jsonl. BENCH=--plan says what would run; a peer in another Python:
+# BENCH='--vllm-python PYTHON' or BENCH='--llamacpp-python PYTHON'
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/suite.py $(BENCH)
 
 # docs/performance.md and its plots from benchmarks/results and tools/performance/page.template.md, docs/notes/README.md from
 # the notes; after new rows, text or notes. It measures nothing: docs/reproduce.md has the commands that do
