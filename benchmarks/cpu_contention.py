@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.append_rows import append_rows, portable_command  # noqa: E402
-from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.serve_command import serve_command  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 
 OPENMP_SETTINGS: dict[str, dict[str, str]] = {
     "ours": {},
@@ -198,8 +198,7 @@ def main() -> None:
     facts = {
         "device": f"{cpu_name()}, {torch.get_num_threads()} threads",
         "engine": options.engine.name,
-        "commit": git_commit(),
-        **host_facts(),
+        **provenance(),
     }
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     for use in options.uses:

@@ -31,6 +31,7 @@ from benchmarks.peer_process import Lengths, random_prompts  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn, parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import versions  # noqa: E402
 from modelmill.eval.targets import greedy_request  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
@@ -100,6 +101,7 @@ def measure(options: argparse.Namespace, weights: str, kv_dtype: str) -> None:
     loop.warm_up()
     sides = [EngineCoreSide(loop), *([EagerPromptSide(loop)] if options.launched else [])]
     stamp = {
+        **provenance(),
         "bench": "loop", "shape": options.shape, "weights": weights, "kv": kv_dtype,
         "kernels": dict(loop.ops.backends),
         "command": "python benchmarks/engine_core_table.py " + " ".join(sys.argv[1:]),

@@ -38,6 +38,7 @@ from modelmill.cli.profile import show_profile  # noqa: E402
 from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
 from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
@@ -256,6 +257,7 @@ def main() -> None:
     model = random_model(options.shape, options.weights, head=options.quantize_head)
     rate = copy_bandwidth()
     stamp = {
+        **provenance(),
         "command": "python benchmarks/model_step.py " + " ".join(sys.argv[1:]),
         "shape": options.shape, "unit": "ms",
         "weights": options.weights, "kv": kv, "copy_gbps": round(rate / 1e9),

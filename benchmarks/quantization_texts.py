@@ -32,7 +32,6 @@ from benchmarks.engine_cache import (  # noqa: E402
     source_digest,
 )
 from benchmarks.fidelity import measure_fidelity, split_windows  # noqa: E402
-from benchmarks.provenance import git_commit  # noqa: E402
 from benchmarks.quantization import (  # noqa: E402
     FLOAT32,
     artifact_facts,
@@ -40,6 +39,7 @@ from benchmarks.quantization import (  # noqa: E402
     make_progress,
     row_provenance,
 )
+from modelmill.eval.provenance import provenance  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization_texts.jsonl"
 JSONL_KEYS = ("article", "turns", "text")
@@ -137,7 +137,7 @@ def measure_texts(
         "checkpoint": options.checkpoint.name,
         "options": shlex.join(build),
         "note": options.note,
-        "commit": git_commit(),
+        **provenance(),
         "sources": source_digest(),
         **artifact_facts(core.artifact),
     }

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.model_shapes import SHAPES  # noqa: E402
 from benchmarks.model_step import make_step, random_model  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops.sample import SampleInputs, random_case  # noqa: E402
@@ -98,6 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     model = random_model(options.shape)
     stamp = {
+        **provenance(),
         "command": "python benchmarks/sampling.py " + " ".join(sys.argv[1:]),
         "shape": options.shape, "unit": "ms",
         "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},

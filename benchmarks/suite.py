@@ -43,9 +43,9 @@ from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
 from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
 from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
-from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.suite_plan import CPU_SHAPE, Skipped, plan_gpu, works_for_cpu  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
+from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 
 CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
@@ -99,7 +99,9 @@ class Suite:
 
     def __init__(self, options: argparse.Namespace, limits: DeviceLimits) -> None:
         self.options, self.limits = options, limits
-        self.setup = PeerSetup(options.work.resolve(), options.vllm, options.vllm_python)
+        self.setup = PeerSetup(
+            options.work.resolve(), options.vllm, options.vllm_python, check=not options.no_check
+        )
         self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
         self.run = datetime.now(UTC).strftime("suite-%Y%m%dT%H%M%S")
         self.out = options.out or ROOT / "benchmarks" / "results" / f"{slug(limits.name)}.jsonl"
@@ -337,6 +339,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's file, if here already")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE.jsonl")
     parser.add_argument("--work", type=Path, default=ROOT / "out" / "suite")
+    parser.add_argument(
+        "--no-check", action="store_true", help="build without the acceptance run, to save time"
+    )
+    parser.add_argument("--peer", action="append", choices=tuple(GPU_PEERS), help="GPU: only these")
     parser.add_argument("--commit", help="of this code, where it is no checkout")
     return parser.parse_args(arguments)
 

@@ -48,7 +48,6 @@ from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
 from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION, PeerSetup  # noqa: E402
-from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BLOCKS,
@@ -63,6 +62,7 @@ from benchmarks.workloads import (  # noqa: E402
     warm_up,
     workloads_for,
 )
+from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 
 CPU_SIDES = ("ours", "llamacpp")
 ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"

@@ -38,6 +38,7 @@ from benchmarks.model_step import kv_bytes_per_token, weight_bytes  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.shard_model import shard_model  # noqa: E402
@@ -348,6 +349,7 @@ def main() -> None:
             pass
         os._exit(0)  # the other ranks are gone: no NCCL shutdown
     stamp = {
+        **provenance(),
         "command": "python benchmarks/tensor_parallel.py " + " ".join(sys.argv[1:]),
         "shape": options.shape,
         "device": f"{torch.cuda.get_device_name()} x{options.tp}",

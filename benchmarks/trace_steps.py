@@ -38,6 +38,7 @@ from benchmarks.workloads import warm_up  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.eval.datasets import read_trace  # noqa: E402
+from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.model_runner import StepForward  # noqa: E402
@@ -207,7 +208,8 @@ def measure(
             "shape": options.shape,
             "copy_gbps": round(rate / 1e9),
             "command": "python benchmarks/trace_steps.py " + " ".join(sys.argv[1:]),
-            "device": torch.cuda.get_device_name(), "versions": {"torch": torch.__version__},
+            **provenance(), "device": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
         print(

@@ -3,6 +3,7 @@
 ======================  ==========================================================================
 MODELMILL_CACHE         folder for pulled models, built engines and compiled kernels (~/.cache/modelmill)
 MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (read by the command line)
+MODELMILL_COMMIT        commit of the code, in rows of measurements, where it is no checkout
 MODELMILL_CPU_KERNELS   auto (default): the compiled CPU kernels of the package, else compiled on this machine;
                         prebuilt: only those of the package; native: only compiled here; none: torch computes
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)

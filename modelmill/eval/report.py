@@ -14,6 +14,7 @@ from typing import Any
 
 from modelmill.core.errors import UsageError
 from modelmill.core.packages import require
+from modelmill.eval.provenance import provenance
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -112,14 +113,17 @@ def make_row(
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a jsonl file and create its folder.
+    """Append rows, each with its provenance, to a jsonl file and create its folder.
 
     Raises UsageError if the file cannot be written.
     """
+    origin = provenance()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
+            file.writelines(
+                json.dumps({**each, **origin}, ensure_ascii=False) + "\n" for each in rows
+            )
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None
 

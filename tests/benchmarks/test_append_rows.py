@@ -20,6 +20,8 @@ def test_rows_stand_behind_those_of_before(tmp_path: Path) -> None:
     append_rows(out, rows[1:], "two")
     first, second = map(json.loads, out.read_text("utf-8").splitlines())
     assert first.pop("date").endswith("Z")
+    assert {"commit", "host_cpu", "load_1m"} <= first.keys()
+    first = {name: first[name] for name in ("figure", "value", "device", "command")}
     assert first == {"figure": "a", "value": 2, "device": "x", "command": "one"}
     assert second["figure"] == "ü"
     assert "ü" in out.read_text("utf-8")

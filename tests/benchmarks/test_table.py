@@ -12,7 +12,7 @@ from benchmarks import table
 from benchmarks.figure_statistics import MeasuredFigure
 from benchmarks.peer_process import Lengths, PeerError
 from benchmarks.peer_setup import PeerSetup
-from benchmarks.provenance import git_commit
+from modelmill.eval.provenance import git_commit
 
 TRACE = "ContextTokens,GeneratedTokens\n100,10\n200,20\n3,9\n50,5\n"
 

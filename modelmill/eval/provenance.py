@@ -1,7 +1,4 @@
-"""Provenance of a result row: the commit, the GPU and its host.
-
-Standard library only: both sides of a comparison and every driver may import it.
-"""
+"""Provenance of a result row: the commit, the GPU and its host."""
 
 from __future__ import annotations
 
@@ -11,11 +8,23 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from modelmill.core.env import option_from_env
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def provenance() -> dict[str, Any]:
+    """Return what every row carries: ``commit``, and the facts of ``host_facts``."""
+    return {"commit": git_commit(), **host_facts()}
 
 
 def git_commit(root: Path = ROOT) -> str | None:
-    """Return the commit ("-dirty" appended if tracked files differ); None without a checkout."""
+    """Return the commit, with "-dirty" behind it if tracked files differ.
+
+    MODELMILL_COMMIT names it where the code is no checkout; None without both.
+    """
+    if named := option_from_env("commit"):
+        return named
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None

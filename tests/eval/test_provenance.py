@@ -1,0 +1,42 @@
+"""Where a row comes from: the commit and the machine."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from modelmill.eval.provenance import git_commit, host_facts, provenance
+
+
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_checkout_with_changes_is_called_dirty(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a").write_text("1")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-qm", "one")
+    commit = git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "untracked").touch()
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "a").write_text("2")
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_no_checkout_and_a_named_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_commit(tmp_path) is None
+    monkeypatch.setenv("MODELMILL_COMMIT", "abc123")
+    assert git_commit(tmp_path) == "abc123"
+    assert provenance()["commit"] == "abc123"
+
+
+def test_the_host_is_named_with_its_load() -> None:
+    facts = host_facts()
+    assert facts["host_cpu"]
+    assert facts["host_cores"] >= 1
+    assert facts["load_1m"] >= 0
