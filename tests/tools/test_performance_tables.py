@@ -38,7 +38,7 @@ def test_a_claim_is_a_median_over_cards_beside_its_least_favourable_run() -> Non
         "| 73.7 | 84 | **80.0** | ✓, missed on 1 | 100 | **1.25** | 1.10 | 3 |"
     )
     assert lines[-1] == (
-        "NVIDIA H200; modelmill 0.1.0; 2026-01-02; commit abc1234; "
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02; commit abc1234 (age unknown); "
         "`python benchmarks/table.py marks`"
     )
     assert plots.speed(rows) == [
@@ -190,7 +190,11 @@ def test_a_claim_needs_a_commit_and_a_card() -> None:
     row = mark("modelmill", 1.0, "a")
     assert runs.can_carry_a_claim(row)
     assert not runs.can_carry_a_claim({**row, "commit": ""})
+    assert not runs.can_carry_a_claim({**row, "commit": "abc1234-dirty"})
     assert not runs.can_carry_a_claim({**row, "device_id": None})
+    cpu = {**row, "device": "Some CPU", "device_id": None}
+    assert not runs.can_carry_a_claim(cpu)
+    assert runs.can_carry_a_claim({**cpu, "host_cpu": "Some CPU"})
 
 
 def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -> None:
@@ -200,7 +204,28 @@ def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -
         mark("modelmill", 1.0, "a", command="modelmill bench x.engine --commit f", commit=None),
     ]
     assert provenance.provenance_line(rows) == (
-        "NVIDIA H200; modelmill 0.1.0; 2026-01-02 to 2026-01-05; abc1234, **no commit**; "
+        "NVIDIA H200; modelmill 0.1.0; 2026-01-02 to 2026-01-05; abc1234 (age unknown), "
+        "**no commit**; "
         "`python t.py marks --blocks 3`, `modelmill bench x.engine`"
     )
     assert provenance.provenance_line(rows[:1], commands=False).endswith("; commit abc1234")
+
+
+def test_an_age_counts_the_commits_that_changed_what_a_row_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def run(command: list[str], **_: object) -> object:
+        asked.append(command[command.index("--") + 1 :])
+        return type("Answer", (), {"stdout": "7\n"})()
+
+    monkeypatch.setattr(provenance.subprocess, "run", run)
+    kernel, language, picture = ({"bench": name} for name in ("op", "suite", "sam"))
+    for row in (kernel, language, picture):
+        assert provenance.age("some commit", provenance.timed_paths(row)) == "7"
+    assert asked[0] == ["modelmill/ops"]
+    assert "modelmill/vision" not in asked[1]
+    assert asked[2] == [*asked[1], "modelmill/vision"]
+    provenance.age.cache_clear()
+    assert provenance.without_ages("commit a (age 7), b (age unknown)") == "commit a, b"

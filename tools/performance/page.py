@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.performance import cpu_table, gpu_tables, notes_index, plots, vllm_tables
+from tools.performance.provenance import without_ages
 from tools.performance.rows import Row, read_rows
 
 TEMPLATE, PAGE = Path("tools/performance/page.template.md"), Path("docs/performance.md")
@@ -88,12 +89,16 @@ def _texts(root: Path, rows: Mapping[str, Sequence[Row]]) -> dict[Path, str]:
 
 
 def stale_files(root: Path) -> list[str]:
-    """Files that are not what template, notes and rows give; a plot has its data's digest."""
+    """Files that are not what template, notes and rows give; a plot has its data's digest.
+
+    Ages of commits are left out: they change with every commit.
+    """
     rows = read_device_rows(root)
     stale = [
         str(path)
         for path, text in _texts(root, rows).items()
-        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != text
+        if not (root / path).exists()
+        or without_ages((root / path).read_text(encoding="utf-8")) != without_ages(text)
     ]
     for name, plot in PLOTS.items():
         if plots.file_digest(root / plot_path(name)) != plots.digest(plot.data(rows[plot.device])):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
 
 from tools.performance.rows import Row
 
@@ -11,10 +15,15 @@ UNSHOWN_OPTIONS = ("--out", "--save", "--commit", "--work", "--note")
 UNSHOWN_FLAGS = ("--no-check",)
 UNSHOWN_VERSIONS = ("numpy", "python")
 NO_COMMIT = "**no commit**"
+ROOT = Path(__file__).resolve().parent.parent.parent
+LANGUAGE_PATHS = tuple(
+    f"modelmill/{name}" for name in ("models", "nn", "ops", "runtime", "weights")
+)
+_AGE = re.compile(r" \(age \w+\)")
 
 
 def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
-    """Device, versions, dates, commits and, unless a page names them by itself, commands of rows.
+    """Device, versions, dates, commits and, with ``commands``, ages and commands of rows.
 
     Where rows name no commit the line says so: they carry no new claim. Of each script and part the
     newest row's command stands for all; every row has its own.
@@ -27,7 +36,9 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
         if name not in UNSHOWN_VERSIONS
     )
     dates = sorted({str(row["date"])[:10] for row in rows})
-    commits = _unique(str(row.get("commit") or NO_COMMIT) for row in rows)
+    commits = _unique(
+        _commit_and_age(row) if commands else str(row.get("commit") or NO_COMMIT) for row in rows
+    )
     by_script = {
         script_and_part(str(row["command"])): f"`{shown_command(str(row['command']))}`"
         for row in sorted(rows, key=lambda row: str(row["date"]))
@@ -37,6 +48,36 @@ def provenance_line(rows: Sequence[Row], commands: bool = True) -> str:
     parts = [devices, versions, [when], [label + ", ".join(commits)]]
     parts += [list(by_script.values())] if commands else []
     return "; ".join(", ".join(part) for part in parts)
+
+
+def _commit_and_age(row: Row) -> str:
+    """The commit, and how many later ones changed what the row times."""
+    commit = row.get("commit")
+    return NO_COMMIT if not commit else f"{commit} (age {age(str(commit), timed_paths(row))})"
+
+
+def timed_paths(row: Row) -> tuple[str, ...]:
+    """The folders whose code a row times."""
+    if "op" in (row.get("bench"), row.get("figure")):
+        return ("modelmill/ops",)
+    vision = ("modelmill/vision",) if row.get("bench") in ("sam", "minigpt4") else ()
+    return (*LANGUAGE_PATHS, *vision)
+
+
+@cache
+def age(commit: str, paths: tuple[str, ...]) -> str:
+    """How many commits since then touched ``paths``; "unknown" where git does not know it."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def without_ages(text: str) -> str:
+    """A page's text without the ages, which change with every commit."""
+    return _AGE.sub("", text)
 
 
 def script_and_part(command: str) -> str:

@@ -67,8 +67,14 @@ def on_device(rows: Iterable[Row], device: str) -> list[Row]:
 
 
 def can_carry_a_claim(row: Row) -> bool:
-    """Whether a row names the commit that was measured and the card: others are refused."""
-    return bool(row.get("commit")) and bool(row.get("device_id"))
+    """Whether a row names the commit that was measured, and its card or host: others are refused.
+
+    Nor does one with local changes carry a claim: nobody can measure that code again.
+    """
+    commit = str(row.get("commit") or "")
+    on_gpu = str(row.get("device")).startswith("NVIDIA")
+    machine = row.get("device_id") if on_gpu else row.get("host_cpu")
+    return bool(commit) and not commit.endswith("-dirty") and bool(machine)
 
 
 def paired_runs(
