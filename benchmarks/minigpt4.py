@@ -167,7 +167,7 @@ def _prepare_requests(
     for i, prompt in enumerate(prompts):
         ids = [*prompt[:TOKENS_BEFORE_IMAGE], *[0] * queries, *prompt[TOKENS_BEFORE_IMAGE:]]
         insert = EmbeddingSpan(TOKENS_BEFORE_IMAGE, queries, f"{seed}-{i}", shown[i])
-        requests.append(replace(greedy_request(f"{seed}-{i}", ids, new), inserts=(insert,)))
+        requests.append(replace(greedy_request(f"{seed}-{i}", ids, new), embedding_spans=(insert,)))
 
     def call() -> int:
         engine_core.add_all(requests)
