@@ -13,7 +13,6 @@
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
 | gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
-| cpu | SmolLM2 on 2 threads (--gguf FILE, --peer-python PYTHON) | llama.cpp |
 
 --peer DIR: a folder that holds vLLM's packages (for PYTHONPATH; its folder ``site`` where there is
 one); otherwise --peer-python: an interpreter that has vLLM; with neither, only ours is measured.
@@ -33,7 +32,6 @@ import argparse
 import contextlib
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
 from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION, PeerSetup  # noqa: E402
-from benchmarks.targets import CPU_MUST, TARGETS  # noqa: E402
+from benchmarks.targets import TARGETS  # noqa: E402
 from benchmarks.workloads import (  # noqa: E402
     BLOCKS,
     FIRST_TOKEN_PARTS,
@@ -64,7 +62,6 @@ from benchmarks.workloads import (  # noqa: E402
 )
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 
-CPU_SIDES = ("ours", "llamacpp")
 ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"
 
 
@@ -80,7 +77,6 @@ class SpeedTable:
         self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
         self.run = datetime.now(UTC).strftime("table-%Y%m%dT%H%M%S")
         self.lines: list[tuple[str, dict[str, MeasuredFigure]]] = []
-        self.cpu_rows: list[dict[str, Any]] = []
 
     def side_names(self, part: str) -> list[str]:
         """The sides of a part: ours, then its peer where there is one."""
@@ -176,35 +172,6 @@ class SpeedTable:
             facts,
         )
 
-    def run_cpu(self) -> None:
-        """Compare with llama.cpp in turn, by ``llamacpp_peer.py``: its rows and their table."""
-        options = self.options
-        if None in (options.gguf, options.peer_python):
-            raise SystemExit(
-                "part cpu needs --gguf FILE and --peer-python PYTHON (that has xllamacpp)"
-            )
-        engine = options.engine or self.peer_setup.cpu_engine(options.gguf)
-        before = len(options.cpu_out.read_text().splitlines()) if options.cpu_out.exists() else 0
-        more = [
-            "--peer-python",
-            str(options.peer_python),
-            "--rounds",
-            str(options.rounds),
-            "--out",
-            options.cpu_out,
-        ]
-        command = [
-            sys.executable,
-            ROOT / "benchmarks" / "llamacpp_peer.py",
-            engine,
-            options.gguf,
-            *more,
-        ]
-        subprocess.run([str(each) for each in command], check=True, stdout=subprocess.DEVNULL)
-        self.cpu_rows = [
-            json.loads(line) for line in options.cpu_out.read_text().splitlines()[before:]
-        ]
-
     def has_time_for(self, seconds: float) -> bool:
         """Whether that much more still ends before --limit."""
         return time.perf_counter() - self.peer_setup.began + seconds < self.options.limit
@@ -263,15 +230,6 @@ class SpeedTable:
             for name, figures in self.lines:
                 table.add_row(*table_line(name, figures, peers))
             console.print(table)
-        if self.cpu_rows:
-            table = Table(
-                title="On the CPU, tokens/s: higher is better; (least … most) of the rounds"
-            )
-            for column in ("work", MODELMILL, "llama.cpp", "× llama.cpp", "must"):
-                table.add_column(column, justify="left" if column == "work" else "right")
-            for row in self.cpu_rows:
-                table.add_row(*cpu_table_line(row))
-            console.print(table)
 
 
 def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence[str]) -> list[str]:
@@ -291,17 +249,6 @@ def table_line(name: str, figures: Mapping[str, MeasuredFigure], peers: Sequence
         format_spread(figures[side]) if side in figures else "–" for side in (MODELMILL, *peers)
     ]
     return [*about, *cells, " ".join(f"{each:.2f}×" for each in over) or "–"]
-
-
-def cpu_table_line(row: Mapping[str, Any]) -> list[str]:
-    """The cells of one line of the CPU table, from a row of ``llamacpp_peer.py``."""
-    work = f"{row['phase']}, prompt {row['prompt']}"
-    sides = [
-        f"{row[side]:.0f} ({row[f'{side}_spread'][0]:.0f} … {row[f'{side}_spread'][1]:.0f})"
-        for side in CPU_SIDES
-    ]
-    must = CPU_MUST.get((row["phase"], row["prompt"]))
-    return [work, *sides, f"{row['ratio']:.2f}", "–" if must is None else f"{must:g}"]
 
 
 def format_spread(figure: MeasuredFigure) -> str:
@@ -397,13 +344,6 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=int, help="fewer layers, for a dry run; do not publish such rows"
     )
-    parser.add_argument(
-        "--engine", type=Path, help="part cpu: an engine of the model (default: built, -q int8)"
-    )
-    parser.add_argument(
-        "--cpu-out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu.jsonl"
-    )
-    parser.add_argument("--gguf", type=Path, help="part cpu: the file llama.cpp runs")
     return parser.parse_args(arguments)
 
 
@@ -422,7 +362,6 @@ def main() -> None:
         for part, measure in (
             ("trace", bench.run_trace),
             ("startup", bench.run_startup),
-            ("cpu", bench.run_cpu),
         ):
             if part in options.parts:
                 measure()

@@ -45,10 +45,3 @@ TARGETS: Mapping[str, SpeedTarget] = {
         "GPT-2 medium, float16, batch 1, prompt 128", "ms/token", 0.8, 0.45, 0.19
     ),
 }
-
-CPU_MUST: Mapping[tuple[str, int], float] = {
-    ("decode", 16): 1.0,
-    ("decode", 512): 1.0,
-    ("prefill", 512): 2.5,
-}
-"""Times llama.cpp's speed on the same CPU, by phase and prompt."""

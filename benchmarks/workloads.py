@@ -14,7 +14,7 @@ from benchmarks.figure_statistics import (
 )
 from benchmarks.peer_process import Lengths, PeerProcess
 
-PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2", "cpu")
+PARTS = ("decode", "first", "warm", "marks", "trace", "startup", "eager", "gpt2")
 PEER_BY_PART = {"eager": "transformers", "gpt2": "transformers"}
 DECODE_WORKLOADS = {
     "decode": ((1, 128), (1, 4096), (8, 1024), (64, 128), (64, 1024)),

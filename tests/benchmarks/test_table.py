@@ -234,27 +234,6 @@ def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
     ]  # fmt: skip
 
 
-def test_a_cpu_line_has_both_speeds_their_ratio_and_what_must_be_reached() -> None:
-    row = {
-        "phase": "decode",
-        "prompt": 16,
-        "ours": 215.4,
-        "ours_spread": [200.2, 230.0],
-        "ratio": 1.605,
-    }
-    row |= {"llamacpp": 134.2, "llamacpp_spread": [130.0, 140.0]}
-    assert table.cpu_table_line(row) == [
-        "decode, prompt 16",
-        "215 (200 … 230)",
-        "134 (130 … 140)",
-        "1.60",
-        "1",
-    ]
-    assert table.cpu_table_line(row | {"phase": "prefill"})[-1] == "–", (
-        "the targets name no prefill of 16 tokens"
-    )
-
-
 def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
     command = table.portable_command(
         ["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"]

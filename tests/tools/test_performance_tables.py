@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tools.performance import cpu_table, gpu_tables, plots, provenance, runs, vllm_tables
+from tools.performance import gpu_tables, plots, provenance, runs, vllm_tables
 from tools.performance.rows import Row
 
+CLAIM = {"commit": "abc1234", "device_id": "GPU-a"}
 H200 = {"device": "NVIDIA H200", "versions": {"modelmill": "0.1.0", "numpy": "2"}}
 
 
@@ -83,23 +84,10 @@ def test_a_trace_counts_in_one_order_and_arrival_stands_first() -> None:
     assert "both sides" in lines[3]
 
 
-def test_more_cards_are_marked_and_drawn_weights_stand_apart() -> None:
-    unnamed = {"commit": None, "device_id": None}
-    rows = [
-        *pair(83.0, 100.0, "a", card=1, **unnamed), *pair(85.5, 90.0, "b", card=2, **unnamed),
-        *pair(81.0, 90.0, "c", card=2, weights="uniform", **unnamed),
-        *pair(50.0, 90.0, "d", card=1, tried="an idea", **unnamed), *pair(1.0, 2.0, "e"),
-    ]  # fmt: skip
-    lines = vllm_tables.more_cards_table(rows)
-    assert "| uniform within 0.001 | 81.0 | 90.0 | 1.11 | 1.11 | 1 |" in lines[2]
-    assert "| normal, 1/√inputs | 84.2 | 95.0 | 1.13 | 1.05 | 2 |" in lines[3]
-    assert "**no commit**" in lines[-1]
-
-
 def peer_row(bench: str, subject: str, value: float, date: str, **more: Any) -> dict[str, Any]:
     """A row of ``benchmarks/sam.py`` or ``minigpt4.py``."""
     row = {"bench": bench, "subject": subject, "value": value, "date": date, "command": "python x"}
-    return {**H200, **row, **more}
+    return {**H200, **CLAIM, **row, **more}
 
 
 def test_runs_beside_transformers_give_a_median_and_the_least() -> None:
@@ -126,20 +114,28 @@ def test_runs_beside_transformers_give_a_median_and_the_least() -> None:
         "| 60 | **50.0** | missed | 25.0 | **2.00** | 2.00 | 1 |"
     ), "a rate: more is better"
     assert "| **8.00** |  | 16.0 |" in line_of(lines, "MiniGPT-4, vision encoder")
-    assert "**no commit**" in lines[-1]
+    assert gpu_tables.transformers_table([row | {"commit": None} for row in rows])[2:] == []
 
 
 def test_without_a_peer_the_newest_row_stands_with_its_commit() -> None:
     rows = [
         peer_row("sam", "bfloat16", 3.5, "2026-01-02", work="click", commit="abc1234"),
         peer_row("sam", "bfloat16", 1.0, "2026-01-01", work="click"),
+        peer_row("sam", "bfloat16", 1.0, "2026-01-03", work="click", commit=None),
     ]
     lines = gpu_tables.alone_table(rows)
     assert lines[2].endswith("| 3 | **3.50** | missed | 2026-01-02 | abc1234 |")
 
 
 def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
-    step = {**H200, "figure": "step.decode_ms", "batch": 1, "context": 128, "command": "python x"}
+    step = {
+        **H200,
+        **CLAIM,
+        "figure": "step.decode_ms",
+        "batch": 1,
+        "context": 128,
+        "command": "python x",
+    }
     step["date"] = "2026-01-02"
     total = {**step, "figure": "sum.us", "tokens": 1, "width": 4096, "device": "NVIDIA H200 x2"}
     loop = {**step, "figure": "loop.decode_ms", "batch": 64, "context": 1024}
@@ -156,34 +152,6 @@ def test_figures_on_several_gpus_stand_beside_those_of_one() -> None:
         "| all-reduce and norm, 1 × 4096, µs (NCCL) |  | **2.86** (11.3) |",
     ]
     assert not any("loop" in line for line in lines), "10.2 ms lie below the floor of the step"
-
-
-def cpu_row(speed: float, ratio: float, note: str = "", prompt: int = 16) -> dict[str, Any]:
-    """A row of ``benchmarks/llamacpp_peer.py``."""
-    engine = {"dtype": "bfloat16", "quantization": "int8", "quantize_head": False}
-    return {
-        "op": "llamacpp_peer", "phase": "decode", "prompt": prompt, "engine": engine, "busy": 0,
-        "device": "AMD EPYC (family 26 model 2), 2 cores", "ours": speed, "ratio": ratio,
-        "note": note, "date": "2026-01-02", "command": "python x.py a.engine --note 'a b'",
-    }  # fmt: skip
-
-
-def test_a_cpu_line_is_the_median_of_its_runs_and_older_code_is_left_out() -> None:
-    rows = [
-        cpu_row(150, 1.1), cpu_row(170, 0.9), cpu_row(215, 1.6), cpu_row(9, 0.1, "before threads"),
-        cpu_row(9, 0.1, "at 7eb01cf, in turn"), cpu_row(50, 0.8, prompt=512),
-    ]  # fmt: skip
-    lines = cpu_table.cpu_table(rows)
-    assert lines[2] == (
-        "| `-q int8 --dtype bfloat16`, Zen 5 | **1.10** (least 0.90); 170 t/s | "
-        "**0.80** missed; 50 t/s | – | 3 |"
-    )
-    assert lines[-1].endswith("**no commit**; `python x.py a.engine`")
-    assert plots.cpu(rows)[0][1] == {"median over runs": 1.1}
-    busy = cpu_row(60, 2.0) | {"busy": 1, "device": "another processor, 2 cores"}
-    assert list(cpu_table.cpu_groups([busy])) == [
-        "`-q int8 --dtype bfloat16`, another processor, one other process busy"
-    ]
 
 
 def test_a_claim_needs_a_commit_and_a_card() -> None:

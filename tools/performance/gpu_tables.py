@@ -9,7 +9,14 @@ from benchmarks.targets import TARGETS
 from tools.performance.numbers import against_target, number
 from tools.performance.provenance import provenance_line
 from tools.performance.rows import OURS, Row
-from tools.performance.runs import H200, PairedRun, Summary, on_device, paired_runs
+from tools.performance.runs import (
+    H200,
+    PairedRun,
+    Summary,
+    can_carry_a_claim,
+    on_device,
+    paired_runs,
+)
 
 RENAMED_WORKLOADS = {"eyes": "encoder"}
 """Names of workloads in rows before 2026-11-24 → names now."""
@@ -126,11 +133,11 @@ def alone_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _rows_of(rows: Iterable[Row], line: PeerLine) -> list[Row]:
-    """A line's rows of whole models on the device; a rate stands in the place of the value."""
+    """A line's rows of whole models that carry a claim; a rate stands in the place of the value."""
     named = [
         row | {"work": RENAMED_WORKLOADS.get(row["work"], row["work"])} if "work" in row else row
         for row in on_device(rows, H200)
-        if "depth" not in row
+        if "depth" not in row and can_carry_a_claim(row)
     ]
     matching = [row for row in named if line.fields.items() <= row.items()]
     return matching if line.rate is None else [row | {"value": row[line.rate]} for row in matching]
@@ -162,7 +169,7 @@ def parallel_table(rows: Sequence[Row]) -> list[str]:
     it says.
     """
     by_title: dict[str, dict[int, Row]] = {}
-    measured = [row for row in on_device(rows, H200) if "tp" in row]
+    measured = [row for row in on_device(rows, H200) if "tp" in row and can_carry_a_claim(row)]
     for figure, title in _PARALLEL_FIGURES.items():
         for row in (row for row in measured if row["figure"] == figure):
             by_title.setdefault(title.format_map(row), {})[row["tp"]] = row

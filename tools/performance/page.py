@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.performance import cpu_table, gpu_tables, notes_index, plots, vllm_tables
+from tools.performance import gpu_tables, notes_index, plots, suite_tables, vllm_tables
 from tools.performance.provenance import without_ages
 from tools.performance.rows import Row, read_rows
 
 TEMPLATE, PAGE = Path("tools/performance/page.template.md"), Path("docs/performance.md")
+SUITE = "suite"
 RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/img")
 NOTE = f"<!-- Made by `make performance` from {TEMPLATE} and {RESULTS}: change those. -->"
 
@@ -44,22 +45,25 @@ PLOTS: Mapping[str, PlotSpec] = {
     "products": PlotSpec(
         "h200", plots.rates, "Kernels bound by products, bfloat16", "TFLOP/s", target=None
     ),
-    "cpu": PlotSpec("cpu", plots.cpu, "On two CPU cores", "times llama.cpp (more is better)"),
+    "suite": PlotSpec(
+        SUITE, plots.suite, "Beside the fastest peer of each device", "times as fast"
+    ),
 }
 TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "vllm": ("h200", vllm_tables.vllm_table),
-    "cards": ("h200", vllm_tables.more_cards_table),
     "transformers": ("h200", gpu_tables.transformers_table),
     "alone": ("h200", gpu_tables.alone_table),
     "parallel": ("h200", gpu_tables.parallel_table),
-    "cpu": ("cpu", cpu_table.cpu_table),
+    "suite": (SUITE, suite_tables.suite_table),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)
 
 
 def read_device_rows(root: Path) -> dict[str, list[Row]]:
-    """The rows by device."""
-    return {name: read_rows(root / RESULTS / f"{name}.jsonl") for name in ("h200", "cpu")}
+    """The rows by file; those of ``make bench``, one file a device, under ``SUITE``."""
+    by_file = {path.stem: read_rows(path) for path in sorted((root / RESULTS).glob("*.jsonl"))}
+    suite = [row for rows in by_file.values() for row in rows if row.get("bench") == SUITE]
+    return {"h200": [], **by_file, SUITE: suite}
 
 
 def render(template: str, rows: Mapping[str, Sequence[Row]]) -> str:

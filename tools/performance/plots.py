@@ -10,10 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.performance.cpu_table import WORKLOADS as CPU_WORKLOADS
-from tools.performance.cpu_table import cpu_groups
 from tools.performance.numbers import number
 from tools.performance.rows import Row, kernels, row_unit, rows_by_state
+from tools.performance.suite_tables import suite_lines
 from tools.performance.vllm_tables import WORKLOADS, vllm_summaries
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
@@ -89,16 +88,13 @@ def _is_compute_bound(row: Row) -> bool:
     return (row.get("tflops") or 0) > 100
 
 
-def cpu(rows: Sequence[Row]) -> Bars:
-    """Times llama.cpp's speed by engine and work, medians over the runs."""
+def suite(rows: Sequence[Row]) -> Bars:
+    """How many times as fast as the fastest peer of the same run, by device, shape and work."""
     return [
-        (
-            f"{label.replace('`', '')}: {title}",
-            {"median over runs": median(row["ratio"] for row in by_work[work])},
-        )
-        for label, by_work in cpu_groups(rows).items()
-        for work, title in CPU_WORKLOADS.items()
-        if work in by_work
+        (f"{shape}, {device}: {line.work}", {"median over runs": median(line.ratios)})
+        for (device, shape), lines in suite_lines(rows).items()
+        for line in lines
+        if line.ratios
     ]
 
 

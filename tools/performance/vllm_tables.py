@@ -1,10 +1,9 @@
-"""Qwen-7B's shape on one GPU beside vLLM: the claims, and older runs that carry none."""
+"""Qwen-7B's shape on one GPU beside vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.make_checkpoint import NORMAL, UNIFORM
 from benchmarks.targets import TARGETS
 from tools.performance.numbers import against_target, number
 from tools.performance.provenance import provenance_line
@@ -36,8 +35,6 @@ WORKLOADS = {
 }
 TRACE_ORDERS = {"trace-500": "arrival", "trace-500-longest-first": "longest-first"}
 """Order in which both sides are handed the trace; rows that name none compared two orders."""
-UNMARKED_WORKLOADS = ("first-1024", "first-4096")
-WEIGHT_INITS = {UNIFORM: "uniform within 0.001", NORMAL: "normal, 1/√inputs"}
 
 
 def vllm_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
@@ -98,35 +95,3 @@ def _verdict(summary: Summary, required: float) -> str:
     if summary.engine_value > required:
         return "missed"
     return f"✓, missed on {missed}" if missed else "✓"
-
-
-def more_cards_table(rows: Sequence[Row]) -> list[str]:
-    """First tokens of rows with a ``card`` number, which name no commit: marked, for the spread."""
-    measured = [
-        row
-        for row in on_device(rows, H200)
-        if row.get("bench") == "table" and "card" in row and "tried" not in row
-    ]
-    lines = [
-        f"| batch × prompt | weights | modelmill | {PEER} | × as fast | least | cards |",
-        "|---" * 7 + "|",
-    ]
-    used: list[Row] = []
-    for work in UNMARKED_WORKLOADS:
-        for weights, label in WEIGHT_INITS.items():
-            drawn = [
-                row
-                for row in measured
-                if row["work"] == work and row.get("weights", NORMAL) == weights
-            ]
-            runs = newest_per_card(paired_runs(drawn, OURS, PEER), lambda row: row["card"])
-            if runs:
-                summary = Summary(runs)
-                used += summary.rows
-                cells = (
-                    WORKLOADS[work], label, number(summary.engine_value),
-                    number(summary.peer_value), f"{summary.ratio:.2f}",
-                    f"{summary.worst.ratio:.2f}", str(len(runs)),
-                )  # fmt: skip
-                lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", provenance_line(used)] if used else lines
