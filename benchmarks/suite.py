@@ -51,6 +51,10 @@ CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
 GPU_PEERS = {"vllm": "vLLM", "transformers": "transformers"}
 FLOOR = "floor"
+MAX_NUM_SEQS = 256
+"""Of both sides, whatever the batch: vLLM's default, from which it chooses its CUDA graphs."""
+FIRST_TOKEN_ROUNDS = 3
+"""Times the rounds of decode: a first token is one short call."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ class Suite:
         cost = shape_cost(SHAPES[shape])
         for work in works:
             load = round(os.getloadavg()[0], 2)
-            figures = measure_in_turn(work, sides, self.options.rounds)
+            rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
+            figures = measure_in_turn(work, sides, rounds)
             floor = self.limits.floor_ms(work, step_bytes, cost)
             self.lines.append((shape, work.name, floor, figures))
             self.setup.note(
@@ -206,18 +211,17 @@ def run_gpu(options: argparse.Namespace) -> int:
     import torch
 
     memory = torch.cuda.get_device_properties(0).total_memory
-    plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape)
-    names = [MODELMILL, *(side for peer, side in GPU_PEERS.items() if has_peer(options, peer))]
-    skipped += [Skipped(side, "not installed") for side in GPU_PEERS.values() if side not in names]
+    plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape, options.only)
+    wanted = {peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or GPU_PEERS)}
+    names = [MODELMILL, *(side for peer, side in wanted.items() if has_peer(options, peer))]
+    skipped += [Skipped(side, "not installed") for side in wanted.values() if side not in names]
     if options.plan:
         for plan in plans:
             print(f"{plan.shape}: {', '.join(work.name for work in plan.works)}; {names}")
         return print_plan(skipped)
     suite = Suite(options, measure_limits("cuda"))
     for plan in plans:
-        with suite.setup.open_peers(
-            names, plan.shape, SHARED_GPU_FRACTION, plan.max_num_seqs
-        ) as sides:
+        with suite.setup.open_peers(names, plan.shape, SHARED_GPU_FRACTION, MAX_NUM_SEQS) as sides:
             suite.measure(plan.shape, plan.works, sides, shape_cost(SHAPES[plan.shape]).step_bytes)
     suite.print_table(skipped)
     return 0
@@ -330,7 +334,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="print what fits, measure nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where one is")
     parser.add_argument("--shape", action="append", default=[], choices=sorted(SHAPES))
-    parser.add_argument("--only", action="append", help="CPU: only this work, decode-1x16 say")
+    parser.add_argument("--only", action="append", help="only this work, decode-1x128 say")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of a work")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's packages")

@@ -30,15 +30,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class ShapePlan:
-    """A shape, its works that fit, and the number of sequences that they need at most."""
+    """A shape and its works that fit."""
 
     shape: str
     works: Sequence[Workload]
-
-    @property
-    def max_num_seqs(self) -> int:
-        """The largest batch."""
-        return max(len(work.prompts) for work in self.works)
 
 
 def works_for_gpu() -> Iterator[Workload]:
@@ -64,11 +59,18 @@ def needed_bytes(cost: ShapeCost, work: Workload) -> int:
     return cost.weight_bytes + tokens * cost.kv_bytes + WORKSPACE_BYTES
 
 
-def plan_works(shape: str, available_bytes: float) -> tuple[ShapePlan | None, list[Skipped]]:
-    """A shape's works within ``available_bytes``, of one side; None where no work fits."""
+def plan_works(
+    shape: str, available_bytes: float, only: Sequence[str] | None = None
+) -> tuple[ShapePlan | None, list[Skipped]]:
+    """A shape's works within ``available_bytes``, of one side; None where no work fits.
+
+    only: names of works; None: all.
+    """
     cost = shape_cost(SHAPES[shape])
     works, skipped = [], []
     for work in works_for_gpu():
+        if only and work.name not in only:
+            continue
         needed = needed_bytes(cost, work)
         if needed <= available_bytes:
             works.append(work)
@@ -83,7 +85,7 @@ def plan_works(shape: str, available_bytes: float) -> tuple[ShapePlan | None, li
 
 
 def plan_gpu(
-    memory_bytes: float, share: float, shapes: Sequence[str] = ()
+    memory_bytes: float, share: float, shapes: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> tuple[list[ShapePlan], list[Skipped]]:
     """Plan a GPU whose sides have ``share`` of its memory each.
 
@@ -91,10 +93,11 @@ def plan_gpu(
         memory_bytes: of the GPU.
         share: of a side.
         shapes: instead of the smallest and the largest that fit.
+        only: names of works; None: all.
     """
     plans, skipped = [], []
     for shape in shapes or GPU_SHAPES:
-        plan, left_out = plan_works(shape, memory_bytes * share)
+        plan, left_out = plan_works(shape, memory_bytes * share, only)
         skipped += left_out if plan is None or shapes else []
         plans += [(plan, left_out)] if plan is not None else []
     chosen = plans if shapes or len(plans) < 3 else [plans[0], plans[-1]]

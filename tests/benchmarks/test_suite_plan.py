@@ -39,13 +39,19 @@ def test_every_planned_work_fits_and_every_other_is_told(gib: int) -> None:
     assert all("GiB" in each.reason for each in skipped)
 
 
-def test_the_batch_of_a_plan_is_its_largest_work() -> None:
+def test_large_batches_are_left_out_one_by_one() -> None:
     plan, skipped = plan_works("qwen-7b", 23 * GIB)
     assert plan is not None
-    assert plan.max_num_seqs == 8
+    assert max(len(work.prompts) for work in plan.works) == 8
     assert {each.name for each in skipped} == {
         "qwen-7b decode-32x1024",
         "qwen-7b decode-64x1024",
         "qwen-7b decode-256x128",
         "qwen-7b decode-64x128",
     }
+
+
+def test_works_by_name() -> None:
+    [plan], skipped = plan_gpu(80 * GIB, SHARE, ["llama-3-8b"], ["first-512", "decode-1x128"])
+    assert [work.name for work in plan.works] == ["decode-1x128", "first-512"]
+    assert skipped == []

@@ -174,6 +174,8 @@ def parallel_table(rows: Sequence[Row]) -> list[str]:
         for row in (row for row in measured if row["figure"] == figure):
             by_title.setdefault(title.format_map(row), {})[row["tp"]] = row
     by_title = {title: each for title, each in by_title.items() if not _below_floor(each.get(1))}
+    if not by_title:
+        return ["No row that names its commit is there yet."]
     counts = sorted({count for each in by_title.values() for count in each})
     heads = ["1 GPU" if count == 1 else f"{count} GPUs" for count in counts]
     lines = [f"| work | {' | '.join(heads)} |", "|---" * (len(counts) + 1) + "|"]
