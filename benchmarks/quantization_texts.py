@@ -108,11 +108,19 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit("the acceptance contract refused this build; there is nothing to judge")
     with options.results.open("a", encoding="utf-8") as file:
         for row in measure_texts(options, build, engine, plain):
-            command = shlex.join(["python", "benchmarks/quantization_texts.py", *argv])
+            command = shlex.join(
+                ["python", "benchmarks/quantization_texts.py", *map(portable, argv)]
+            )
             file.write(json.dumps({"command": command, **row}) + "\n")
             file.flush()
             print(f"{row['options']}: {row['kind']} {100 * row['excess']:+.2f} %", flush=True)
     return 0
+
+
+def portable(word: str) -> str:
+    """Return a word of the command line without the folders of this machine."""
+    kind, equals, path = word.rpartition("=")
+    return f"{kind}{equals}{Path(path).name}" if path.startswith(("/", "..")) else word
 
 
 def _build_words(options: argparse.Namespace, build: Sequence[str]) -> list[str]:

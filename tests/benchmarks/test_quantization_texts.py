@@ -54,3 +54,16 @@ def test_the_baseline_is_kept_by_its_windows(tmp_path: Path) -> None:
     known.put([[1, 2]], 20.5)
     known.put([[3]], 7.0)
     assert (known.get([[1, 2]]), known.get([[3]]), known.get([[1], [2]])) == (20.5, 7.0, None)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("news=/a/b/news.jsonl@16", "news=news.jsonl@16"),
+        ("../shared/calibration.jsonl", "calibration.jsonl"),
+        ("out/model.gguf", "out/model.gguf"),
+        ("--windows=4", "--windows=4"),
+    ],
+)
+def test_a_command_names_no_folder_of_this_machine(word: str, expected: str) -> None:
+    assert bench.portable(word) == expected
