@@ -168,7 +168,7 @@ def table_cells(
     work: str, floor: float, figures: Mapping[str, MeasuredFigure], names: Sequence[str]
 ) -> list[str]:
     """The cells of one line; the ratio is of the fastest peer and our fastest side."""
-    ours = [each for name, each in figures.items() if name.startswith(MODELMILL)]
+    engines = [each for name, each in figures.items() if name.startswith(MODELMILL)]
     peers = [each for name, each in figures.items() if not name.startswith(MODELMILL)]
     cells = [
         f"{figures[name].value:.2f} ({figures[name].min:.2f}–{figures[name].max:.2f})"
@@ -181,7 +181,9 @@ def table_cells(
         return figure.value
 
     ratio = (
-        f"{speedup(min(peers, key=time_of), min(ours, key=time_of)):.2f}" if ours and peers else "–"
+        f"{speedup(min(peers, key=time_of), min(engines, key=time_of)):.2f}"
+        if engines and peers
+        else "–"
     )
     return [work, f"{floor:.2f}", *cells, ratio]
 
@@ -212,9 +214,11 @@ def run_gpu(options: argparse.Namespace) -> int:
 
     memory = torch.cuda.get_device_properties(0).total_memory
     plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape, options.only)
-    wanted = {peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or GPU_PEERS)}
-    names = [MODELMILL, *(side for peer, side in wanted.items() if has_peer(options, peer))]
-    skipped += [Skipped(side, "not installed") for side in wanted.values() if side not in names]
+    requested = {
+        peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or GPU_PEERS)
+    }
+    names = [MODELMILL, *(side for peer, side in requested.items() if has_peer(options, peer))]
+    skipped += [Skipped(side, "not installed") for side in requested.values() if side not in names]
     if options.plan:
         for plan in plans:
             print(f"{plan.shape}: {', '.join(work.name for work in plan.works)}; {names}")

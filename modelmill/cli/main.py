@@ -50,6 +50,9 @@ VERB_ORDER = (
         "chat",
         "segment",
         "serve",
+        "ps",
+        "stop",
+        "launch",
         "export",
         "compare",
         "perplexity",
@@ -68,6 +71,8 @@ OTHER_NAMES = {
     "eval": "perplexity",
     "generate": "run",
     "help": "--help",
+    "kill": "stop",
+    "list": "ps",
 }
 """Verbs of other programs, and the modelmill verb to suggest instead."""
 

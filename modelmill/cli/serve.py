@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from modelmill.cli.output import print_note
 from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require
+from modelmill.core.server_records import recorded
 
 if TYPE_CHECKING:
     from modelmill.serve.engine_client import EngineClient
@@ -134,19 +136,25 @@ def run(args: Args) -> int:
     async def serve() -> None:
         engines = _engines(args, names)
         await Server(engines, place).run(
-            lambda url: announce_address(args, url, names, f"loading {', '.join(names)}"),
+            lambda url: announce_address(args, url, names, f"loading {', '.join(names)}", record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
             ),
         )
 
-    with log_to_stderr(args.log_level):
+    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
         asyncio.run(serve())
     return 0
 
 
-def announce_address(args: Args, url: str, names: Sequence[str], doing: str) -> None:
-    """Print the address; with --json also as one JSON line on stdout, for scripts with --port 0."""
+def announce_address(
+    args: Args, url: str, names: Sequence[str], doing: str, record: contextlib.ExitStack
+) -> None:
+    """Print the address; with --json also as one JSON line on stdout, for scripts with --port 0.
+
+    record: keeps the server's record, for ``modelmill ps``, until it is closed.
+    """
+    record.enter_context(recorded(url, names))
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)

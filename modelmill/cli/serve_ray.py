@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -62,9 +63,9 @@ def serve_replicas(
     async def serve() -> None:
         server = RayFrontendServer(RayCluster(plan, shape), place)
         doing = f"starting {args.replicas} replicas of {', '.join(names)}"
-        await server.run(lambda url: announce_address(args, url, names, doing))
+        await server.run(lambda url: announce_address(args, url, names, doing, record))
 
-    with log_to_stderr(args.log_level):
+    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
         asyncio.run(serve())
     return 0
 

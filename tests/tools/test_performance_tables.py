@@ -182,18 +182,18 @@ def test_provenance_names_the_newest_command_of_each_script_and_every_commit() -
 def test_an_age_counts_the_commits_that_changed_what_a_row_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = []
+    paths = []
 
     def run(command: list[str], **_: object) -> object:
-        asked.append(command[command.index("--") + 1 :])
+        paths.append(command[command.index("--") + 1 :])
         return type("Answer", (), {"stdout": "7\n"})()
 
     monkeypatch.setattr(provenance.subprocess, "run", run)
     kernel, language, picture = ({"bench": name} for name in ("op", "suite", "sam"))
     for row in (kernel, language, picture):
         assert provenance.age("some commit", provenance.timed_paths(row)) == "7"
-    assert asked[0] == ["modelmill/ops"]
-    assert "modelmill/vision" not in asked[1]
-    assert asked[2] == [*asked[1], "modelmill/vision"]
+    assert paths[0] == ["modelmill/ops"]
+    assert "modelmill/vision" not in paths[1]
+    assert paths[2] == [*paths[1], "modelmill/vision"]
     provenance.age.cache_clear()
     assert provenance.without_ages("commit a (age 7), b (age unknown)") == "commit a, b"

@@ -69,10 +69,10 @@ def age(commit: str, paths: tuple[str, ...]) -> str:
     """How many commits since then touched ``paths``; "unknown" where git does not know it."""
     command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *paths]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip()
+    return output.stdout.strip()
 
 
 def without_ages(text: str) -> str:

@@ -69,7 +69,7 @@ def on_device(rows: Iterable[Row], device: str) -> list[Row]:
 def can_carry_a_claim(row: Row) -> bool:
     """Whether a row names the commit that was measured, and its card or host: others are refused.
 
-    Nor does one with local changes carry a claim: nobody can measure that code again.
+    Nor does one with local changes carry a claim: that code cannot be measured again.
     """
     commit = str(row.get("commit") or "")
     on_gpu = str(row.get("device")).startswith("NVIDIA")

@@ -1,4 +1,4 @@
-"""``make bench`` on every device that has rows: ours, the peers of the same runs, and the floor."""
+"""``make bench`` on every device that has rows: engines, the peers of the same runs, and the floor."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class SuiteLine:
         """Of each run that has a peer: its fastest peer's time over our fastest side's."""
         ratios = []
         for sides in self.runs:
-            ours, peers = (
+            engines, peers = (
                 [float(row["value"]) for name, row in sides.items() if is_ours(name) == own]
                 for own in (True, False)
             )
-            if ours and peers:
-                ratios.append(min(peers) / min(ours))
+            if engines and peers:
+                ratios.append(min(peers) / min(engines))
         return ratios
 
 

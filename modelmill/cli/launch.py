@@ -1,0 +1,154 @@
+"""``modelmill launch``: points a coding agent at a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from modelmill.cli.options import CommonArgs
+from modelmill.cli.output import emit_json
+from modelmill.cli.stop import find_server
+from modelmill.core.config import option
+from modelmill.core.env import child_env
+from modelmill.core.errors import ModelmillError, UsageError
+from modelmill.core.server_records import ServerRecord, running_servers
+
+HELP = "Point a coding agent (claude, codex, opencode) at a running server."
+EPILOG = """Without --run it prints the command with its environment, to copy or to evaluate.
+
+Examples:
+
+  modelmill launch claude
+
+  modelmill launch codex --model qwen3 --run
+
+  modelmill launch opencode --url http://10.0.0.5:8000 --model qwen3 --api-key KEY"""
+
+NO_KEY = "none"
+"""For clients that refuse to start without a key; a server without keys ignores it."""
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """A client's command line and what is added to its environment."""
+
+    words: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def shell_text(self) -> str:
+        """The command as a line for a shell."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        return " ".join([*settings, shlex.join(self.words)])
+
+
+def claude(url: str, model: str, key: str) -> LaunchCommand:
+    """Claude Code over Anthropic Messages; every model class is the one served."""
+    classes = ("OPUS", "SONNET", "HAIKU")
+    models = {f"ANTHROPIC_DEFAULT_{each}_MODEL": model for each in classes}
+    return LaunchCommand(
+        ("claude", "--model", model),
+        {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_AUTH_TOKEN": key,
+            "ANTHROPIC_MODEL": model,
+            **models,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+    )
+
+
+def codex(url: str, model: str, key: str) -> LaunchCommand:
+    """Codex over OpenAI Responses; values of -c are TOML."""
+    provider = (
+        f'{{name = "modelmill", base_url = "{url}/v1", wire_api = "responses", '
+        'env_key = "MODELMILL_API_KEY"}'
+    )
+    words = (
+        "codex", "-c", f"model_providers.modelmill={provider}", "-c", "model_provider=modelmill",
+        "--model", model,
+    )  # fmt: skip
+    return LaunchCommand(words, {"MODELMILL_API_KEY": key})
+
+
+def opencode(url: str, model: str, key: str) -> LaunchCommand:
+    """OpenCode over OpenAI chat completions; its whole configuration is one variable."""
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "modelmill",
+        "options": {"baseURL": f"{url}/v1", "apiKey": key},
+        "models": {model: {"name": model}},
+    }
+    config = {"provider": {"modelmill": provider}, "model": f"modelmill/{model}"}
+    return LaunchCommand(("opencode",), {"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+CLIENTS: Mapping[str, Callable[[str, str, str], LaunchCommand]] = {
+    "claude": claude,
+    "codex": codex,
+    "opencode": opencode,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(CommonArgs):
+    """Command-line options of ``modelmill launch``."""
+
+    client: str = option(help="the agent", positional=True, choices=tuple(CLIENTS))
+    url: str | None = option(None, "address of the server (default: the one that runs here)")
+    model: str | None = option(None, "served model (default: the server's first)")
+    api_key: str = option(NO_KEY, "key of the server, if it has keys")
+    run: bool = option(False, "start the agent instead of printing its command", flags=("--run",))
+
+
+def run(args: Args) -> int:
+    """Print the command, or become the agent."""
+    url, model = served_model(args)
+    command = CLIENTS[args.client](url, model, args.api_key)
+    if args.json:
+        emit_json({"command": list(command.words), "env": dict(command.env)})
+    elif args.run:
+        become(command)
+    else:
+        print(command.shell_text())
+    return 0
+
+
+def become(command: LaunchCommand) -> NoReturn:
+    """Replace this process by the agent. Raises ModelmillError if it is not installed."""
+    program = shutil.which(command.words[0])
+    if program is None:
+        raise ModelmillError(f"there is no {command.words[0]} on the PATH; install it first")
+    os.execve(program, list(command.words), {**child_env(), **command.env})
+
+
+def served_model(args: Args) -> tuple[str, str]:
+    """Return the address without a slash at its end, and the model's name.
+
+    Raises:
+        UsageError: if no server, or no model, can be chosen.
+    """
+    if args.url is not None:
+        if args.model is None:
+            raise UsageError("--url needs --model: the name under which it is served there")
+        if '"' in args.url or not args.url.startswith(("http://", "https://")):
+            raise UsageError(f"--url {args.url} is no http:// or https:// address")
+        return args.url.rstrip("/").removesuffix("/v1"), args.model
+    servers = running_servers()
+    server = _server_of(servers, args.model)
+    return server.url, args.model or server.models[0]
+
+
+def _server_of(servers: list[ServerRecord], model: str | None) -> ServerRecord:
+    if not servers:
+        raise UsageError("no server is running; start one with modelmill serve, or give --url")
+    if model is not None:
+        return find_server(servers, model)
+    if len(servers) > 1:
+        urls = ", ".join(server.url for server in servers)
+        raise UsageError(f"several servers run ({urls}); give --model or --url")
+    return servers[0]

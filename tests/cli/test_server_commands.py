@@ -1,0 +1,195 @@
+"""``ps``, ``stop`` and ``launch`` beside servers that are small processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from modelmill.cli import ps
+from modelmill.core.server_records import ServerRecord, running_servers
+
+SERVER = """
+import http.server, json, os, signal, sys
+from modelmill.core.server_records import recorded
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(json.dumps({"status": "loading"}).encode())
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Health)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with recorded(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
+    print("ready", flush=True)
+    server.serve_forever()
+"""
+Start = Callable[..., ServerRecord]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    processes = []
+
+    def begin(*models: str) -> ServerRecord:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, *models], stdout=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return next(server for server in running_servers() if server.pid == process.pid)
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_servers_are_listed_with_their_state_and_ended(start: Start, cli: Any) -> None:
+    first, second = start("small"), start("large", "other")
+    code, out, _ = cli("ps", "--json")
+    facts = out
+    assert code == 0
+    assert [each["models"] for each in facts] == [["small"], ["large", "other"]]
+    assert {each["state"] for each in facts} == {"loading"}
+    assert facts[0]["memory_bytes"] > 1 << 20
+    _, out, _ = cli("ps")
+    assert "large, other" in out
+    code, _, err = cli("stop", "other")
+    assert (code, err.strip()) == (0, f"modelmill: {second.url} (large, other) has ended")
+    assert [server.pid for server in running_servers()] == [first.pid]
+    assert cli("stop", "--all")[0] == 0
+    assert running_servers() == []
+
+
+@pytest.mark.parametrize("what", ["model", "url", "port", "pid"])
+def test_a_server_is_named_in_four_ways(what: str, start: Start, cli: Any) -> None:
+    server = start("m")
+    names = {
+        "model": "m",
+        "url": f"{server.url}/",
+        "port": server.url.rpartition(":")[2],
+        "pid": str(server.pid),
+    }
+    assert cli("stop", names[what])[0] == 0
+    assert running_servers() == []
+
+
+def test_what_cannot_be_stopped_is_one_line(start: Start, cli: Any) -> None:
+    assert cli("stop", "x")[::2] == (
+        2, "modelmill: no running server is, or serves, x; none is running\n"
+    )  # fmt: skip
+    assert "name one server, or give --all" in cli("stop")[2]
+    assert "name one server, or give --all" in cli("stop", "x", "--all")[2]
+    server = start("m")
+    assert f"there is m at {server.url}" in cli("stop", "x")[2]
+    start("m")
+    assert "name one address" in cli("stop", "m")[2]
+    assert "must be at least 0" in cli("stop", "m", "--timeout", "-1")[2]
+
+
+def test_a_server_that_does_not_end_in_time(
+    start: Start, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("m")
+    monkeypatch.setattr(psutil.Process, "terminate", lambda _: None)
+    code, _, err = cli("stop", "m", "--timeout", "0.01")
+    assert code == 1
+    assert "still finishes answers after 0.01 s" in err
+
+
+def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
+    assert ps.server_state(nobody) == ps.NO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "5 s"), (61, "1 min"), (3700, "1 h 1 min"), (90000, "1 d 1 h")],
+)
+def test_durations(seconds: int, text: str) -> None:
+    assert ps.duration(seconds) == text
+
+
+def launched(cli: Any, *words: str) -> dict[str, Any]:
+    code, out, _ = cli("launch", *words, "--json")
+    assert code == 0
+    return dict(out)
+
+
+def test_claude_gets_the_running_server(start: Start, cli: Any) -> None:
+    server = start("m")
+    command = launched(cli, "claude")
+    assert command["command"] == ["claude", "--model", "m"]
+    assert command["env"]["ANTHROPIC_BASE_URL"] == server.url
+    assert command["env"]["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "m"
+
+
+def test_codex_gets_a_provider_in_toml(cli: Any) -> None:
+    command = launched(cli, "codex", "--url", "http://a:1/v1/", "--model", "m", "--api-key", "k")
+    words = command["command"]
+    settings = tomllib.loads("\n".join(words[i + 1] for i, w in enumerate(words[:4]) if w == "-c")
+                             .replace("model_provider=modelmill", ""))  # fmt: skip
+    assert settings["model_providers"]["modelmill"] == {
+        "name": "modelmill",
+        "base_url": "http://a:1/v1",
+        "wire_api": "responses",
+        "env_key": "MODELMILL_API_KEY",
+    }
+    assert command["env"] == {"MODELMILL_API_KEY": "k"}
+    assert words[-2:] == ["--model", "m"]
+
+
+def test_opencode_gets_its_whole_configuration(cli: Any) -> None:
+    command = launched(cli, "opencode", "--url", "http://a:1", "--model", "org/m")
+    config = json.loads(command["env"]["OPENCODE_CONFIG_CONTENT"])
+    assert config["model"] == "modelmill/org/m"
+    provider = config["provider"]["modelmill"]
+    assert provider["options"]["baseURL"] == "http://a:1/v1"
+    assert list(provider["models"]) == ["org/m"]
+
+
+def test_the_printed_line_is_shell(cli: Any) -> None:
+    code, out, _ = cli("launch", "opencode", "--url", "http://a:1", "--model", "it's")
+    assert code == 0
+    setting, program = shlex.split(out)
+    assert json.loads(setting.partition("=")[2])["model"] == "modelmill/it's"
+    assert program == "opencode"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--url", "http://a:1"), "--url needs --model"),
+        (("--url", "a:1", "--model", "m"), "is no http:// or https:// address"),
+        ((), "no server is running"),
+    ],
+)
+def test_mistakes_of_launch(
+    words: tuple[str, ...], message: str, cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    code, _, err = cli("launch", "claude", *words)
+    assert code == 2
+    assert message in err
+
+
+def test_an_agent_that_is_not_installed(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = cli("launch", "claude", "--url", "http://a", "--model", "m", "--run")
+    assert (code, err) == (1, "modelmill: there is no claude on the PATH; install it first\n")
