@@ -1,4 +1,4 @@
-"""``make bench`` on every device that has rows: engines, the peers of the same runs, and the floor."""
+"""``make bench`` on every device with rows: the engine, peers of the same runs, the floor."""
 
 from __future__ import annotations
 
