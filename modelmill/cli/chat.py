@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelmill.cli.chat_input import keep_history, pipe_line, read_message, terminal_line
 from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note
@@ -22,7 +22,7 @@ from modelmill.cli.run import (
 )
 from modelmill.cli.terminal_chat import WordWrapper, hide_typed_keys, terminal_width
 from modelmill.core.config import RunConfig, option
-from modelmill.core.errors import RequestError, TemplateError, UsageError
+from modelmill.core.errors import ModelmillError, RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ Examples:
 
 COMMANDS = """/system TEXT   set the system message (alone: show it)
 /image FILE    attach a picture to the next message (engines that read pictures)
+/model NAME    with --url: go on with another served model (alone: list them)
 /reset         forget the conversation
 /save FILE     write the conversation as JSON (/save! FILE replaces a file)
 /help          this list
-/exit          leave (also Ctrl-D)"""
+/exit          leave (also Ctrl-D)
+A line that ends in \\ goes on; \"\"\" begins and ends a message of several lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,12 @@ def run(args: Args) -> int:
     )
     for image in args.image:
         talk.attach_image(image)
-    if sys.stdin.isatty() and not args.json:
-        print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
-    while talk.handle_line(read_line()):
+    typed = sys.stdin.isatty()
+    if typed:
+        keep_history()
+        if not args.json:
+            print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
+    while talk.handle_line(read_message(terminal_line) if typed else pipe_line()):
         pass
     if args.json:
         emit_json({"messages": talk.messages})
@@ -118,26 +123,6 @@ def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
     return RemoteChat(
         OpenAIClient.from_url(args.url or "", args.api_key), args.model
     ), args.sampling
-
-
-def read_line() -> str | None:
-    """Read the user's next line; None at the end of the input.
-
-    Ctrl-C at the prompt only clears the line.
-    """
-    if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 -- gives input() its line editing and history
-    while True:
-        try:
-            return input("> ")
-        except EOFError:
-            print()
-            return None
-        except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D leaves)")
 
 
 class ChatSession:
@@ -205,6 +190,8 @@ class ChatSession:
             )
         elif name == "image":
             self._attach_file(rest)
+        elif name == "model":
+            self._choose_model(rest)
         elif name in ("save", "save!"):
             self._save(rest, replace=name == "save!")
         else:
@@ -231,6 +218,27 @@ class ChatSession:
             self._print(f"({name} goes with the next message)")
         except UsageError as error:
             print_note(str(error))
+
+    def _choose_model(self, name: str) -> None:
+        """Go on with another model of the server; without a name list them."""
+        from modelmill.cli.remote_chat import RemoteChat
+
+        if not isinstance(self.llm, RemoteChat):
+            self._print("/model needs a server: modelmill chat --url")
+            return
+        try:
+            names = self.llm.models()
+        except ModelmillError as error:
+            print_note(str(error))
+            return
+        if not name:
+            lines = (f"{'*' if each == self.llm.model else ' '} {each}" for each in names)
+            self._print("\n".join(lines))
+        elif name in names:
+            self.llm.model = name
+            self._print(f"({name} answers from now on)")
+        else:
+            self._print(f"the server has no {name}; it has {', '.join(names)}")
 
     def _set_system(self, text: str) -> None:
         rest = [each for each in self.messages if each["role"] != "system"]

@@ -36,6 +36,7 @@ NOT_VERBS = (
         "serve_ray",
         "help_page",
         "terminal_chat",
+        "chat_input",
     ),
     *("remote_chat", "segment_output"),
 )

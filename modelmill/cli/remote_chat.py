@@ -67,6 +67,10 @@ class RemoteChat:
         finally:
             self._loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
 
+    def models(self) -> list[str]:
+        """Return the names of the server's text generation models. Raises ModelmillError."""
+        return self._loop.run_until_complete(self._client.text_models())
+
     def close(self) -> None:
         """Close the event loop."""
         self._loop.close()

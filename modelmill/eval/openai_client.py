@@ -68,15 +68,23 @@ class OpenAIClient:
     async def first_model(self) -> str:
         """Return the id of the first text generation model that the server lists.
 
+        Raises ModelmillError.
+        """
+        return (await self.text_models())[0]
+
+    async def text_models(self) -> list[str]:
+        """Return the ids of the text generation models that the server lists, at least one.
+
         A model without a ``kind`` field counts as one. Raises ModelmillError.
         """
         try:
             models = (await self.get("/v1/models"))["data"]
-            return str(
-                next(model for model in models if model.get("kind") in TEXT_MODEL_TYPES)["id"]
-            )
-        except (KeyError, StopIteration, TypeError, AttributeError):
-            raise ModelmillError("the server lists no text generation model; set --model") from None
+            names = [str(model["id"]) for model in models if model.get("kind") in TEXT_MODEL_TYPES]
+        except (KeyError, TypeError, AttributeError):
+            names = []
+        if not names:
+            raise ModelmillError("the server lists no text generation model; set --model")
+        return names
 
     async def stream(
         self, path: str, body: Mapping[str, Any]

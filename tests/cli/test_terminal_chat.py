@@ -34,7 +34,8 @@ TALK = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from modelmill.outputs import RequestOutput, CompletionOutput, OutputDelta
-from modelmill.cli.chat import ChatSession, read_line
+from modelmill.cli.chat import ChatSession
+from modelmill.cli.chat_input import read_message, terminal_line
 from modelmill.core.types import SamplingParams
 
 class Engine:
@@ -47,7 +48,7 @@ class Engine:
 
 session = ChatSession(Engine(), SamplingParams(), None)
 while True:
-    line = read_line()
+    line = read_message(terminal_line)
     print("read", repr(line), flush=True)
     if line in (None, "/exit"):
         break

@@ -1,0 +1,102 @@
+"""The lines of a chat: history over sessions, and messages of several lines."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from modelmill.core.env import cache_dir
+
+HISTORY_LINES = 1000
+QUOTES = '"""'
+PROMPT, CONTINUED = "> ", ". "
+
+
+def history_file() -> Path:
+    """Return the file of the lines typed in earlier chats."""
+    return cache_dir() / "chat_history"
+
+
+def read_message(read_line: Callable[[str], str | None]) -> str | None:
+    r"""Read one message; None at the end of the input.
+
+    A backslash at the end of a line continues it. A line that begins with ``\"\"\"`` opens a
+    message that ends with the next ``\"\"\"``, whatever is between; the end of the input ends
+    both.
+
+    Args:
+        read_line: returns a line for a prompt, without its end, or None.
+    """
+    line = read_line(PROMPT)
+    if line is None:
+        return None
+    if line.startswith(QUOTES):
+        return _read_quoted(line.removeprefix(QUOTES), read_line)
+    lines = [line]
+    while lines[-1].endswith("\\") and not lines[-1].endswith("\\\\"):
+        lines[-1] = lines[-1][:-1]
+        following = read_line(CONTINUED)
+        if following is None:
+            break
+        lines.append(following)
+    return "\n".join(lines)
+
+
+def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
+    lines = [first]
+    while QUOTES not in lines[-1]:
+        following = read_line(CONTINUED)
+        if following is None:
+            return "\n".join(lines)
+        lines.append(following)
+    lines[-1] = lines[-1].partition(QUOTES)[0]
+    return "\n".join(lines).strip("\n")
+
+
+def terminal_line(prompt: str) -> str | None:
+    """Read a line at the terminal, with line editing; None at Ctrl-D.
+
+    Ctrl-C only clears the line.
+    """
+    while True:
+        try:
+            return input(prompt)
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print("\n(/exit or Ctrl-D leaves)")
+
+
+def pipe_line() -> str | None:
+    """Read a line from a pipe or a file: a message as it is; None at its end."""
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def keep_history() -> None:
+    """Give ``input`` the lines of earlier chats, and store this one's at the end.
+
+    Where there is no readline, or the file cannot be read or written, there is no history.
+    """
+    try:
+        import readline
+    except ImportError:
+        return
+    with contextlib.suppress(OSError):
+        readline.read_history_file(history_file())
+    readline.set_history_length(HISTORY_LINES)
+    atexit.register(_write_history)
+
+
+def _write_history() -> None:
+    import readline
+
+    file = history_file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)  # readable by its owner alone
+        readline.write_history_file(file)

@@ -1,0 +1,88 @@
+"""What is typed in a chat: messages of several lines, and the lines of earlier chats."""
+
+from __future__ import annotations
+
+import io
+import readline
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelmill.cli import chat_input
+from modelmill.cli.chat_input import CONTINUED, PROMPT, read_message
+
+
+def message(*lines: str) -> tuple[str | None, list[str]]:
+    """The message, and the prompts that were shown."""
+    rest, prompts = iter(lines), []
+
+    def read_line(prompt: str) -> str | None:
+        prompts.append(prompt)
+        return next(rest, None)
+
+    return read_message(read_line), prompts
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (("one line",), "one line"),
+        (("",), ""),
+        (("one\\", "two\\", "three", "next"), "one\ntwo\nthree"),
+        (("a path C:\\\\",), "a path C:\\\\"),
+        (("cut\\",), "cut"),
+        (('"""', "a", '  b "quoted"', '"""', "next"), 'a\n  b "quoted"'),
+        (('"""in one line"""',), "in one line"),
+        (('"""cut', "x"), "cut\nx"),
+        (("/exit",), "/exit"),
+    ],
+)
+def test_messages_of_several_lines(lines: tuple[str, ...], text: str) -> None:
+    assert message(*lines)[0] == text
+
+
+def test_the_end_of_the_input_and_the_prompts() -> None:
+    assert message() == (None, [PROMPT])
+    assert message("a\\", "b")[1] == [PROMPT, CONTINUED]
+
+
+def test_a_pipe_gives_its_lines_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('a\\\n"""b\n'))
+    assert [chat_input.pipe_line() for _ in range(3)] == ["a\\", '"""b', None]
+
+
+@pytest.fixture
+def empty_history() -> Iterator[None]:
+    readline.clear_history()
+    yield
+    readline.clear_history()
+
+
+def test_lines_of_earlier_chats_come_back(
+    empty_history: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
+    registered = []
+    monkeypatch.setattr(chat_input.atexit, "register", registered.append)
+    chat_input.keep_history()
+    readline.add_history("What is a watermill?")
+    registered[0]()
+    file = chat_input.history_file()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    readline.clear_history()
+    chat_input.keep_history()
+    assert readline.get_history_item(1) == "What is a watermill?"
+
+
+def test_a_history_that_cannot_be_written_is_none(
+    empty_history: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
+    registered = []
+    monkeypatch.setattr(chat_input.atexit, "register", registered.append)
+    chat_input.keep_history()
+    registered[0]()
