@@ -142,6 +142,8 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
             norm = parameter.dim() == 1 and not name.endswith("bias") and not less_one
             spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * spread + float(norm))
+            if name.endswith("A_log"):  # decays that last for some tokens
+                parameter.sub_(3)
     return model
 
 

@@ -1,0 +1,30 @@
+"""Qwen3-Next."""
+
+from __future__ import annotations
+
+from tests.models.delta_net_faults import DELTA_NET_FAULTS, DELTA_NET_REFUSED, DELTA_NET_SWITCHES
+from tests.models.family_cases import COMMON_SWITCHES, LLAMA_FAULTS, REFUSED, SMALL, FamilyCase
+from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
+
+CASE = FamilyCase(
+    "qwen3_next",
+    {
+        **SMALL, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12, "linear_value_head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24, "full_attention_interval": 2,
+    },
+    (
+        *COMMON_SWITCHES, *DELTA_NET_SWITCHES,
+        {"num_experts": 3, "num_experts_per_tok": 3}, {"norm_topk_prob": False},
+        {"moe_intermediate_size": 24}, {"shared_expert_intermediate_size": 40},
+        {"decoder_sparse_step": 2}, {"mlp_only_layers": [1]},
+    ),
+    {
+        **REFUSED, **DELTA_NET_REFUSED, "hidden_act": "gelu", "num_experts_per_tok": 5,
+        "num_experts": "8", "norm_topk_prob": 1, "mlp_only_layers": "x",
+        "decoder_sparse_step": 0, "moe_intermediate_size": 0,
+    },
+    {**LLAMA_FAULTS, **DELTA_NET_FAULTS, **MOE_FAULTS},
+    kv_tolerance=MOE_KV_TOLERANCE,
+)  # fmt: skip
