@@ -221,8 +221,8 @@ class GatedHeadNorm(nn.Module):
         self.register_buffer("weight", torch.empty(dim, device="meta"))
 
     def forward(self, x: torch.Tensor, qkvz: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, heads·D], [T, … | z] → [T, heads·D]."""
+        """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
         heads = x.view(-1, len(self.weight))
-        normed = step.ops.rms_norm(heads.contiguous(), self.weight, self.eps).view_as(x)
+        normed = step.ops.rms_norm(heads.contiguous(), self.weight.float(), self.eps).view_as(x)
         gate = exact_silu(qkvz[:, qkvz.shape[1] - x.shape[1] :].float())
-        return (normed.float() * gate).to(x.dtype)
+        return (normed * gate).to(qkvz.dtype)

@@ -67,7 +67,7 @@ DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
 
 
 def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
-    """Advance the states by the step's tokens; returns o [T, H·dv] in qkv's dtype.
+    """Advance the states by the step's tokens; returns o [T, H·dv] float32.
 
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
@@ -79,7 +79,7 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
         out, after = recurrent_step(before, tokens)
         state[rows.slots] = after
         keep_snapshots(state, after, rows.positions + 1, rows)
-        return out.flatten(1).to(inputs.qkv.dtype)
+        return out.flatten(1)
     out = torch.zeros_like(tokens.v)
     for seq in rows.sequences():
         s = seq.initial(state)
@@ -92,7 +92,7 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
         if seq.is_snapshot(seq.stop):
             state[seq.snapshot_slot] = s
         state[seq.slot] = s
-    return out.flatten(1).to(inputs.qkv.dtype)
+    return out.flatten(1)
 
 
 def _prepare(inputs: GatedDeltaInputs) -> _Tokens:
