@@ -15,7 +15,7 @@ from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
-from modelmill.nn.recurrent_state import state_step
+from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
 from modelmill.ops.state_rows import chunk_tokens
@@ -265,7 +265,9 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
             activation_dtype(model),
             max_query=size,
             chunk=chunk_tokens(size),
-            one_slot=True,
+            cache=RecurrentStateCache.scratch(
+                model_state_shape(model), count + 1, activation_dtype(model), device
+            ),
         ),
     )
     logits = model(step)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet in three of four layers, gated attention in the fourth, and experts."""
+"""Qwen3-Next: Gated DeltaNet, gated attention in every fourth layer, and experts."""
 
 from __future__ import annotations
 

@@ -89,6 +89,21 @@ class RecurrentStateCache:
             states.append(part.unflatten(1, state.shape))
         return RecurrentStateCache(buffer, tuple(states))
 
+    @staticmethod
+    def scratch(
+        shape: StateShape, slots: int, dtype: torch.dtype, device: str
+    ) -> RecurrentStateCache:
+        """States that share one memory, for sequences that each layer computes whole."""
+        size = max((state.nbytes(dtype) for state in shape.states), default=0)
+        buffer = zeros_without_writing(
+            (slots, -(-size // _ALIGNMENT) * _ALIGNMENT), torch.uint8, device
+        )
+        states = tuple(
+            buffer[:, : state.nbytes(dtype)].view(state.dtype or dtype).unflatten(1, state.shape)
+            for state in shape.states
+        )
+        return RecurrentStateCache(buffer, states)
+
     @property
     def slots(self) -> int:
         """Number of slots, padding included."""
@@ -119,6 +134,15 @@ class StateStep:
     cache: RecurrentStateCache
     rows: StateRows
 
+    def first_sequences(self, count: int, tokens: int, max_query: int) -> StateStep:
+        """The states of the step's first sequences, which have ``tokens`` tokens."""
+        rows = self.rows
+        cut = StateRows(
+            rows.query_start[: count + 1], rows.positions[:tokens], rows.slots[:count],
+            rows.snapshot_slots[:count], rows.snapshot_ends[:count], max_query, rows.chunk,
+        )  # fmt: skip
+        return StateStep(self.cache, cut)
+
 
 def state_step(
     shape: StateShape,
@@ -129,7 +153,7 @@ def state_step(
     max_query: int,
     chunk: int,
     cache: RecurrentStateCache | None = None,
-    one_slot: bool = False,
+    slots: torch.Tensor | None = None,
 ) -> StateStep | None:
     """The states of a step without an engine, sequence i in slot i; None for a model without any.
 
@@ -141,14 +165,15 @@ def state_step(
         max_query: Most tokens of a sequence in the step.
         chunk: As in ``StateRows``.
         cache: Of earlier steps of the sequences; None: a new one.
-        one_slot: Whether all sequences use one slot, to measure the memory of a step.
+        slots: The slot of each sequence, [B] int64; None: sequence i has slot i.
     """
     if not shape:
         return None
     device, count = positions.device, len(query_start) - 1
     if cache is None:
-        cache = RecurrentStateCache.allocate(shape, 1 + (not one_slot) * count, dtype, str(device))
-    slots = torch.arange(count, device=device) * (not one_slot)
+        cache = RecurrentStateCache.allocate(shape, count + 1, dtype, str(device))
+    if slots is None:
+        slots = torch.arange(count, device=device)
     padding = torch.full_like(slots, cache.slots - 1)
     rows = StateRows(
         query_start, positions, slots, padding, torch.full_like(slots, -1), max_query, chunk

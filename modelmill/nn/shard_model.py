@@ -33,7 +33,7 @@ from modelmill.parallel.tp_group import TPGroup
 
 
 def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-    """Leave of a model without weights what ``tp_group.rank`` computes, with its KV heads and states.
+    """Leave of a model without weights what ``tp_group.rank`` computes, KV heads and states too.
 
     alignment_for: at which multiples the columns of a linear layer (by name) may be cut. Raises
     UsageError where there are more ranks than parts.

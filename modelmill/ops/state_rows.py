@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -81,7 +82,7 @@ class SequenceRows(NamedTuple):
         edges += [self.snapshot_end - offset]
         inside = sorted({edge for edge in edges if self.start < edge < self.stop})
         bounds = [self.start, *inside, self.stop]
-        yield from zip(bounds, bounds[1:], strict=False)
+        yield from pairwise(bounds)
 
     def is_whole(self, part: tuple[int, int], chunk: int) -> bool:
         """Whether a part consists of whole chunks."""

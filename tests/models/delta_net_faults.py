@@ -1,11 +1,11 @@
-"""What the families with Gated DeltaNet have in common: switches, refused values, planted faults."""
+"""Families with Gated DeltaNet have in common: switches, refused values, planted faults."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from tests.models.family_cases import ROPES, Change, PlantedFault, fault
+from tests.models.family_cases import EPS_FAULT, ROTARY, Change, PlantedFault, based, fault
 
 LAYER_TYPES = ["full_attention", "linear_attention"]
 DELTA_NET_SWITCHES: tuple[dict[str, Any], ...] = (
@@ -15,7 +15,7 @@ DELTA_NET_SWITCHES: tuple[dict[str, Any], ...] = (
     {"linear_value_head_dim": 16},
     {"linear_conv_kernel_dim": 3},
     {"full_attention_interval": None, "layer_types": LAYER_TYPES},
-    {"full_attention_interval": 4},
+    {"full_attention_interval": 3, "num_hidden_layers": 4},
     {"head_dim": 24},
     {"attention_bias": True},
     {"rms_norm_eps": 1e-3},
@@ -33,7 +33,7 @@ DELTA_NET_REFUSED: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention"],
     "full_attention_interval": 0,
     "attention_bias": "yes",
-    "partial_rotary_factor": 0.3,
+    "partial_rotary_factor": 0.2,
 }
 
 
@@ -43,5 +43,7 @@ def with_recurrence(**changes: Any) -> Change:
 
 
 DELTA_NET_FAULTS: dict[str, PlantedFault] = {
+    "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
+    "eps x 10": EPS_FAULT,
     "gated norm's eps x 1000": fault("attn.gated_norm", recurrence=with_recurrence(eps=1e-3)),
 }

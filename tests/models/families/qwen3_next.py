@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.models.delta_net_faults import DELTA_NET_FAULTS, DELTA_NET_REFUSED, DELTA_NET_SWITCHES
-from tests.models.family_cases import COMMON_SWITCHES, LLAMA_FAULTS, REFUSED, SMALL, FamilyCase
+from tests.models.family_cases import COMMON_SWITCHES, REFUSED, SMALL, FamilyCase
 from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
 
 CASE = FamilyCase(
@@ -25,6 +25,6 @@ CASE = FamilyCase(
         "num_experts": "8", "norm_topk_prob": 1, "mlp_only_layers": "x",
         "decoder_sparse_step": 0, "moe_intermediate_size": 0,
     },
-    {**LLAMA_FAULTS, **DELTA_NET_FAULTS, **MOE_FAULTS},
+    {**DELTA_NET_FAULTS, **MOE_FAULTS},
     kv_tolerance=MOE_KV_TOLERANCE,
 )  # fmt: skip
