@@ -18,6 +18,7 @@ from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
+from modelmill.checkpoint.text_half import text_half_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.nn.linear import Linear
@@ -67,9 +68,11 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config = read_json(file)
+    config, left_out = text_half_config(read_json(file), file)
     empty = ConfigContainer({}, file)
-    checkpoint = Checkpoint(folder, "config.json", config, {}, raw=empty, view=empty)
+    checkpoint = Checkpoint(
+        folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
+    )
     family = find_family(checkpoint)
     if family_options(family).ENGINE_TYPE != LANGUAGE:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")

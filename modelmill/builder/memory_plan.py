@@ -155,7 +155,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             tokens,
             plan.model_config.hidden,
             plan.model_config.inner,
-            2 * kv.kv_heads * kv.head_dim,
+            2 * kv.kv_heads * kv.head_dim + _widest_state(plan),
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
     return BuildMemory(*shared, writing, calibrating, judging)
@@ -187,8 +187,13 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     left = int(total * 0.9) - plan.weight_bytes - expanded - workspace
     kv = _kv_shape(plan)
     kv_per_token = kv.page_bytes(1, kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype))
-    tokens = max(left, 0) // kv_per_token
-    full = tokens // plan.max_model_len
+    # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
+    per_seq = 2 * plan.state.slot_bytes(plan.dtype)
+    room = max(left - per_seq // 2, 0)
+    full = room // (kv_per_token * plan.max_model_len + per_seq)
+    tokens = plan.max_model_len * full  # of a model without attention
+    if kv_per_token:
+        tokens = max(room - max(full, 1) * per_seq, 0) // kv_per_token
     if left <= 0:
         needed, there = (
             format_bytes(plan.weight_bytes + expanded + workspace),
@@ -198,10 +203,17 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
             f"does not fit: weights and workspace need {needed}, the device has "
             f"{there}; try -q int8"
         )
+    elif full < 1 and plan.state:
+        verdict = (
+            f"a sequence of {plan.max_model_len} tokens with its recurrent state does not fit; the "
+            f"longest that does: --max-model-len {tokens}"
+        )
     elif full < 1:
         verdict = (
             f"{plan.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
         )
+    elif plan.state:
+        verdict = f"{full} sequences of {plan.max_model_len} tokens with their recurrent states"
     else:
         verdict = (
             f"{full} sequences of {plan.max_model_len} tokens, or {tokens} tokens in any mixture"
@@ -214,6 +226,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
         **build,
         "kv_per_token": kv_per_token,
         "kv_per_token_8bit": kv.page_bytes(1, QUANTIZED_KV_DTYPES["int8"]),
+        "state_per_sequence": plan.state.slot_bytes(plan.dtype),
         "workspace": workspace,
         "kv_tokens": tokens,
         "max_batch_at_max_len": full,
@@ -242,6 +255,13 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _widest_state(plan: BuildPlan) -> int:
+    """Return the largest state of a layer, as elements of float32 per calibration token."""
+    assert plan.calibration is not None, "a plan that calibrates"
+    widest = max((each.nbytes(torch.float32) for each in plan.state.states), default=0)
+    return -(-widest // (4 * plan.calibration.max_length))
 
 
 def _kv_shape(plan: BuildPlan) -> KVShape:

@@ -29,6 +29,22 @@ NAMES = {
     "attn.gated_norm": ("linear_attn.norm",),
     "attn.out_proj": ("linear_attn.out_proj",),
 }
+# where q, k, v and z, and b and a, are matrices of their own
+UNGROUPED_NAMES = {
+    **NAMES,
+    "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def text_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config without how positions in images are divided: those of text are alike in all."""
+    parameters = raw.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return raw
+    text = {key: value for key, value in parameters.items() if key not in IMAGE_ROPE_KEYS}
+    return overlay_config(raw, {}, {"rope_parameters": text})
 
 
 def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:

@@ -16,7 +16,7 @@ from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LearnedPositionEmbedding, LMHead, TokenEmbedding
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.layer_parts import LayerParts
-from modelmill.nn.layer_spec import LayerSpec
+from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -206,11 +206,11 @@ def _layers(config: DecoderConfig) -> Iterator[nn.Module]:
     """The layers; a mixer knows its place among the KV caches, or among the states."""
     caches = states = 0
     for number in range(config.layers):
-        spec = config.layer_spec(number)
-        has_state = any(spec.recurrences)
-        yield config.layer(config.layer_parts(number), states if has_state else caches)
-        states += sum(1 for _ in spec.recurrences)
-        caches += sum(1 for _ in spec.caches)
+        modules = config.mixer_spec(number).module_specs()
+        num_states = sum(isinstance(module, RecurrenceSpec) for module in modules)
+        yield config.layer(config.layer_parts(number), states if num_states else caches)
+        states += num_states
+        caches += sum(isinstance(module, CacheSpec) for module in modules)
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding:

@@ -13,7 +13,7 @@ from torch import nn
 
 from modelmill.nn.kv import NO_KV, KVShape
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, SiteSpec, layer_spec
-from modelmill.nn.recurrent_state import StateShape
+from modelmill.nn.recurrent_state import NO_STATE, StateShape
 
 WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
 
@@ -125,4 +125,4 @@ def state_shape(layers: Iterable[nn.Module]) -> StateShape:
 def model_state_shape(model: nn.Module) -> StateShape:
     """The recurrent state that a language model needs of each sequence."""
     shape = getattr(model, "state", None)
-    return shape if isinstance(shape, StateShape) else StateShape()
+    return shape if isinstance(shape, StateShape) else NO_STATE

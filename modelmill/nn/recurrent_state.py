@@ -64,6 +64,9 @@ class StateShape:
         return self.offsets(activation_dtype)[-1]
 
 
+NO_STATE = StateShape()
+
+
 @dataclass(frozen=True)
 class RecurrentStateCache:
     """The states of all slots.

@@ -74,10 +74,10 @@ class StateSlots:
         return copies
 
     def end_of_part(self, seq: Sequence, count: int, most: int) -> int:
-        """How many of ``count`` next tokens of a sequence a step takes, so that parts of a prompt
-        end at full pages.
+        """How many of the ``count`` next tokens of a sequence a step takes.
 
-        Then the states behind the pages do not depend on how the prompt was divided.
+        Parts of a prompt end at full pages: then the states behind the pages do not depend on how
+        the prompt was divided.
 
         Args:
             seq: A sequence that is to compute ``count`` tokens.

@@ -48,7 +48,8 @@ class StepCommand:
 
     Attributes:
         command: FORWARD runs the model; GREEDY, SAMPLED and LOGITS replay a graph with that output;
-            COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests a reply.
+            COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
+            a reply.
         num_words: 64-bit words that follow.
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.

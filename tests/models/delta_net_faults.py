@@ -8,6 +8,15 @@ from typing import Any
 from tests.models.family_cases import EPS_FAULT, ROTARY, Change, PlantedFault, based, fault
 
 LAYER_TYPES = ["full_attention", "linear_attention"]
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 8, "full_attention_interval": 2,
+}  # fmt: skip
+# how the positions of images are divided, which text does not see
+MROPE_SWITCH: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
 DELTA_NET_SWITCHES: tuple[dict[str, Any], ...] = (
     {"linear_num_key_heads": 1},
     {"linear_num_value_heads": 2},

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from tests.models.delta_net_faults import DELTA_NET_FAULTS, DELTA_NET_REFUSED, DELTA_NET_SWITCHES
+from tests.models.delta_net_faults import (
+    DELTA_NET,
+    DELTA_NET_FAULTS,
+    DELTA_NET_REFUSED,
+    DELTA_NET_SWITCHES,
+)
 from tests.models.family_cases import COMMON_SWITCHES, REFUSED, SMALL, FamilyCase
 from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
 
 CASE = FamilyCase(
     "qwen3_next",
     {
-        **SMALL, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12, "linear_value_head_dim": 8, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 40,
-        "shared_expert_intermediate_size": 24, "full_attention_interval": 2,
+        **SMALL, **DELTA_NET, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24,
     },
     (
         *COMMON_SWITCHES, *DELTA_NET_SWITCHES,
