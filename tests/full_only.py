@@ -302,8 +302,34 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_planted_fault_is_refused_by_name[*-float32-*",
     ),
     "tests/models/test_moe_faults.py": ("*-float32-int4]", "*-float32-smoothquant]", "*bfloat16-*"),
+    "tests/models/test_delta_net_faults.py": (
+        "*-float32-int4]",
+        "*-float32-smoothquant]",
+        "*bfloat16-*",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "SiLU",
+                "beta",
+                "convolution r",
+                "decay",
+                "dt_bias",
+                "gate",
+                "inputs",
+                "keys",
+                "norms",
+                "one head",
+                "output gate w",
+                "output gate's",
+                "queries",
+                "rates",
+                "v and z",
+            )
+        ),
+    ),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-30B-A3B]",
+        "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),
     "tests/models/test_families.py": ("test_qwen_v1_at_every_length[{'*",),
     "tests/models/test_config_sweep.py": (
@@ -449,6 +475,10 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_planted_fault_is_refused_by_name[further-*-float32-int4]",
         "test_a_planted_fault_is_refused_by_name[further-*-float32-smoothquant]",
         "test_a_planted_fault_is_refused_by_name[further-*-float32-rptq]",
+    ),
+    "tests/models/test_delta_net_faults.py": ("*-float32-int4]", "*-float32-smoothquant]"),
+    "tests/builder/test_config_only.py": (
+        "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),
 }
 """Tests that only ``make test-families`` runs, so that ``make test-all`` stays within its hour."""
