@@ -113,7 +113,9 @@ def source_infos(
             shape = (int(argument.partition("/")[2]), *shape)
         elif name in ("ungate", "gates"):
             shape = (shape[0] + math.prod(map(int, argument.split("/"))), *shape[1:])
-        elif name == "depthwise":
+        elif name == "rows":
+            shape = (int(argument.rpartition("/")[2]), *shape[1:])
+        elif name == "depthwise" and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
     axis = 1 if rule.how.startswith("cat1") else 0
     sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]

@@ -69,8 +69,10 @@ def gates(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torc
 
 
 def depthwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
-    """A convolution of each channel by itself, [C, 1, W] → [C, W]."""
+    """A convolution of each channel by itself, [C, 1, W] → [C, W]; a bias [C] stays one."""
     (shape,) = shapes
+    if len(shape) == 1:
+        return shape
     if len(shape) != 3 or shape[1] != 1:
         raise TensorMismatch(f"shape {list(shape)} is no convolution of single channels")
     return shape[0], shape[2]
@@ -79,3 +81,22 @@ def depthwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
 def depthwise(sources: Sources, shape: Shape, _: torch.dtype, __: str) -> torch.Tensor:
     """The matrix that it is."""
     return next(sources).reshape(shape)
+
+
+def rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    """Some ranges of the source's rows, of which there are as many as the argument ends with."""
+    (shape,), (*ranges, total) = shapes, argument.split("/")
+    if not shape or shape[0] != int(total):
+        raise TensorMismatch(f"shape {list(shape)} has not {total} rows")
+    return (sum(stop - first for first, stop in _ranges(ranges)), *shape[1:])
+
+
+def rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
+    """The ranges one after another."""
+    tensor = next(sources)
+    ranges = _ranges(argument.split("/")[:-1])
+    return torch.cat([tensor[first:stop] for first, stop in ranges])
+
+
+def _ranges(texts: Sequence[str]) -> list[tuple[int, int]]:
+    return [(int(first), int(stop)) for first, stop in (text.split("-") for text in texts)]

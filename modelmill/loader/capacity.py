@@ -22,6 +22,7 @@ from modelmill.ops.state_rows import chunk_tokens
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 CPU_MEMORY_FRACTION = 0.3
+MAX_PAGES_WITHOUT_KV = 1 << 16
 _GIB = 1 << 30
 
 
@@ -154,7 +155,7 @@ def kv_pages_for_bytes(
     size = shape.page_bytes(config.page_size, dtype)
     per_seq = -(-max_model_len // config.page_size)
     if not size:  # pages of a model without attention only number its tokens
-        return per_seq * config.max_num_seqs
+        return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is reserved: kernels write padding there
     pages = min(tp_group.all_reduce_min(available // size) - 1, per_seq * config.max_num_seqs)

@@ -8,14 +8,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
-from modelmill.core.quoting import quote
-from modelmill.models import _llama_common
+from modelmill.models import _hybrid_config, _llama_common
 from modelmill.models._hf_config import boolean, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 
-FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"
 MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 64
 WHOLE_NORMS = frozenset(("attn.gated_norm",))
 MTP_TENSORS = r"mtp\..*"  # heads for speculative decoding, which is not done here
@@ -103,14 +101,4 @@ def recurrent_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     every = positive_int(raw, "full_attention_interval", default=4)
     if types is None:
         return frozenset(layer for layer in range(layers) if (layer + 1) % every)
-    if not isinstance(types, list) or len(types) != layers:
-        raise CheckpointError(
-            f"config.json: layer_types must be a list of {layers} layers, not {quote(types, 60)}"
-        )
-    unknown = next((t for t in types if t not in (FULL_ATTENTION, LINEAR_ATTENTION)), None)
-    if unknown is not None:
-        raise CheckpointError(
-            f"config.json: layer_types names {quote(unknown, 60)}, which is not computed (known: "
-            f"{FULL_ATTENTION}, {LINEAR_ATTENTION})"
-        )
-    return frozenset(layer for layer, each in enumerate(types) if each == LINEAR_ATTENTION)
+    return _hybrid_config.recurrent_layers(types, layers)

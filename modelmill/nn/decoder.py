@@ -14,10 +14,10 @@ from torch import nn
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LearnedPositionEmbedding, LMHead, TokenEmbedding
-from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
-from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
 from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
+from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
@@ -29,7 +29,7 @@ from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.step import Step
 
-LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer]
+LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer | MixerLayer]
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class DecoderConfig:
     local_rope: RopeSpec | None = None
     normed_head: bool = False
     logit_softcap: float | None = None
-    recurrence: GatedDeltaNetSpec | None = None
+    recurrence: RecurrenceConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
     output_gate: bool = False
 
-    def mixer_spec(self, layer: int) -> AttentionSpec | GatedDeltaNetSpec:
+    def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
         if self.recurrence is not None and layer in self.recurrent_layers:
             return self.recurrence

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.layer_spec import ModuleSpec
+from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
+
+RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
+MixerSpec = AttentionSpec | RecurrenceConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class LayerParts:
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
     """
 
-    attention: AttentionSpec | GatedDeltaNetSpec
+    attention: MixerSpec
     mlp: MLPSpec | MoESpec
     norm: NormConfig
     branch_scale: float | None = None

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.state_rows import StateRows, fresh_states, keep_snapshots, random_state_rows
+from modelmill.ops.recurrence import advance_states, by_chunk
+from modelmill.ops.state_rows import StateRows, random_state_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 L2_EPS = 1e-6  # of the lengths of q and k
@@ -58,10 +59,6 @@ class _Tokens(NamedTuple):
     log_decay: torch.Tensor
     beta: torch.Tensor
 
-    def part(self, start: int, stop: int) -> _Tokens:
-        """The tokens [start, stop)."""
-        return _Tokens(*(each[start:stop] for each in self))
-
 
 DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
 
@@ -71,27 +68,11 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
 
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
-    state, rows = inputs.state, inputs.rows
     tokens = _prepare(inputs)
-    if rows.is_decode:
-        before = fresh_states(state, rows)
-        keep_snapshots(state, before, rows.positions, rows)
-        out, after = recurrent_step(before, tokens)
-        state[rows.slots] = after
-        keep_snapshots(state, after, rows.positions + 1, rows)
-        return out.flatten(1)
     out = torch.zeros_like(tokens.v)
-    for seq in rows.sequences():
-        s = seq.initial(state)
-        for start, stop in seq.parts(rows.chunk):
-            if seq.is_snapshot(start):
-                state[seq.snapshot_slot] = s
-            part = tokens.part(start, stop)
-            whole = rows.chunk > 1 and seq.is_whole((start, stop), rows.chunk)
-            out[start:stop], s = chunked(s, part, rows.chunk) if whole else sequential(s, part)
-        if seq.is_snapshot(seq.stop):
-            state[seq.snapshot_slot] = s
-        state[seq.slot] = s
+    out = advance_states(
+        inputs.state, inputs.rows, tokens, out, step=recurrent_step, chunks=chunked
+    )
     return out.flatten(1)
 
 
@@ -132,23 +113,12 @@ def recurrent_step(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torc
     return (s * q[..., None]).sum(-2), s
 
 
-def sequential(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of one sequence one after another: outputs [n, H, dv] and the last state."""
-    out = torch.empty_like(tokens.v)
-    batch = s[None]
-    for t in range(len(out)):
-        out[t], batch = recurrent_step(batch, tokens.part(t, t + 1))
-    return out, batch[0]
-
-
 def chunked(s: torch.Tensor, tokens: _Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs [n, H, dv] and the last state.
 
     The arithmetic of a chunk does not depend on the number of chunks.
     """
-    q, k, v, log_decay, beta = (
-        each.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for each in tokens
-    )  # [N, H, C, …]
+    q, k, v, log_decay, beta = by_chunk(tokens, chunk)
     total = log_decay.cumsum(-1)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=s.device).tril()
     between = total[..., :, None] - total[..., None, :]

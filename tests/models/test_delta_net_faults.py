@@ -16,7 +16,7 @@ from modelmill.models import qwen3_5_text
 from modelmill.nn.attention import OutputGate
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
-from modelmill.ops import causal_conv, gated_delta_rule
+from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.families.qwen3_5_text import CASE
 from tests.models.test_moe_faults import changed_module, changed_tensor
@@ -210,7 +210,7 @@ def test_a_planted_fault_is_refused_by_name(
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """Each module is right alone; decoded sequences are not."""
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
-    with mock.patch.object(gated_delta_rule, "fresh_states", zeros):
+    with mock.patch.object(recurrence, "fresh_states", zeros):
         report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none")
     assert not written
     assert "between the modules" in report["reason"]

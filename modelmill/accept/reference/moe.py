@@ -27,7 +27,7 @@ DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 DEFAULT_THETA = {"mixtral": 1e6}
 DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
                    "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
-                   "qwen3_5_moe_text": (256, 8)}  # fmt: skip
+                   "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2)}  # fmt: skip
 # An expert that no token has is checked on the first token, with a weight that adds nothing.
 PROBE_WEIGHT = 1e-30
 QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
