@@ -207,8 +207,9 @@ class FusedHybridLayer(FusedModule):
         """As ``FusedLayer``; every token passes the mixer, which advances its state."""
         if x is None:
             x, residual = residual, None
-        normed, residual = self.attn_norm(x, residual, step)
-        x = self.attn(normed, rope, step)
+        plain = cast(PreNormLayer, self.plain)
+        normed, residual = plain.attn_norm(x, residual, step)
+        x = plain.attn(normed, rope, step)
         if logit_step is not None:
             x, residual, step = x[step.logit_rows], residual[step.logit_rows], logit_step
         normed, residual = self.mlp_norm(x, residual, step)

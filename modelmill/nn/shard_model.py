@@ -57,7 +57,8 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     if heads:
         model.kv = replace(shape, kv_heads=heads.pop())
     if model_state_shape(model):
-        model.state = state_shape(model.get_submodule("layers").children())
+        layers = model.get_submodule("layers").children()
+        model.state = state_shape(layers)  # type: ignore[assignment]
 
 
 def _shard_layer(

@@ -150,13 +150,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         rows, slots = random_state_rows(lengths, number, device)
         count = sum(lengths)
         width = 2 * key_heads * dk + heads * dv
+        x = randn(count, width, device=device, dtype=dtype, seed=number)
         args = {
-            "qkv": randn(count, width, device=device, dtype=dtype, seed=number),
+            "qkv": x,
             "gates": randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1),
             "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
             "dt_bias": randn(heads, device=device, dtype=dtype, seed=number + 3),
             "state": randn(slots, heads, dk, dv, device=device, dtype=torch.float32, seed=number),
             "rows": rows,
         }
-        moved = 2 * count * heads * dk * dv * 4 + nbytes(args["qkv"])
+        moved = 2 * count * heads * dk * dv * 4 + nbytes(x)
         yield Case(f"{lengths}x{key_heads}/{heads}x{dk}x{dv}", args, moved, writes=("state",))

@@ -119,8 +119,9 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         rows, slots = random_state_rows(lengths, number, device)
         count = sum(lengths)
         width = heads * dim + 2 * groups * size
+        x = randn(count, width, device=device, dtype=dtype, seed=number)
         args = {
-            "xbc": randn(count, width, device=device, dtype=dtype, seed=number),
+            "xbc": x,
             "dt": randn(count, heads, device=device, dtype=torch.float32, seed=number + 1),
             "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
             "dt_bias": randn(heads, device=device, dtype=dtype, seed=number + 3),
@@ -129,5 +130,5 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             "state": randn(slots, heads, dim, size, device=device, dtype=torch.float32, seed=2),
             "rows": rows,
         }
-        moved = 2 * count * heads * dim * size * 4 + nbytes(args["xbc"])
+        moved = 2 * count * heads * dim * size * 4 + nbytes(x)
         yield Case(f"{lengths}x{groups}/{heads}x{dim}x{size}", args, moved, writes=("state",))

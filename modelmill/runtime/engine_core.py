@@ -265,6 +265,11 @@ class EngineCore:
         return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
 
     @property
+    def state_cache_bytes(self) -> int:
+        """Bytes of recurrent state on this rank, of running sequences and of the prefix cache."""
+        return 0 if self.state_capacity is None else self.state_capacity.nbytes
+
+    @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to run or to return."""
         return bool(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops import causal_conv, gated_delta_rule
+from modelmill.ops import causal_conv, gated_delta_rule, ssd_scan
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.state_rows import SequenceRows, StateRows, chunk_tokens
 
 HEADS, KEY_HEADS, DK, DV, COUNT = 4, 2, 12, 8, 70
@@ -153,3 +154,60 @@ def test_parts_of_a_sequence() -> None:
     assert parts == [(10, 13), (13, 29), (29, 37), (37, 40)]
     assert [seq.is_whole(part, 8) for part in parts] == [False, True, True, False]
     assert [chunk_tokens(size) for size in (8, 16, 64, 128, 24)] == [8, 16, 64, 64, 8]
+
+
+SSM_HEADS, GROUPS, P, N = 4, 2, 8, 12
+
+
+def scan(chunk: int, edges: tuple[int, ...], state: torch.Tensor) -> torch.Tensor:
+    """Mamba2's recurrence over one sequence, in steps between the edges."""
+    xbc = draw(COUNT, SSM_HEADS * P + 2 * GROUPS * N, seed=1)
+    dt, a_log, bias, skip = (draw(*s, seed=i) for i, s in enumerate(((COUNT, 4), (4,), (4,), (4,))))
+    return torch.cat(
+        [
+            ssd_scan.ssd_scan(
+                SSDScanInputs(
+                    xbc[first:stop], dt[first:stop], a_log, bias, skip, (0.1, 2.0), state,
+                    rows(first, stop - first, chunk=chunk),
+                )
+            )
+            for first, stop in pairwise(edges)
+        ]
+    )  # fmt: skip
+
+
+def test_the_state_space_recurrence_is_the_papers() -> None:
+    """h ← exp(Δ A) h + Δ B xᵀ, y = Cᵀ h + D x in float64 (equations 2 and 3)."""
+    state = torch.full((3, SSM_HEADS, P, N), 7.0)
+    out = scan(1, (0, COUNT), state)
+    xbc = draw(COUNT, SSM_HEADS * P + 2 * GROUPS * N, seed=1).double()
+    dt, a_log, bias, skip = (
+        draw(*s, seed=i).double() for i, s in enumerate(((COUNT, 4), (4,), (4,), (4,)))
+    )
+    x, b, c = xbc.split([SSM_HEADS * P, GROUPS * N, GROUPS * N], 1)
+    step = torch.log1p(torch.exp(dt + bias)).clamp(0.1, 2.0)
+    for head in range(SSM_HEADS):
+        own, shared = slice(head * P, head * P + P), slice(head // 2 * N, head // 2 * N + N)
+        h = torch.zeros(N, P, dtype=torch.float64)
+        for t in range(COUNT):
+            delta = step[t, head]
+            h = torch.exp(-delta * a_log[head].exp()) * h
+            h += delta * torch.outer(b[t, shared], x[t, own])
+            expected = c[t, shared] @ h + skip[head] * x[t, own]
+            assert (out[t, own] - expected).abs().max() < 2e-5
+        assert (state[0, head].T - h).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_chunks_of_the_scan_compute_what_single_tokens_do(chunk: int) -> None:
+    single, chunks = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
+    expected = scan(1, (0, COUNT), single)
+    torch.testing.assert_close(scan(chunk, (0, COUNT), chunks), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(chunks[0], single[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("edges", [(0, 32, 70), (0, 8, 16, 64, 70), (0, 64, 65, 66, 70)])
+def test_the_division_of_a_scan_into_steps_changes_no_bit(edges: tuple[int, ...]) -> None:
+    whole, parts = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
+    assert torch.equal(scan(8, edges, parts), scan(8, (0, COUNT), whole))
+    assert torch.equal(parts[0], whole[0])

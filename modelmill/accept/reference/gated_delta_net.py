@@ -79,17 +79,18 @@ class GatedDeltaNetMixin(PlainDecoderReference):
         if self.recurrent[index]:
             return self.recurrence_weights(f"{stem}.linear_attn")
         weights = super().mixer_weights(index)
-        q, gate = (
-            Affine(*(None if t is None else self._of_heads(t, part) for t in weights["q"][:2]))
-            for part in (0, 1)
-        )
+        q, gate = (self._of_heads(weights["q"], part) for part in (0, 1))
         norms = {name: self.norm_weights(index, name) for name in ("q_norm", "k_norm")}
         return weights | {"q": q, "attn_gate": gate} | norms
 
-    def _of_heads(self, rows: Tensor, part: int) -> Tensor:
+    def _of_heads(self, both: Affine, part: int) -> Affine:
         """Of each head, its rows of q (0) or of its gate (1)."""
-        heads = rows.reshape(self.num_heads, 2, self.head_dim, *rows.shape[1:])
-        return heads[:, part].reshape(-1, *rows.shape[1:])
+
+        def select(rows: Tensor) -> Tensor:
+            heads = rows.reshape(self.num_heads, 2, self.head_dim, *rows.shape[1:])
+            return heads[:, part].reshape(-1, *rows.shape[1:])
+
+        return Affine(select(both.weight), None if both.bias is None else select(both.bias))
 
     def recurrence_weights(self, stem: str) -> LayerWeights:
         """Read a recurrence, its rows as all of q, k, v, z, b and a."""
