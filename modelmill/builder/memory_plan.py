@@ -195,29 +195,13 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     if kv_per_token:
         tokens = max(room - max(full, 1) * per_seq, 0) // kv_per_token
     if left <= 0:
-        needed, there = (
-            format_bytes(plan.weight_bytes + expanded + workspace),
-            format_bytes(total),
-        )
+        needed = format_bytes(plan.weight_bytes + expanded + workspace)
         verdict = (
             f"does not fit: weights and workspace need {needed}, the device has "
-            f"{there}; try -q int8"
+            f"{format_bytes(total)}; try -q int8"
         )
-    elif full < 1 and plan.state:
-        verdict = (
-            f"a sequence of {plan.max_model_len} tokens with its recurrent state does not fit; the "
-            f"longest that does: --max-model-len {tokens}"
-        )
-    elif full < 1:
-        verdict = (
-            f"{plan.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
-        )
-    elif plan.state:
-        verdict = f"{full} sequences of {plan.max_model_len} tokens with their recurrent states"
     else:
-        verdict = (
-            f"{full} sequences of {plan.max_model_len} tokens, or {tokens} tokens in any mixture"
-        )
+        verdict = _sequences_that_fit(plan, full, tokens)
     return {
         "device_total": total,
         "device_free": free,
@@ -255,6 +239,16 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _sequences_that_fit(plan: BuildPlan, full: int, tokens: int) -> str:
+    """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
+    longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
+    if full < 1:
+        return f"{longest} tokens{state} do not fit; the longest that do: --max-model-len {tokens}"
+    if plan.state:
+        return f"{full} sequences of {longest} tokens with their recurrent states"
+    return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
 
 
 def _widest_state(plan: BuildPlan) -> int:

@@ -149,7 +149,8 @@ class GatedDeltaNet(nn.Module):
         """Keep a rank's heads of values and of keys."""
         spec = self.spec
         self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.rates.heads = self.delta_rule.heads = heads
+        self.rates.take_heads(heads)
+        self.delta_rule.take_heads(heads)
         keys = kv_heads[0] * spec.key_dim, kv_heads[1] * spec.key_dim
         second = spec.key_width
         values = 2 * second + heads[0] * spec.value_dim, 2 * second + heads[1] * spec.value_dim
@@ -165,6 +166,10 @@ class DeltaRates(nn.Module):
         super().__init__()
         self.heads: Range = (0, spec.heads)
         self.register_buffer("weight", torch.empty(2 * spec.heads, spec.hidden, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The rates of this rank's heads before their activations."""
@@ -186,6 +191,10 @@ class DeltaRule(nn.Module):
         self.heads: Range = (0, spec.heads)
         self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
         self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     @property
     def state_spec(self) -> StateSpec:

@@ -151,7 +151,9 @@ class Mamba2(nn.Module):
         """Keep a rank's heads, and the groups that they read."""
         spec = self.spec
         self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.rates.heads = self.ssm.heads = self.gated_norm.heads = heads
+        self.rates.take_heads(heads)
+        self.ssm.take_heads(heads)
+        self.gated_norm.take_heads(heads)
         inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
         first, end = (spec.width + group * spec.state_size for group in kv_heads)
         second = spec.shared_width
@@ -169,6 +171,10 @@ class StepSizes(nn.Module):
         self.heads: Range = (0, spec.heads)
         self.register_buffer("weight", torch.empty(spec.heads, spec.hidden, device="meta"))
         self.register_buffer("bias", torch.empty(spec.heads, device="meta") if spec.bias else None)
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The steps of this rank's heads before their activation."""
@@ -190,6 +196,10 @@ class StateSpaceScan(nn.Module):
         self.heads: Range = (0, spec.heads)
         for name in ("A_log", "dt_bias", "D"):
             self.register_buffer(name, torch.empty(spec.heads, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     @property
     def state_spec(self) -> StateSpec:
@@ -229,6 +239,10 @@ class GatedGroupNorm(nn.Module):
         self.spec = spec
         self.heads: Range = (0, spec.heads)
         self.register_buffer("weight", torch.empty(spec.width, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""

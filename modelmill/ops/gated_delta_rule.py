@@ -50,7 +50,7 @@ class GatedDeltaInputs(NamedTuple):
     rows: StateRows
 
 
-class _Tokens(NamedTuple):
+class DeltaTokens(NamedTuple):
     """Tokens in float32: q, k [n, H, dk], v [n, H, dv], log α and β [n, H] float64."""
 
     q: torch.Tensor
@@ -76,7 +76,7 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
     return out.flatten(1)
 
 
-def _prepare(inputs: GatedDeltaInputs) -> _Tokens:
+def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     """Heads, lengths and gates of all tokens."""
     heads, dk, dv = inputs.state.shape[1:]
     x = inputs.qkv.float()
@@ -87,7 +87,7 @@ def _prepare(inputs: GatedDeltaInputs) -> _Tokens:
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
-    return _Tokens(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid())
+    return DeltaTokens(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid())
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def recurrent_step(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_step(s: torch.Tensor, tokens: DeltaTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each of B sequences.
 
     Args:
@@ -113,7 +113,7 @@ def recurrent_step(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torc
     return (s * q[..., None]).sum(-2), s
 
 
-def chunked(s: torch.Tensor, tokens: _Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(s: torch.Tensor, tokens: DeltaTokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs [n, H, dv] and the last state.
 
     The arithmetic of a chunk does not depend on the number of chunks.

@@ -48,7 +48,7 @@ class SSDScanInputs(NamedTuple):
     rows: StateRows
 
 
-class _Tokens(NamedTuple):
+class ScanTokens(NamedTuple):
     """Tokens: x [n, H, P], B, C [n, H, N] float32; log decay and Δ [n, H] float64."""
 
     x: torch.Tensor
@@ -71,7 +71,7 @@ def ssd_scan(inputs: SSDScanInputs) -> torch.Tensor:
     return (out + inputs.skip.float()[:, None] * tokens.x).flatten(1)
 
 
-def _prepare(inputs: SSDScanInputs) -> _Tokens:
+def _prepare(inputs: SSDScanInputs) -> ScanTokens:
     """Heads and steps of all tokens."""
     heads, dim, size = inputs.state.shape[1:]
     values = inputs.xbc.float()
@@ -81,10 +81,10 @@ def _prepare(inputs: SSDScanInputs) -> _Tokens:
     b, c = (each.unflatten(1, (-1, size)).repeat_interleave(group, 1) for each in (b, c))
     delta = F.softplus(inputs.dt.double() + inputs.dt_bias.double()).clamp(*inputs.dt_limit)
     log_decay = -inputs.a_log.double().exp() * delta
-    return _Tokens(x.unflatten(1, (heads, dim)), b, c, log_decay, delta)
+    return ScanTokens(x.unflatten(1, (heads, dim)), b, c, log_decay, delta)
 
 
-def recurrent_step(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_step(s: torch.Tensor, tokens: ScanTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each of B sequences: outputs without D x [B, H, P], and the states behind."""
     x, b, c, log_decay, delta = tokens
     s = s * log_decay.exp().float()[..., None, None]
@@ -92,7 +92,7 @@ def recurrent_step(s: torch.Tensor, tokens: _Tokens) -> tuple[torch.Tensor, torc
     return (s * c[..., None, :]).sum(-1), s
 
 
-def chunked(s: torch.Tensor, tokens: _Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(s: torch.Tensor, tokens: ScanTokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs without D x [n, H, P], and the last state."""
     x, b, c, log_decay, delta = by_chunk(tokens, chunk)
     total = log_decay.cumsum(-1)

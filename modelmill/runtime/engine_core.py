@@ -28,6 +28,7 @@ from modelmill.core.types import FinishReason, Request, Stats, TokenOutput
 from modelmill.loader import capacity
 from modelmill.loader.device import pick_device, rank_devices, use_threads
 from modelmill.loader.model_loader import build_rank_model, load_model
+from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
@@ -59,6 +60,9 @@ class EngineCore:
 
     Not thread-safe: one thread calls ``add`` and ``step``.
     """
+
+    # sequences of a step launched ahead that failed
+    _half_advanced: tuple[Sequence, ...] = ()
 
     def __init__(
         self,
@@ -98,17 +102,8 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self.rope_length_source = RopeRule.from_model(model)
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
-        self.state_capacity = capacity.model_state_capacity(
-            model, self.ops, config, tp_group, graph_bytes
-        )
-        if self.state_capacity is not None:
-            config = replace(config, max_num_seqs=self.state_capacity.sequences)
-            self.config = config
-        self.num_pages = capacity.num_kv_pages(
-            model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes,
-            self.state_capacity,
-        )  # fmt: skip
+        self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
+        config = self.config
         self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
@@ -150,11 +145,26 @@ class EngineCore:
         )
         self._events: list[TokenOutput] = []
         self._pending: PendingStep | None = None
-        self._half_advanced: list[Sequence] = []
         self._steps_since_oom = self._num_steps = 0
         self._last_output_time = 0.0
         # times steps for AdaptiveChunk; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
+
+    def _cache_sizes(self, tp_group: TPGroup) -> tuple[StateCapacity | None, int]:
+        """The slots of recurrent state, if the model keeps any, and the KV pages.
+
+        As many sequences run as there are slots for.
+        """
+        config = self.config
+        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
+        state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
+        if state is not None:
+            self.config = config = replace(config, max_num_seqs=state.sequences)
+        pages = capacity.num_kv_pages(
+            self.model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes,
+            state,
+        )  # fmt: skip
+        return state, pages
 
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""
@@ -443,7 +453,7 @@ class EngineCore:
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise
-            self._half_advanced = [seq for seq, _ in schedule.work]
+            self._half_advanced = tuple(seq for seq, _ in schedule.work)
             return None
         self._update_after_launch(schedule)
         return launched
@@ -468,9 +478,9 @@ class EngineCore:
         self.scheduler.observe_step(step.schedule, self._last_output_time - started)
         return events
 
-    def _recompute(self, seqs: list[Sequence]) -> None:
+    def _recompute(self, seqs: Iterable[Sequence]) -> None:
         """Preempt sequences whose step failed: some layers have advanced their recurrent state."""
-        self._half_advanced = []
+        self._half_advanced = ()
         if self.scheduler.states is not None:
             for seq in seqs:
                 if seq.table_row >= 0:

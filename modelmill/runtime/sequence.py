@@ -292,10 +292,10 @@ class Sequence:
 
     def take_snapshots(self, known: int | None) -> list[Snapshot]:
         """Return the snapshots behind the first ``known`` tokens (None: all), and forget them."""
-        taken = [each for each in self.snapshots if known is None or each.end <= known]
-        if taken:
-            self.snapshots = [each for each in self.snapshots if each not in taken]
-        return taken
+        behind = [each for each in self.snapshots if known is None or each.end <= known]
+        if behind:
+            self.snapshots = [each for each in self.snapshots if each not in behind]
+        return behind
 
     def set_latest_snapshot(self, key: bytes | None) -> None:
         """Store the key of the cached snapshot that the next one replaces."""

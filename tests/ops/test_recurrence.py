@@ -104,12 +104,12 @@ def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int) -> None:
     whole, part = Sequence(chunk=8), Sequence(chunk=8)
     state = "state" if op == "delta" else "conv_state"
     getattr(whole, op)(0, COUNT, keep)
-    kept = getattr(whole, state)[1]
+    snapshot = getattr(whole, state)[1]
     if keep:
         getattr(part, op)(0, keep)
-        assert torch.equal(kept, getattr(part, state)[0])
+        assert torch.equal(snapshot, getattr(part, state)[0])
     else:
-        assert not kept.any()
+        assert not snapshot.any()
 
 
 @pytest.mark.parametrize("op", ["delta", "conv"])
