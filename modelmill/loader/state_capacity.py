@@ -73,6 +73,8 @@ def state_capacity(
     budget = config.state_cache_bytes
     if budget is None:
         budget = int(free_bytes * STATE_MEMORY_FRACTION)
+        if config.kv_cache_bytes is not None:
+            budget = min(budget, free_bytes - config.kv_cache_bytes)
     count = tp_group.all_reduce_min(max(budget, 0) // size) - 1
     if count < 1:
         source = (

@@ -164,7 +164,7 @@ class Scheduler:
         self._drop_partial_beams(picked)
         schedule.work = list(picked.items())
         self._schedule_forks(schedule)
-        if self.states is not None:
+        if self.states is not None and schedule.work:  # a step without work is not launched
             schedule.state_copies = self.states.take_copies()
             if self.limits.prefix_caching:
                 for seq, count in schedule.work:

@@ -212,3 +212,19 @@ def test_copies_into_a_released_slot_are_dropped() -> None:
     states.drop_copies_into(1)
     assert states.take_copies() == [(1, 0)]
     assert states.take_copies() == []
+
+
+def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
+    """A schedule without work is not launched: its copies are made before the next one."""
+    engine = tiny.make_engine(model, max_num_batched_tokens=16)
+    prompt = drawn(40)
+    expected, _ = answer(engine, prompt)
+    scheduler = engine.scheduler
+    engine.add(tiny.requests([prompt], tiny.params(max_tokens=13, ignore_eos=True), eos=())[0])
+    with mock.patch.object(scheduler, "_end_of_part", lambda *_: 0):
+        schedule = scheduler.schedule()
+    assert schedule is not None
+    assert (schedule.work, schedule.state_copies) == ([], [])
+    assert scheduler.running[0].computed == 32
+    ids = [event.token_id for event in tiny.drain(engine)]
+    assert ids == [token for token, _ in expected]
