@@ -31,6 +31,7 @@ ALLOWED = (
         "a rank has a part of the heads",
     ),
     ("nn/shard_model.py", "model.kv", "a rank has a part of the KV heads"),
+    ("nn/shard_model.py", "model.state", "a rank has the states of its heads"),
     ("core/config.py", "setattr(config, *", "fields of the dataclass that is being declared"),
     ("builder/*.py", "*.weight", "the builder replaces weights by their quantized form"),
     ("builder/*.py", "setattr(self.model.*", "the builder loads a layer's parameters"),

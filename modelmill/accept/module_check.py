@@ -42,6 +42,7 @@ from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
     NormSpec,
+    RecurrenceSpec,
     RoutingSpec,
     layer_spec,
 )
@@ -295,6 +296,8 @@ class ModuleCheck:
                 )
             output = normed
         self._compare_parts(layer, module, name, output, trace)
+        if isinstance(module, RecurrenceSpec):
+            self._compare_state(layer, module, name, args[-1], trace)
 
     def _compare_outside_layers(
         self, reference_trace: ReferenceTrace, name: str, output: Any
@@ -352,6 +355,17 @@ class ModuleCheck:
             expected = reference_output(trace, (canonical,))
             where, module = f"{name}.{label}", f"{spec.path}.{label}"
             self._add_finding(where, layer, module, arithmetic, ours.reshape(tokens, -1), expected)
+
+    def _compare_state(
+        self, layer: int, spec: RecurrenceSpec, name: str, step: Any, trace: LayerTrace
+    ) -> None:
+        """Compare the recurrent state behind the last token, as it is in the sequence's slot."""
+        module = self.engine_core.model_runner.model.get_submodule(name)
+        states = step.state.cache.states[module.state_index]
+        state = states[step.state.rows.slots[0]].reshape(1, -1)
+        expected = reference_output(trace, (spec.state_reference,))
+        label = f"{spec.path}.state"
+        self._add_finding(f"{name}.state", layer, label, spec.arithmetic, state, expected)
 
     def _add_finding(
         self,

@@ -288,4 +288,4 @@ def _kv_bytes(artifact: Artifact) -> int:
     """Return the float32 KV cache bytes for the checked sequences, of the layers with a cache."""
     model = build_model(artifact.manifest.model_type, artifact.manifest.config)
     shape = kv_shape(model.get_submodule("layers").children())
-    return shape.page_bytes((NUM_SEQUENCES + 2) * (SEQUENCE_LENGTH + 64), torch.float32)
+    return max(shape.page_bytes((NUM_SEQUENCES + 2) * (SEQUENCE_LENGTH + 64), torch.float32), 1)

@@ -5,6 +5,8 @@ So a build can be planned, its parameters counted and its memory estimated befor
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
+from modelmill.checkpoint.text_half import text_half_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.nn.linear import Linear
@@ -65,9 +68,11 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config = read_json(file)
+    config, left_out = text_half_config(read_json(file), file)
     empty = ConfigContainer({}, file)
-    checkpoint = Checkpoint(folder, "config.json", config, {}, raw=empty, view=empty)
+    checkpoint = Checkpoint(
+        folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
+    )
     family = find_family(checkpoint)
     if family_options(family).ENGINE_TYPE != LANGUAGE:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
@@ -75,9 +80,11 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
     shapes = model_shapes(family.Model(model_config))
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     infos: dict[str, TensorInfo] = {}
-    for rule in family.rules(model_config):
+    # those of one source first: it may be among several of another rule
+    for rule in sorted(family.rules(model_config), key=lambda rule: len(rule.sources) > 1):
         if rule.target in shapes:
-            infos |= source_infos(rule, shapes[rule.target], DTYPES.get(dtype, torch.bfloat16))
+            shape = shapes[rule.target]
+            infos |= source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
     checkpoint.raw = checkpoint.view = ConfigContainer(infos, file)
     return checkpoint
 
@@ -92,8 +99,10 @@ def model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def source_infos(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """Return sources that a rule makes a tensor of this shape from."""
+def source_infos(
+    rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, known: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Return sources that a rule makes a tensor of this shape from; known: of other rules."""
     for step in reversed(rule.how.split("+")):
         name, _, argument = step.partition(":")
         if name == "transpose":
@@ -102,10 +111,18 @@ def source_infos(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
             shape = (shape[0] * int(argument.partition("/")[2]), *shape[1:])
         elif name == "expert":
             shape = (int(argument.partition("/")[2]), *shape)
+        elif name in ("ungate", "gates"):
+            shape = (shape[0] + math.prod(map(int, argument.split("/"))), *shape[1:])
+        elif name == "rows":
+            shape = (int(argument.rpartition("/")[2]), *shape[1:])
+        elif name == "depthwise" and len(shape) == 2:
+            shape = (shape[0], 1, shape[1])
     axis = 1 if rule.how.startswith("cat1") else 0
-    one = (*shape[:axis], 1, *shape[axis + 1 :])
-    rest = (*shape[:axis], shape[axis] - len(rule.sources) + 1, *shape[axis + 1 :])
-    shapes = [one] * (len(rule.sources) - 1) + [rest]
+    sizes = [known[source].shape[axis] if source in known else 1 for source in rule.sources]
+    unknown = [i for i, source in enumerate(rule.sources) if source not in known]
+    if unknown:
+        sizes[unknown[-1]] += shape[axis] - sum(sizes)
+    shapes = [(*shape[:axis], size, *shape[axis + 1 :]) for size in sizes]
     return {
         source: TensorInfo(
             source,

@@ -155,7 +155,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             tokens,
             plan.model_config.hidden,
             plan.model_config.inner,
-            2 * kv.kv_heads * kv.head_dim,
+            2 * kv.kv_heads * kv.head_dim + _widest_state(plan),
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
     return BuildMemory(*shared, writing, calibrating, judging)
@@ -187,25 +187,21 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     left = int(total * 0.9) - plan.weight_bytes - expanded - workspace
     kv = _kv_shape(plan)
     kv_per_token = kv.page_bytes(1, kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype))
-    tokens = max(left, 0) // kv_per_token
-    full = tokens // plan.max_model_len
+    # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
+    per_seq = 2 * plan.state.slot_bytes(plan.dtype)
+    room = max(left - per_seq // 2, 0)
+    full = room // (kv_per_token * plan.max_model_len + per_seq)
+    tokens = plan.max_model_len * full  # of a model without attention
+    if kv_per_token:
+        tokens = max(room - max(full, 1) * per_seq, 0) // kv_per_token
     if left <= 0:
-        needed, there = (
-            format_bytes(plan.weight_bytes + expanded + workspace),
-            format_bytes(total),
-        )
+        needed = format_bytes(plan.weight_bytes + expanded + workspace)
         verdict = (
             f"does not fit: weights and workspace need {needed}, the device has "
-            f"{there}; try -q int8"
-        )
-    elif full < 1:
-        verdict = (
-            f"{plan.max_model_len} tokens do not fit; the longest that do: --max-model-len {tokens}"
+            f"{format_bytes(total)}; try -q int8"
         )
     else:
-        verdict = (
-            f"{full} sequences of {plan.max_model_len} tokens, or {tokens} tokens in any mixture"
-        )
+        verdict = _sequences_that_fit(plan, full, tokens)
     return {
         "device_total": total,
         "device_free": free,
@@ -214,6 +210,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
         **build,
         "kv_per_token": kv_per_token,
         "kv_per_token_8bit": kv.page_bytes(1, QUANTIZED_KV_DTYPES["int8"]),
+        "state_per_sequence": plan.state.slot_bytes(plan.dtype),
         "workspace": workspace,
         "kv_tokens": tokens,
         "max_batch_at_max_len": full,
@@ -242,6 +239,23 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _sequences_that_fit(plan: BuildPlan, full: int, tokens: int) -> str:
+    """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
+    longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
+    if full < 1:
+        return f"{longest} tokens{state} do not fit; the longest that do: --max-model-len {tokens}"
+    if plan.state:
+        return f"{full} sequences of {longest} tokens with their recurrent states"
+    return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
+
+
+def _widest_state(plan: BuildPlan) -> int:
+    """Return the largest state of a layer, as elements of float32 per calibration token."""
+    assert plan.calibration is not None, "a plan that calibrates"
+    widest = max((each.nbytes(torch.float32) for each in plan.state.states), default=0)
+    return -(-widest // (4 * plan.calibration.max_length))
 
 
 def _kv_shape(plan: BuildPlan) -> KVShape:

@@ -43,7 +43,8 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
 from modelmill.nn.kv import KVShape
-from modelmill.nn.layer_stack import kv_shape, layer_stacks
+from modelmill.nn.layer_stack import kv_shape, layer_stacks, state_shape
+from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
 from modelmill.quant.keep import KEEP, resolve_keep
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
@@ -64,6 +65,7 @@ class BuildPlan:
         auto_source: the text it measured on.
         warnings: config values without effect, and other warnings about the checkpoint.
         kv: the KV cache of the layers that have one; None for a segmentation model.
+        state: the recurrent state of a sequence, in the layers that keep one.
     """
 
     checkpoint: Checkpoint
@@ -80,6 +82,7 @@ class BuildPlan:
     auto_source: CalibrationSource | None = None
     warnings: tuple[str, ...] = ()
     kv: KVShape | None = None
+    state: StateShape = NO_STATE
 
     @property
     def text_source(self) -> CalibrationSource | None:
@@ -333,7 +336,7 @@ def make_plan(
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
-        (*warnings, *tied_warnings), kv_shape(model.layers),
+        (*warnings, *tied_warnings), kv_shape(model.layers), state_shape(model.layers),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.checkpoint.side_files import read_json, tokenizer_files
+from modelmill.checkpoint.text_half import text_half, text_half_config
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.progress import Progress
 from modelmill.core.quoting import quote
@@ -306,6 +307,8 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         raise UnknownArchitecture(
             f"{folder / 'config.json'}: names no model_type; add the family's name"
         )
+    config, left_out = text_half_config(config, folder / "config.json")
+    weights = text_half(config, weights)
     generation_file = folder / "generation_config.json"
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():
@@ -323,6 +326,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         raw=weights,
         view=view,
         side_files=tokenizer_files(folder),
+        unread_config=left_out,
     )
 
 

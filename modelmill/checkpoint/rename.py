@@ -16,6 +16,7 @@ from functools import reduce
 
 import torch
 
+from modelmill.checkpoint import row_order
 from modelmill.checkpoint.container import TensorInfo, list_names
 from modelmill.core.errors import TensorMismatch
 
@@ -44,6 +45,11 @@ class Rule:
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
         pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
         "neighbours" (2i, 2i + 1) or "halves" (i, i + turned/2)
+        "by_part:groups/size/…"  rows stored by group, each with some of every part, as one part after another
+        "ungate:heads/dim"  of each of the first heads its rows of q, without those of its gate behind them
+        "gates:heads/dim"   of each head the rows of its gate
+        "rows:a-b/c-d/…/n"  the rows a … b − 1, then c … d − 1, … of n
+        "depthwise"   a convolution of each channel by itself as a matrix: [c, 1, w] -> [c, w]; a bias as it is
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
     """  # noqa: E501
@@ -399,5 +405,10 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
+    "by_part": RenameStep(row_order.by_part_shape, row_order.by_part),
+    "ungate": RenameStep(row_order.ungate_shape, row_order.ungate),
+    "gates": RenameStep(row_order.gates_shape, row_order.gates),
+    "rows": RenameStep(row_order.rows_shape, row_order.rows),
+    "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),
     "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
 }

@@ -366,6 +366,10 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
             ),
             ("workspace at run time", format_bytes(memory["workspace"])),
             ("KV cache per token", cache),
+            (
+                "recurrent state per sequence",
+                format_bytes(state) if (state := memory.get("state_per_sequence")) else None,
+            ),
             ("fits", memory["fits"]),
         ],
         title="Memory",

@@ -164,6 +164,11 @@ class RunConfig:
         "at least 1 GiB, if the size of a CPU's KV cache follows from the memory that is free, "
         "else all",
     )
+    state_cache_bytes: int | None = option(
+        None,
+        "bytes for the recurrent states of hybrid models, of running sequences and of the prefix "
+        "cache; default: up to half of the memory that is free",
+    )
     kv_cache_dtype: str = option(
         "auto",
         "KV cache in 8 bits, or in the dtype of the activations; auto: as the engine was built",
@@ -188,6 +193,7 @@ class RunConfig:
             "max_model_len",
             "kv_cache_bytes",
             "prefix_cache_bytes",
+            "state_cache_bytes",
             "threads",
             "tp",
         )

@@ -32,6 +32,7 @@ class RunOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache_bytes: int | None
     prefix_cache_bytes: int | None
+    state_cache_bytes: int | None
     kv_cache_dtype: str
     page_size: int
     enable_prefix_caching: bool

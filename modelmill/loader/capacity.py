@@ -11,13 +11,18 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
+from modelmill.ops.state_rows import chunk_tokens
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 CPU_MEMORY_FRACTION = 0.3
+MAX_PAGES_WITHOUT_KV = 1 << 16
 _GIB = 1 << 30
 
 
@@ -53,6 +58,7 @@ def num_kv_pages(
     max_model_len: int,
     tp_group: TPGroup = SINGLE_RANK,
     graph_bytes: int = 0,
+    state: StateCapacity | None = None,
 ) -> int:
     """Pages of the KV cache of a loaded model: as configured, or as free memory allows.
 
@@ -64,6 +70,7 @@ def num_kv_pages(
         max_model_len: Most tokens of a sequence.
         tp_group: This rank's group.
         graph_bytes: Device memory that CUDA graphs captured later will take.
+        state: The recurrent states, which share the memory.
 
     Raises:
         CapacityError: Not even one sequence or one step fits, or the configured size exceeds the
@@ -72,17 +79,9 @@ def num_kv_pages(
     weights, device = weight_bytes(model), model_device(model)
     if config.kv_cache_bytes is not None:
         free = config.kv_cache_bytes
-    elif device.startswith("cuda"):
-        try:
-            free = _free_cuda_bytes(model, ops, config, tp_group) - graph_bytes
-        except torch.OutOfMemoryError:
-            raise CapacityError(
-                f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
-                f"{weights / _GIB:.2f} GiB of "
-                "weights; lower --max-num-batched-tokens or --max-num-seqs"
-            ) from None
     else:
-        free = cpu_kv_cache_budget(tp_group.size)
+        free = cache_budget(model, ops, config, tp_group, graph_bytes)
+        free -= 0 if state is None else state.nbytes
     shape = model.kv
     assert isinstance(shape, KVShape)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
@@ -91,6 +90,41 @@ def num_kv_pages(
             (pages + 1) * shape.page_bytes(config.page_size, kv_dtype) * tp_group.size
         )
     return pages
+
+
+def cache_budget(
+    model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup, graph_bytes: int = 0
+) -> int:
+    """Bytes of free memory for KV pages and recurrent states, as ``num_kv_pages``."""
+    if not model_device(model).startswith("cuda"):
+        return cpu_kv_cache_budget(tp_group.size)
+    try:
+        return _free_cuda_bytes(model, ops, config, tp_group) - graph_bytes
+    except torch.OutOfMemoryError:
+        raise CapacityError(
+            f"a step of {config.max_num_batched_tokens} tokens does not fit beside "
+            f"{weight_bytes(model) / _GIB:.2f} GiB of "
+            "weights; lower --max-num-batched-tokens or --max-num-seqs"
+        ) from None
+
+
+def model_state_capacity(
+    model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup, graph_bytes: int = 0
+) -> StateCapacity | None:
+    """The slots of recurrent state of a loaded model; None for a model without any.
+
+    Raises:
+        CapacityError: Not even one sequence's state fits.
+    """
+    shape = model_state_shape(model)
+    if not shape:
+        return None
+    needed = config.state_cache_bytes is None
+    free = cache_budget(model, ops, config, tp_group, graph_bytes) if needed else 0
+    capacity = state_capacity(shape, activation_dtype(model), config, free, tp_group)
+    if capacity is not None and model_device(model) == "cpu":
+        _check_fits_in_ram(capacity.nbytes * tp_group.size, "states", "--state-cache-bytes")
+    return capacity
 
 
 def kv_pages_for_bytes(
@@ -120,6 +154,8 @@ def kv_pages_for_bytes(
     """
     size = shape.page_bytes(config.page_size, dtype)
     per_seq = -(-max_model_len // config.page_size)
+    if not size:  # pages of a model without attention only number its tokens
+        return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is reserved: kernels write padding there
     pages = min(tp_group.all_reduce_min(available // size) - 1, per_seq * config.max_num_seqs)
@@ -144,6 +180,8 @@ def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) 
     """``max_idle`` of the page pool: most pages that the prefix cache keeps idle."""
     if not config.enable_prefix_caching:
         return 0
+    if not page_bytes:
+        return pages
     if config.prefix_cache_bytes is not None:
         return min(config.prefix_cache_bytes // page_bytes, pages)
     if device == "cpu" and config.kv_cache_bytes is None:
@@ -151,7 +189,9 @@ def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) 
     return pages
 
 
-def _check_fits_in_ram(required_bytes: int) -> None:
+def _check_fits_in_ram(
+    required_bytes: int, what: str = "KV cache", option: str = "--kv-cache-bytes"
+) -> None:
     """Raise CapacityError if a cache in RAM exceeds the process's memory.
 
     Pages take memory when first written, so the process would be killed in the middle of a request.
@@ -159,9 +199,9 @@ def _check_fits_in_ram(required_bytes: int) -> None:
     total = memory_limits.available_memory().total
     if required_bytes > total:
         raise CapacityError(
-            f"the KV cache would take {format_bytes(required_bytes)}, and this process may have "
+            f"the {what} would take {format_bytes(required_bytes)}, and this process may have "
             f"{format_bytes(total)}; "
-            "lower --kv-cache-bytes"
+            f"lower {option}"
         )
 
 
@@ -219,6 +259,17 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
         kv=kv,
         ops=ops,
         tp_group=tp_group,
+        state=state_step(
+            model_state_shape(model),
+            starts,
+            positions,
+            activation_dtype(model),
+            max_query=size,
+            chunk=chunk_tokens(size),
+            cache=RecurrentStateCache.scratch(
+                model_state_shape(model), count + 1, activation_dtype(model), device
+            ),
+        ),
     )
     logits = model(step)
     # sampling needs a second buffer of this size

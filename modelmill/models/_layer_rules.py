@@ -166,6 +166,8 @@ class CheckpointLayout:
         norms_less_one: Whether norms are stored less 1 (Gemma).
         ignored: Regular expressions of tensors that are not used.
         experts_stacked: Whether the tensors of all experts are one, [E, …].
+        whole_norms: Norms that are stored as they are, where the others are less 1.
+        grouped_state: Whether the rows of a recurrence are stored by head of keys.
     """
 
     names: CheckpointNames
@@ -179,6 +181,8 @@ class CheckpointLayout:
     norms_less_one: bool = False
     ignored: tuple[str, ...] = IGNORED_BUFFERS
     experts_stacked: bool = False
+    whole_norms: frozenset[str] = frozenset()
+    grouped_state: bool = False
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
@@ -213,6 +217,8 @@ class CheckpointLayout:
         """The steps that order the rows of q, k and v."""
         steps = []
         heads, dim = config.heads + config.kv_heads, config.head_dim
+        if config.output_gate:
+            steps.append(f"ungate:{config.heads}/{dim}")
         if self.grouped_qkv:
             steps.append(f"ungroup:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
         rope = ""
@@ -221,6 +227,10 @@ class CheckpointLayout:
             rope = f"rope_rows:{heads}/{dim}/{config.rope.dim}/{layout}"
             steps.append(rope)
         out = {"attn.qkv_proj": "+".join(steps)} if steps else {}
+        if config.output_gate:
+            out["attn.gate_proj"] = f"gates:{config.heads}/{dim}"
+        if config.recurrence is not None:
+            out |= config.recurrence.row_steps(by_key_head=self.grouped_state)
         if self.experts_stacked and config.moe is not None:
             step = f"expert:*/{config.moe.router.experts}"
             out |= dict.fromkeys(
@@ -229,8 +239,15 @@ class CheckpointLayout:
         if rope and config.qkv_norm is not None:
             norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
             out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")
+        if rope and config.qk_norm:
+            one_head = rope.replace(f":{heads}/", ":1/")
+            out |= dict.fromkeys((f"attn.rope_cache.{each}_norm" for each in "qk"), one_head)
         if self.norms_less_one:
-            out |= {path: "plus_one" for path in self.names if "norm" in path or "post" in path}
+            out |= {
+                path: f"{out[path]}+plus_one" if path in out else "plus_one"
+                for path in self.names
+                if ("norm" in path or "post" in path) and path not in self.whole_norms
+            }
         return out
 
 

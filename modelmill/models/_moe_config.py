@@ -19,6 +19,14 @@ EXPERT_NAMES = {
     "mlp.experts.*.down_proj": ("mlp.experts.*.down_proj",),
 }
 
+SHARED = "mlp.shared_expert"
+# those of the shared expert and its gate
+SHARED_NAMES = {
+    "mlp.shared_gate": ("mlp.shared_expert_gate",),
+    f"{SHARED}.gate_up_proj": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+    f"{SHARED}.down_proj": (f"{SHARED}.down_proj",),
+}
+
 
 def router_config(
     raw: Mapping[str, Any], *, experts: int, top_k: int, renormalize: bool

@@ -24,6 +24,7 @@ from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
+from modelmill.ops.causal_conv import exact_sigmoid
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.parallel.shard import Range
@@ -64,6 +65,8 @@ class AttentionSpec:
         rotates: Whether q and k are rotated; otherwise they are only stored.
         qkv_norm: A norm of q and k of another kind, before the rotation.
         local_rope: Whether it takes the rotation of layers with a window.
+        gated: Whether each channel of the output is multiplied by the sigmoid of a projection of
+            the input (arXiv:2505.06708).
     """
 
     hidden: int
@@ -79,6 +82,7 @@ class AttentionSpec:
     rotates: bool = True
     qkv_norm: QKVNormConfig | None = None
     local_rope: bool = False
+    gated: bool = False
 
     @property
     def groups(self) -> HeadGroups:
@@ -95,6 +99,10 @@ class AttentionSpec:
         """The inputs of the two projections."""
         return SiteSpec("qkv"), SiteSpec("o", RowProducer("attn.qkv_proj", "v", self.groups))
 
+    def make(self, cache_index: int) -> Attention:
+        """The module; ``cache_index``: its place among the layers with a KV cache."""
+        return Attention(self, cache_index)
+
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -110,6 +118,7 @@ class AttentionSpec:
                 parts=rows,
                 tensors=linear_tensors(self.qkv_bias),
             ),
+            *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             CacheSpec(
                 path="attn.rope_cache",
@@ -131,9 +140,10 @@ class AttentionSpec:
                 arithmetic="attention",
                 op="paged_attention",
             ),
+            *(OUTPUT_GATE_SPECS if self.gated else ()),
             LinearSpec(
                 path="attn.o_proj",
-                reads=("attn",),
+                reads=("gated_attn" if self.gated else "attn",),
                 writes=("attn_out",),
                 site="o",
                 parts=(Part("o_proj", self.hidden),),
@@ -141,6 +151,33 @@ class AttentionSpec:
                 tensors=linear_tensors(self.out_bias),
             ),
         )
+
+
+def gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
+    """The projection to the gates of an attention's output."""
+    return (
+        LinearSpec(
+            path="attn.gate_proj", reads=("attn_input",), writes=("attn_gate",), site="qkv",
+            parts=(Part("attn_gate", spec.heads * spec.head_dim, "q_heads"),),
+            tensors=linear_tensors(spec.qkv_bias),
+        ),
+    )  # fmt: skip
+
+
+OUTPUT_GATE_SPECS = (
+    ModuleSpec(
+        path="attn.output_gate", reads=("attn", "attn_gate"), writes=("gated_attn",),
+        reference=("gated_attn",), op="sigmoid",
+    ),
+)  # fmt: skip
+
+
+class OutputGate(nn.Module):
+    """The attention's output times sigmoid(gate), [T, heads·D] each."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """Gate each channel."""
+        return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -158,6 +195,9 @@ class Attention(nn.Module):
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+        if spec.gated:
+            self.gate_proj = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
+            self.output_gate = OutputGate()
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
@@ -165,7 +205,10 @@ class Attention(nn.Module):
         if self.spec.qkv_norm is not None:
             qkv = self.qkv_norm(qkv, step)
         q = self.rope_cache(qkv, rope, step)
-        return self.o_proj(self.core(q, step), step)
+        out = self.core(q, step)
+        if self.spec.gated:
+            out = self.output_gate(out, self.gate_proj(x, step), step)
+        return self.o_proj(out, step)
 
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""

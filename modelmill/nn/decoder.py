@@ -5,6 +5,7 @@ A model file fills in its sizes and names; ``nn.fusion`` runs it with fewer and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
@@ -13,9 +14,10 @@ from torch import nn
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LearnedPositionEmbedding, LMHead, TokenEmbedding
-from modelmill.nn.layer_parts import LayerParts
-from modelmill.nn.layer_spec import LayerSpec
-from modelmill.nn.layer_stack import kv_shape
+from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
+from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
+from modelmill.nn.layer_stack import kv_shape, state_shape
+from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
@@ -27,7 +29,7 @@ from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.step import Step
 
-LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer]
+LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer | MixerLayer]
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class DecoderConfig:
         moe: The mixture of experts in the place of the MLP; None: there is none.
         dense_layers: Layers that have an MLP all the same.
         first_position_row: The learned position table's row of position 0; None: no such table.
+        recurrence: The recurrence in the place of attention (a hybrid), or None.
+        recurrent_layers: The layers that have it.
+        output_gate: Whether a projection gates the output of the attention.
     """
 
     hidden: int
@@ -91,6 +96,15 @@ class DecoderConfig:
     local_rope: RopeSpec | None = None
     normed_head: bool = False
     logit_softcap: float | None = None
+    recurrence: RecurrenceConfig | None = None
+    recurrent_layers: frozenset[int] = frozenset()
+    output_gate: bool = False
+
+    def mixer_spec(self, layer: int) -> MixerSpec:
+        """The attention of layer ``layer``, or the recurrence in its place."""
+        if self.recurrence is not None and layer in self.recurrent_layers:
+            return self.recurrence
+        return self.attention_spec(layer)
 
     def attention_spec(self, layer: int) -> AttentionSpec:
         """The attention of layer ``layer``."""
@@ -109,6 +123,7 @@ class DecoderConfig:
             self.rope is not None and layer not in self.unrotated_layers,
             self.qkv_norm,
             self.local_rope is not None and window is not None,
+            self.output_gate,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
@@ -120,7 +135,7 @@ class DecoderConfig:
     def layer_parts(self, layer: int) -> LayerParts:
         """The parts of layer ``layer``."""
         return LayerParts(
-            self.attention_spec(layer),
+            self.mixer_spec(layer),
             self.mlp_spec(layer),
             self.norm_config,
             self.branch_scale,
@@ -146,10 +161,8 @@ class Decoder(CausalLM):
         self.embed = _embedding(config)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
-        self.layers = nn.ModuleList(
-            config.layer(config.layer_parts(i), i) for i in range(config.layers)
-        )
-        self.kv = kv_shape(self.layers)
+        self.layers = nn.ModuleList(_layers(config))
+        self.kv, self.state = kv_shape(self.layers), state_shape(self.layers)
         self.norm = config.norm_config.make(reduces=not config.layer.returns_whole_branch)
         self.head = LMHead(
             config.hidden,
@@ -187,6 +200,17 @@ class Decoder(CausalLM):
         if rest:
             cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
         return RopeCosSin(cos, sin, q_scale)
+
+
+def _layers(config: DecoderConfig) -> Iterator[nn.Module]:
+    """The layers; a mixer knows its place among the KV caches, or among the states."""
+    caches = states = 0
+    for number in range(config.layers):
+        modules = config.mixer_spec(number).module_specs()
+        num_states = sum(isinstance(module, RecurrenceSpec) for module in modules)
+        yield config.layer(config.layer_parts(number), states if num_states else caches)
+        states += num_states
+        caches += sum(isinstance(module, CacheSpec) for module in modules)
 
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding:

@@ -61,6 +61,8 @@ def can_stack(model: CausalLM) -> bool:
 def _computes_layer(layer: nn.Module) -> bool:
     if type(layer) is not PreNormLayer or not isinstance(layer.mlp, GatedMLP):
         return False
+    if not isinstance(layer.attn, Attention):
+        return False
     spec = layer.attn.spec
     return (
         isinstance(layer.attn_norm, RMSNorm)
@@ -69,6 +71,7 @@ def _computes_layer(layer: nn.Module) -> bool:
         and spec.qkv_norm is None
         and spec.scale is None
         and not spec.local_rope
+        and not spec.gated
     )
 
 

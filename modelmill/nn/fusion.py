@@ -34,7 +34,7 @@ from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
 from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
-from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS
+from modelmill.nn.pre_norm import PRE_NORM_DATAFLOW, PRE_NORM_OUTPUTS, PreNormLayer
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.quant_types import ActQuantSpec, QuantizedInput
@@ -44,10 +44,24 @@ Activation = torch.Tensor | QuantizedInput
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """The fused tree of a language model of pre-norm layers; any other model as it is."""
-    if isinstance(model, CausalLM) and all(map(_is_pre_norm, model.layers)):
+    """The fused tree of a language model of pre-norm layers; any other model as it is.
+
+    In a hybrid, layers with a recurrence or a gated attention keep that plain.
+    """
+    if isinstance(model, CausalLM) and all(
+        _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
+    ):
         return FusedCausalLM(model)
     return model
+
+
+def _is_hybrid(layer: nn.Module) -> bool:
+    """Whether a layer is a pre-norm one with another mixer, which ``FusedHybridLayer`` computes."""
+    return (
+        type(layer) is PreNormLayer
+        and (any(layer.spec.recurrences) or "attn.output_gate" in layer.spec.by_path)
+        and isinstance(layer.mlp, GatedMLP | MoE)
+    )
 
 
 def _is_pre_norm(layer: nn.Module) -> bool:
@@ -84,7 +98,10 @@ class FusedCausalLM(FusedModule):
 
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
-        self.layers = nn.ModuleList(FusedLayer(layer) for layer in plain.layers)
+        self.layers = nn.ModuleList(
+            FusedHybridLayer(layer) if _is_hybrid(layer) else FusedLayer(layer)
+            for layer in plain.layers
+        )
         self.norm = FusedNorm(plain.norm, None)
         self._stacked_weights = (
             StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
@@ -160,6 +177,41 @@ class FusedLayer(FusedModule):
             residual = residual[step.logit_rows]
         x = self.attn(normed, residual, rope, step, logit_step)
         step = logit_step or step
+        normed, residual = self.mlp_norm(x, residual, step)
+        if self.gated:
+            return self.mlp(normed, residual, step), residual
+        return self.mlp(normed, step), residual
+
+
+class FusedHybridLayer(FusedModule):
+    """A pre-norm layer with a plain mixer: its MLP or experts are fused."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        mlp = cast(nn.Module, plain.mlp)
+        self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
+        self.mlp_norm = FusedNorm(
+            cast(nn.Module, plain.mlp_norm),
+            cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
+        )
+        self.mlp = fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """As ``FusedLayer``; every token passes the mixer, which advances its state."""
+        if x is None:
+            x, residual = residual, None
+        plain = cast(PreNormLayer, self.plain)
+        normed, residual = plain.attn_norm(x, residual, step)
+        x = plain.attn(normed, rope, step)
+        if logit_step is not None:
+            x, residual, step = x[step.logit_rows], residual[step.logit_rows], logit_step
         normed, residual = self.mlp_norm(x, residual, step)
         if self.gated:
             return self.mlp(normed, residual, step), residual

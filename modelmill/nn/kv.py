@@ -50,6 +50,10 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * page_size * each
 
 
+NO_KV = KVShape(0, 0, 0)
+"""Of a model without attention: its pages take no memory, and only number the tokens."""
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The pages of the layers with a cache, in their order.
@@ -79,7 +83,7 @@ class KVCache:
         def zeros(
             size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers
         ) -> tuple[torch.Tensor, ...]:
-            return tuple(_zeros(size, dtype, device) for _ in range(count))
+            return tuple(zeros_without_writing(size, dtype, device) for _ in range(count))
 
         scales = shape.layers if dtype in QUANTIZED_KV_DTYPES.values() else 0
         k_scale, v_scale = (
@@ -96,7 +100,7 @@ class KVCache:
     @property
     def pages(self) -> int:
         """Number of KV pages per layer."""
-        return self.k[0].shape[0]
+        return self.k[0].shape[0] if self.k else 0
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +112,7 @@ class KVCache:
         return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def zeros_without_writing(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     """Zeros without writing them.
 
     On a CPU ``torch.zeros`` may write every byte; fresh pages of the operating system are zero.

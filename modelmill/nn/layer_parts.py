@@ -8,10 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.layer_spec import ModuleSpec
+from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
+
+RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
+MixerSpec = AttentionSpec | RecurrenceConfig
 
 
 @dataclass(frozen=True)
@@ -19,14 +24,14 @@ class LayerParts:
     """The parts of one layer.
 
     Attributes:
-        attention: Its attention.
+        attention: Its attention, or the recurrence in its place.
         mlp: Its MLP or mixture of experts.
         norm: Its norms.
         branch_scale: Factor of both branches before they are added; None: 1.
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
     """
 
-    attention: AttentionSpec
+    attention: MixerSpec
     mlp: MLPSpec | MoESpec
     norm: NormConfig
     branch_scale: float | None = None

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import StateSpec
 from modelmill.parallel.shard import Range, partition_channels, partition_heads
 
 INPUTS = ("branch", "residual")
@@ -85,6 +86,19 @@ class CacheSpec(ModuleSpec):
     head_dim: int
     arithmetic: str = "rotary"
     op: str = "rope_cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrenceSpec(ModuleSpec):
+    """A module that keeps a recurrent state of each sequence; it has an attribute ``state_spec``.
+
+    Attributes:
+        state: What it keeps, of all heads or channels.
+        state_reference: The reference's name of the state behind the last token, flattened [1, …].
+    """
+
+    state: StateSpec
+    state_reference: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +248,46 @@ class HeadPartition:
 
 
 @dataclass(frozen=True)
+class StateHeadPartition:
+    """Ranks divide the heads of a recurrence, with the heads of keys that several of them share.
+
+    Attributes:
+        module: The module that takes the rank's heads (``take_heads``).
+        heads: Heads with a state each (of values).
+        key_heads: Heads of keys and queries.
+        head_dim: Channels of the first.
+        key_dim: Channels of the others.
+        name, key_name: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
+    """
+
+    module: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    key_dim: int
+    name: str = "state_heads"
+    key_name: str = "key_heads"
+
+    def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
+        """The rank's heads, and the heads of keys that they read."""
+        shards = partition_heads(self.heads, self.key_heads, self.head_dim, size, alignment)
+        return shards[rank].q, shards[rank].kv
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which linears are divided."""
+        return self.name, self.key_name
+
+    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+        """The rank's channels by name."""
+        (first, end), (key_first, key_end) = self.rank_heads(rank, size, alignment)
+        return {
+            self.name: (first * self.head_dim, end * self.head_dim),
+            self.key_name: (key_first * self.key_dim, key_end * self.key_dim),
+        }
+
+
+@dataclass(frozen=True)
 class ChannelPartition:
     """Ranks divide inner channels."""
 
@@ -250,6 +304,7 @@ class ChannelPartition:
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
 
+Partition = HeadPartition | StateHeadPartition | ChannelPartition
 REPLICATED: tuple[()] = ()
 """The partitions of a layer that every rank computes in full.
 
@@ -288,7 +343,7 @@ class LayerSpec:
     modules: tuple[ModuleSpec, ...]
     sites: tuple[SiteSpec, ...]
     outputs: tuple[str, ...]
-    partitions: tuple[HeadPartition | ChannelPartition, ...]
+    partitions: tuple[Partition, ...]
     wholes: tuple[WholeSpec, ...] = ()
 
     @cached_property
@@ -328,6 +383,11 @@ class LayerSpec:
     def caches(self) -> Iterator[CacheSpec]:
         """The modules that write to the KV cache."""
         return self.of_type(CacheSpec)
+
+    @property
+    def recurrences(self) -> Iterator[RecurrenceSpec]:
+        """The modules that keep a recurrent state."""
+        return self.of_type(RecurrenceSpec)
 
     @property
     def site_names(self) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import NO_KV, KVShape
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, SiteSpec, layer_spec
+from modelmill.nn.recurrent_state import NO_STATE, StateShape
 
 WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
 
@@ -104,5 +105,24 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
     caches = [cache for layer in layers for cache in layer_spec(layer).caches]
     sizes = {(cache.kv_heads, cache.head_dim) for cache in caches}
+    if not sizes:
+        return NO_KV
     assert len(sizes) == 1, "all layers with a cache have as many KV heads of one size"
     return KVShape(len(caches), *sizes.pop())
+
+
+def state_shape(layers: Iterable[nn.Module]) -> StateShape:
+    """The recurrent state of those layers whose specs have one, as this rank keeps it."""
+    return StateShape(
+        tuple(
+            layer.get_submodule(module.path).state_spec  # type: ignore[misc]
+            for layer in layers
+            for module in layer_spec(layer).recurrences
+        )
+    )
+
+
+def model_state_shape(model: nn.Module) -> StateShape:
+    """The recurrent state that a language model needs of each sequence."""
+    shape = getattr(model, "state", None)
+    return shape if isinstance(shape, StateShape) else NO_STATE

@@ -1,11 +1,14 @@
-"""The pre-norm layer: norm → attention → add and norm → MLP (LLaMA, GPT-2 and many others)."""
+"""The pre-norm layer: norm → attention → add and norm → MLP (LLaMA, GPT-2 and many others).
+
+In a hybrid, a recurrence takes the place of some layers' attention.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
 from modelmill.nn.layer_spec import INPUTS, ROPE, LayerSpec
 from modelmill.nn.step import Step
@@ -28,11 +31,12 @@ class PreNormLayer(nn.Module):
     returns_whole_branch = False
     spec: LayerSpec
 
-    def __init__(self, parts: LayerParts, cache_index: int) -> None:
+    def __init__(self, parts: LayerParts, index: int) -> None:
+        """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__()
         self.spec = self.layer_spec(parts)
         self.attn_norm = parts.norm.make()
-        self.attn = Attention(parts.attention, cache_index)
+        self.attn = parts.attention.make(index)
         self.mlp_norm = parts.norm.make()
         self.mlp = parts.mlp.make()
 

@@ -18,21 +18,22 @@ from torch import nn
 from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
-    ChannelPartition,
     HeadPartition,
     LayerSpec,
     LinearSpec,
+    Partition,
     SplitsHeads,
+    StateHeadPartition,
     layer_spec,
 )
-from modelmill.nn.layer_stack import layer_stacks
+from modelmill.nn.layer_stack import layer_stacks, model_state_shape, state_shape
 from modelmill.nn.linear import Linear
 from modelmill.parallel.shard import Range, Shard
 from modelmill.parallel.tp_group import TPGroup
 
 
 def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
-    """Leave of a model without weights what ``tp_group.rank`` computes, its KV heads included.
+    """Leave of a model without weights what ``tp_group.rank`` computes, KV heads and states too.
 
     alignment_for: at which multiples the columns of a linear layer (by name) may be cut. Raises
     UsageError where there are more ranks than parts.
@@ -55,6 +56,9 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     assert isinstance(shape, KVShape)
     if heads:
         model.kv = replace(shape, kv_heads=heads.pop())
+    if model_state_shape(model):
+        layers = model.get_submodule("layers").children()
+        model.state = state_shape(layers)  # type: ignore[assignment]
 
 
 def _shard_layer(
@@ -71,6 +75,9 @@ def _shard_layer(
             attention = cast(SplitsHeads, layer.get_submodule(part.module))
             attention.take_heads(*part.heads(rank, size, alignment))
             kv_heads.append(attention.kv_heads)
+        elif isinstance(part, StateHeadPartition):
+            mixer = cast(SplitsHeads, layer.get_submodule(part.module))
+            mixer.take_heads(*part.rank_heads(rank, size, alignment))
     for linear in spec.linears:
         shard = _linear_shard(linear, ranges, rank)
         if shard is not None:
@@ -82,7 +89,7 @@ def _shard_layer(
 
 def _column_alignment(
     spec: LayerSpec,
-    part: HeadPartition | ChannelPartition,
+    part: Partition,
     alignment_for: Callable[[str], int],
 ) -> int:
     """The multiple at which all linears can be cut whose columns a partition divides."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from modelmill.nn.kv import KVCache
+from modelmill.nn.recurrent_state import StateStep
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
@@ -24,6 +25,7 @@ class Step:
     tp_group: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
+    state: the recurrent states of the sequences; None for a model that keeps none.
     """
 
     ids: torch.Tensor
@@ -41,3 +43,4 @@ class Step:
     tp_group: TPGroup = field(default=SINGLE_RANK, repr=False)
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
+    state: StateStep | None = None

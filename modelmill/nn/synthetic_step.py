@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
+from modelmill.ops.state_rows import chunk_tokens
 from modelmill.weights import base
 from modelmill.weights.base import WeightFormat
 
@@ -114,6 +117,14 @@ def synthetic_step(
         max_context=max_context,
         kv=kv,
         ops=ops,
+        state=state_step(
+            model_state_shape(model),
+            starts.to(device),
+            positions.to(device),
+            weight.dtype,
+            max_query=widest,
+            chunk=chunk_tokens(page_size),
+        ),
     )
 
 

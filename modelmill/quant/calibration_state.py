@@ -25,7 +25,9 @@ from modelmill.nn.layer_spec import (
     RowProducer,
     layer_spec,
 )
+from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 
 PAGE_SIZE = 16
@@ -180,6 +182,9 @@ class CalibrationState:
             context_lens=lengths,
             max_query=int(lengths.max()),
             max_context=int(lengths.max()),
+            state=None
+            if step.state is None
+            else step.state.first_sequences(count, end, int(lengths.max())),
         )
         residual = None if batch.residual is None else batch.residual[:end].clone()
         return CalibrationState(
@@ -291,17 +296,31 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
     )
     keys = torch.cat([torch.full((n,), model.rope_key(n)) for n in lengths])
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    states, positions, starts = (
+        model_state_shape(model),
+        torch.cat(places).to(device),
+        starts.to(device),
+    )
     return Step(
         ids=torch.tensor([i for one in ids for i in one]).to(device),
-        positions=torch.cat(places).to(device),
+        positions=positions,
         slots=slots.to(device),
         rope_keys=keys.to(device),
         block_tables=tables.to(device),
-        query_start=starts.to(device),
+        query_start=starts,
         context_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
         logit_rows=None,
         max_query=max(lengths),
         max_context=max(lengths),
         kv=kv,
         ops=ops,
+        state=state_step(
+            states,
+            starts,
+            positions,
+            torch.float32,
+            max_query=max(lengths),
+            chunk=PAGE_SIZE,
+            cache=RecurrentStateCache.scratch(states, len(ids) + 1, torch.float32, device),
+        ),
     )

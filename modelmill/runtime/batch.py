@@ -2,7 +2,7 @@
 
 They are written into one host buffer (pinned for a GPU) and go to the device in one asynchronous
 copy. Tensors there are views of the buffer, at offsets that a ``BatchLayout`` determines. A layout
-depends on four numbers only, so that a CUDA graph captured for it reads its inputs at fixed
+depends on five values only, so that a CUDA graph captured for it reads its inputs at fixed
 addresses.
 """
 
@@ -18,8 +18,10 @@ import torch
 from modelmill.core.config import RunConfig
 from modelmill.core.types import EmbeddingSpan
 from modelmill.nn.kv import KVCache
+from modelmill.nn.recurrent_state import RecurrentStateCache, StateStep
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
+from modelmill.ops.state_rows import StateRows, chunk_tokens
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.kv_pages import PageTables
 from modelmill.runtime.sequence import Sequence
@@ -27,6 +29,8 @@ from modelmill.runtime.sequence import Sequence
 _ALIGN = 8  # int64 words: sections start at multiples of 64 bytes, for vectorized loads
 # inputs of ``ops.sample`` for each row
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "noise")
+# which recurrent state each sequence uses (``ops.state_rows.StateRows``)
+STATE_FIELDS = ("state_slots", "snapshot_slots", "snapshot_ends")
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,22 @@ class BatchLayout:
         seqs: B.
         num_logit_rows: Rows whose logits are computed, R.
         table_columns: Columns of the block tables.
+        has_state: Whether sequences have recurrent state.
     """
 
     tokens: int
     seqs: int
     num_logit_rows: int
     table_columns: int
+    has_state: bool = False
 
     def sections(self) -> list[tuple[str, int, int]]:
         """The sections in order: (name, elements, bytes per element)."""
         t, b, r = self.tokens, self.seqs, self.num_logit_rows
         wide = [("ids", t), ("last_id_rows", t), ("positions", t), ("slots", t), ("rope_keys", t)]
         wide += [("logit_rows", r), ("keep_slots", r), ("noise", r)]
+        if self.has_state:
+            wide += [(name, b) for name in STATE_FIELDS]
         narrow = [("temperature", r), ("top_k", r), ("top_p", r), ("min_p", r)]
         narrow += [
             ("query_start", b + 1),
@@ -81,6 +89,9 @@ class BatchViews:
     query_start: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
+    state_slots: torch.Tensor
+    snapshot_slots: torch.Tensor
+    snapshot_ends: torch.Tensor
 
     def __init__(self, buffer: torch.Tensor, layout: BatchLayout) -> None:
         self.layout = layout
@@ -113,6 +124,9 @@ class HostArrays:
         self.sampling_inputs = {name: getattr(views, name).numpy() for name in SAMPLING_FIELDS}
         self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
         self.block_tables = views.block_tables.numpy()
+        self.state_fields = [
+            getattr(views, name).numpy() for name in STATE_FIELDS if views.layout.has_state
+        ]
 
 
 def _words(count: int, width: int) -> int:
@@ -150,8 +164,9 @@ class PackedBatch:
         ops: Ops,
         ids: torch.Tensor,
         tp_group: TPGroup = SINGLE_RANK,
+        states: RecurrentStateCache | None = None,
     ) -> Step:
-        """Make the Step of this batch."""
+        """Make the Step of this batch; ``states``: the recurrent states, if the model keeps any."""
         v = self.views
         return Step(
             ids=ids,
@@ -169,7 +184,21 @@ class PackedBatch:
             tp_group=tp_group,
             embeds=self.embeds,
             embed_mask=self.embed_mask,
+            state=None if states is None else self._state_step(states, kv.page_size),
         )
+
+    def _state_step(self, states: RecurrentStateCache, page_size: int) -> StateStep:
+        v = self.views
+        rows = StateRows(
+            v.query_start,
+            v.positions,
+            v.state_slots,
+            v.snapshot_slots,
+            v.snapshot_ends,
+            self.max_query,
+            chunk_tokens(page_size),
+        )
+        return StateStep(states, rows)
 
 
 @dataclass(frozen=True)
@@ -193,8 +222,19 @@ class Packer:
     Two host buffers alternate, so that one can be filled while the other is being copied.
     """
 
-    def __init__(self, tables: PageTables, page_size: int, device: str) -> None:
+    def __init__(
+        self, tables: PageTables, page_size: int, device: str, state_padding: int | None = None
+    ) -> None:
+        """Make a packer without buffers.
+
+        Args:
+            tables: The page tables.
+            page_size: Tokens of a page.
+            device: Where batches are copied to.
+            state_padding: The padding slot of the recurrent states; None: there are none.
+        """
         self.tables, self.page_size = tables, page_size
+        self.state_padding = state_padding
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self._buffer_index = 0
@@ -255,9 +295,11 @@ class Packer:
         seqs = len(work) if decode_pad is None else decode_pad[0]
         samples = len(logit_rows.rows) if decode_pad is None else decode_pad[0]
         max_context = max(s.computed + c for s, c in work) if bounds is None else bounds[1]
-        layout = BatchLayout(tokens, seqs, samples, self._table_columns(max_context))
+        layout = self._layout(tokens, seqs, samples, max_context)
         views = self.views(layout)
         out = self._host_arrays(layout)
+        if self.state_padding is not None:
+            self._pack_state(out, work, self.state_padding)
         decode = prefill_pad is None and (tokens == len(work) or decode_pad is not None)
         if decode:
             uses_last_ids = (
@@ -292,7 +334,7 @@ class Packer:
             max_context: Bound on their context; 0: twice ``query``.
         """
         max_context = max_context or 2 * query
-        layout = BatchLayout(query, seqs, 1, self._table_columns(max_context))
+        layout = self._layout(query, seqs, 1, max_context)
         views, out = self.views(layout), self._host_arrays(layout)
         for section in (
             out.ids,
@@ -305,6 +347,8 @@ class Packer:
             section[:] = 0
         out.last_id_rows[:], out.slots[:], out.keep_slots[:] = -1, -1, -1
         out.block_tables[:] = 0
+        if self.state_padding is not None:
+            self._pack_state(out, [], self.state_padding)
         self.send(views)
         return PackedBatch(views, query, False, query, max_context, False)
 
@@ -316,6 +360,21 @@ class Packer:
     def packed_bytes(self, batch: PackedBatch) -> memoryview:
         """The bytes of the batch that was packed last."""
         return self._buffer_bytes(self._buffer_index, batch.views)
+
+    def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchLayout:
+        columns = self._table_columns(context)
+        return BatchLayout(tokens, seqs, rows, columns, self.state_padding is not None)
+
+    @staticmethod
+    def _pack_state(out: HostArrays, work: Seq[tuple[Sequence, int]], padding: int) -> None:
+        """The state slot of each sequence, and where its snapshot is kept."""
+        slots, snapshot_slots, snapshot_ends = out.state_fields
+        slots[:], snapshot_slots[:], snapshot_ends[:] = padding, padding, -1
+        for i, (seq, count) in enumerate(work):
+            slots[i] = seq.table_row
+            snapshot = seq.snapshot_of_step(count)
+            if snapshot is not None:
+                snapshot_slots[i], snapshot_ends[i] = snapshot.slot, snapshot.end
 
     def _table_columns(self, context: int) -> int:
         """Columns of the block tables: a power of two, so that few layouts occur."""
@@ -457,7 +516,8 @@ def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: i
     Graphs contain the buffer's address, so it must never be reallocated.
     """
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, 2 * max_pages_per_seq))
+    has_state = packer.state_padding is not None
+    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, 2 * max_pages_per_seq, has_state))
 
 
 def _gather_embeds(

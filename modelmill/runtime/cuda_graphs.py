@@ -16,6 +16,7 @@ the sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from modelmill.core import log
 from modelmill.core.config import RunConfig
 from modelmill.core.quoting import one_line
+from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.ops.cuda_graph import (
     CapturedGraph,
     GraphCapturer,
@@ -100,6 +102,7 @@ class DecodeGraphs:
         packer: Packer,
         max_seqs: int,
         max_len: int,
+        states: RecurrentStateCache | None = None,
     ) -> None:
         """Start without graphs.
 
@@ -110,7 +113,9 @@ class DecodeGraphs:
             packer: Makes the batches.
             max_seqs: Most sequences of a graph.
             max_len: Most tokens of a sequence.
+            states: The recurrent states, which a warm-up must not advance.
         """
+        self._states = states
         self._forward = forward
         self._select_ids = select_ids
         self._last_ids = last_ids
@@ -147,14 +152,22 @@ class DecodeGraphs:
     def _capture(self, batch: PackedBatch, graph_output: str) -> CapturedGraph[torch.Tensor]:
         """Capture a graph after running the batch itself for warm-up.
 
-        Running a step twice is harmless: it writes the same keys and values.
+        Running a step twice is harmless: it writes the same keys and values. Recurrent states are
+        put back.
         """
         batch = _with_last_ids(batch)
-        with on_side_stream(torch.cuda.Stream()):
+        with on_side_stream(torch.cuda.Stream()), self._unchanged_states(batch):
             self._run(batch, graph_output)
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
         return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
+
+    def _unchanged_states(self, batch: PackedBatch) -> AbstractContextManager[None]:
+        """Within the block, steps of a batch may change the states of its slots."""
+        if self._states is None:
+            return nullcontext()
+        views = batch.views
+        return self._states.unchanged(torch.cat((views.state_slots, views.snapshot_slots)))
 
     def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         out = self._run(batch, graph_output)

@@ -28,9 +28,12 @@ from modelmill.core.types import FinishReason, Request, Stats, TokenOutput
 from modelmill.loader import capacity
 from modelmill.loader.device import pick_device, rank_devices, use_threads
 from modelmill.loader.model_loader import build_rank_model, load_model
+from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.layer_stack import model_state_shape
+from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -43,7 +46,8 @@ from modelmill.runtime.model_runner import ModelRunner, PendingStep
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
-from modelmill.runtime.sequence import RequestLimits, RopeRule
+from modelmill.runtime.sequence import RequestLimits, RopeRule, Sequence
+from modelmill.runtime.state_slots import StateSlots
 from modelmill.runtime.tp_workers import TPWorkers
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 
@@ -56,6 +60,9 @@ class EngineCore:
 
     Not thread-safe: one thread calls ``add`` and ``step``.
     """
+
+    # sequences of a step launched ahead that failed
+    _half_advanced: tuple[Sequence, ...] = ()
 
     def __init__(
         self,
@@ -95,10 +102,8 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self.rope_length_source = RopeRule.from_model(model)
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
-        self.num_pages = capacity.num_kv_pages(
-            model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes
-        )
+        self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
+        config = self.config
         self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
@@ -106,7 +111,8 @@ class EngineCore:
         # one page more than the pool has: kernels write the padding rows' keys and values there
         shape: KVShape = model.kv  # type: ignore[assignment]
         kv = KVCache.allocate(shape, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)
-        packer = Packer(self.scheduler.tables, self.page_size, self.device)
+        states, padding = self._allocate_states()
+        packer = Packer(self.scheduler.tables, self.page_size, self.device, padding)
         self.vision_runner = VisionEncoderRunner(
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
         )
@@ -125,6 +131,7 @@ class EngineCore:
             tp_workers=tp_workers,
             graph_limits=cuda_graphs.graph_limits(config, width, tp_group) if cuda else None,
             keep_last_ids=self._overlap or cuda,
+            states=states,
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
         self._finalizer = _finalizer(self, tp_workers)
@@ -143,6 +150,22 @@ class EngineCore:
         # times steps for AdaptiveChunk; tests replace it
         self.clock: Callable[[], float] = time.perf_counter
 
+    def _cache_sizes(self, tp_group: TPGroup) -> tuple[StateCapacity | None, int]:
+        """The slots of recurrent state, if the model keeps any, and the KV pages.
+
+        As many sequences run as there are slots for.
+        """
+        config = self.config
+        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
+        state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
+        if state is not None:
+            self.config = config = replace(config, max_num_seqs=state.sequences)
+        pages = capacity.num_kv_pages(
+            self.model, self.ops, config, self.kv_dtype, self.max_model_len, tp_group, graph_bytes,
+            state,
+        )  # fmt: skip
+        return state, pages
+
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""
         max_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
@@ -155,7 +178,19 @@ class EngineCore:
         max_idle_pages = capacity.max_idle_pages(
             self.config, self.num_pages, self.page_bytes, self.device
         )
-        return Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width)
+        states = None
+        if self.state_capacity is not None:
+            sizes = self.state_capacity
+            states = StateSlots(sizes.sequences, sizes.snapshots, self.page_size)
+        return Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width, states)
+
+    def _allocate_states(self) -> tuple[RecurrentStateCache | None, int | None]:
+        """The recurrent states of all slots, and the padding slot; None without any."""
+        if self.state_capacity is None:
+            return None, None
+        slots = self.state_capacity.slots
+        shape = model_state_shape(self.model)
+        return RecurrentStateCache.allocate(shape, slots, self.dtype, self.device), slots - 1
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
@@ -240,6 +275,11 @@ class EngineCore:
         return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
 
     @property
+    def state_cache_bytes(self) -> int:
+        """Bytes of recurrent state on this rank, of running sequences and of the prefix cache."""
+        return 0 if self.state_capacity is None else self.state_capacity.nbytes
+
+    @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to run or to return."""
         return bool(
@@ -310,6 +350,7 @@ class EngineCore:
         Raises RankError if another rank has ended.
         """
         with self.model_runner.guard_ranks():
+            self._recompute(self._half_advanced)
             events, self._events = self._events, []
             started = self._step_start()
             step = self._pending or self._run_and_sample(self.scheduler.schedule())
@@ -412,6 +453,7 @@ class EngineCore:
         except OUT_OF_MEMORY_ERRORS:
             if self.model_runner.tp_workers is not None:
                 raise
+            self._half_advanced = tuple(seq for seq, _ in schedule.work)
             return None
         self._update_after_launch(schedule)
         return launched
@@ -436,6 +478,14 @@ class EngineCore:
         self.scheduler.observe_step(step.schedule, self._last_output_time - started)
         return events
 
+    def _recompute(self, seqs: Iterable[Sequence]) -> None:
+        """Preempt sequences whose step failed: some layers have advanced their recurrent state."""
+        self._half_advanced = ()
+        if self.scheduler.states is not None:
+            for seq in seqs:
+                if seq.table_row >= 0:
+                    self.scheduler.preempt(seq)
+
     def _update_after_launch(self, schedule: Schedule) -> None:
         self.scheduler.advance(schedule)
         self._num_steps += 1
@@ -458,6 +508,7 @@ class EngineCore:
         seqs = [seq for seq, _ in schedule.work]
         widest = max((s.request.params.num_beams for s in seqs), default=1)
         self._steps_since_oom = 0
+        self._recompute(seqs)
         if schedule.num_tokens // 2 >= widest:
             self.scheduler.set_step_token_budget(schedule.num_tokens // 2)
         else:

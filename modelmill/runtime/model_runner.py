@@ -23,6 +23,7 @@ from modelmill.core.types import POOL_MEAN
 from modelmill.nn.forward_hooks import PostHook, PreHook, attach_forward_hooks
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
+from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.step import Step
 from modelmill.ops.cuda_graph import NotCapturable
 from modelmill.ops.registry import Ops
@@ -41,7 +42,7 @@ from modelmill.runtime.cuda_graphs import (
 from modelmill.runtime.sampler import Sampler, SamplingBatch, logprob_table
 from modelmill.runtime.scheduler import Schedule, Scheduler
 from modelmill.runtime.sequence import Sequence
-from modelmill.runtime.tp_workers import COPY, FORWARD, StepCommand, TPWorkers
+from modelmill.runtime.tp_workers import COPY, COPY_STATE, FORWARD, StepCommand, TPWorkers
 
 _log = log.get_logger(__name__)
 
@@ -265,6 +266,7 @@ class ModelRunner:
         tp_workers: TPWorkers | None = None,
         graph_limits: GraphLimits | None = None,
         keep_last_ids: bool = False,
+        states: RecurrentStateCache | None = None,
     ) -> None:
         """Make a runner that is ready for steps; graphs are captured at first use.
 
@@ -279,12 +281,13 @@ class ModelRunner:
             tp_workers: On rank 0: the other ranks.
             graph_limits: None: no CUDA graphs.
             keep_last_ids: Whether a step may use ids that the host has not read yet.
+            states: Recurrent states of all slots; None for a model that keeps none.
         """
         self.tp_group = tp_group
         self.tp_workers = tp_workers
         self.model = model
         self.ops = ops
-        self.kv = kv
+        self.kv, self.states = kv, states
         self.packer, self.sampler = packer, sampler
         self.device = packer.device
         # one more than there are rows: index −1, the last one, takes the ids of padding rows
@@ -305,8 +308,10 @@ class ModelRunner:
             self.packer,
             limits.max_seqs,
             limits.max_context,
+            self.states,
         )
-        if limits.max_prefill_tokens is not None:
+        # a graph of a prompt would read the lengths of a recurrence's parts on the host
+        if limits.max_prefill_tokens is not None and self.states is None:
             self.prefill_graphs = PrefillGraphs(
                 self.forward, PrefillGraphCapturer(), limits.max_prefill_tokens, limits.max_context
             )
@@ -349,7 +354,7 @@ class ModelRunner:
         ids = views.ids
         if batch.uses_last_ids:
             ids = torch.where(views.last_id_rows >= 0, self.last_ids[views.last_id_rows], ids)
-        return batch.step(self.kv, self.ops, ids, tp_group=self.tp_group)
+        return batch.step(self.kv, self.ops, ids, tp_group=self.tp_group, states=self.states)
 
     def guard_ranks(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, an error caused by the end of another rank becomes a RankError."""
@@ -417,6 +422,7 @@ class ModelRunner:
         A plain decode runs by graph, which samples too unless its logits have to be changed.
         """
         self.copy_pages(schedule.page_copies)
+        self.copy_states(schedule.state_copies)
         rows = assign_rows(schedule)
         if not schedule.work:
             return StepForward(schedule, rows)
@@ -502,15 +508,23 @@ class ModelRunner:
         """Copy pages (from, to) in all layers, with their scales, on all ranks."""
         if not page_pairs:
             return
-        pairs = torch.tensor(page_pairs, dtype=torch.int64)
-        if self.tp_workers is not None:
-            self.tp_workers.broadcast(
-                StepCommand(COPY, pairs.numel()), pairs.numpy().data.cast("B")
-            )
-        pairs = pairs.to(self.device)
+        pairs = self._broadcast_pairs(COPY, page_pairs).to(self.device)
         source, target = pairs[:, 0], pairs[:, 1]
         for cache in self.kv.tensors:
             cache[target] = cache[source]
+
+    def copy_states(self, slot_pairs: list[tuple[int, int]]) -> None:
+        """Copy slots of recurrent state (from, to), one after another, on all ranks."""
+        if slot_pairs and self.states is not None:
+            self._broadcast_pairs(COPY_STATE, slot_pairs)
+            self.states.copy_slots(slot_pairs)
+
+    def _broadcast_pairs(self, command: str, pairs: list[tuple[int, int]]) -> torch.Tensor:
+        """Send pairs to the other ranks, if there are any; returns them, [n, 2] int64."""
+        out = torch.tensor(pairs, dtype=torch.int64)
+        if self.tp_workers is not None:
+            self.tp_workers.broadcast(StepCommand(command, out.numel()), out.numpy().data.cast("B"))
+        return out
 
     @contextlib.contextmanager
     def forward_hooks(

@@ -23,6 +23,7 @@ from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
 from modelmill.runtime.kv_pages import PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
+from modelmill.runtime.state_slots import StateSlots
 
 # prompt tokens that may always join a step: a multiple of the GEMM tile height
 MIN_CHUNK_TOKENS = 128
@@ -72,6 +73,7 @@ class Schedule:
         work: (sequence, number of tokens), in the order of the packed batch.
         forks: Leader → siblings (n > 1) that share its prompt and are sampled from its last row.
         page_copies: (from, to) pages to copy before the step (copy on write).
+        state_copies: (from, to) slots of recurrent state to copy before the step, in order.
         out_of_pages: Sequences that exhaust the pool alone; they end with this step.
         num_decodes: Sequences that decode one token.
         prefill_unlimited: Prompts may fill the step as if it had no decodes.
@@ -80,6 +82,7 @@ class Schedule:
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     forks: dict[Sequence, list[Sequence]] = field(default_factory=dict)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     out_of_pages: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
     prefill_unlimited: bool = False
@@ -97,9 +100,24 @@ class Schedule:
 class Scheduler:
     """Owns the queues, the pages and the page tables."""
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, width: int) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        width: int,
+        states: StateSlots | None = None,
+    ) -> None:
+        """Start without sequences.
+
+        Args:
+            limits: Of a step.
+            pool: The KV pages.
+            width: Most pages of a sequence.
+            states: The slots of recurrent state; None for a model that keeps none.
+        """
         self.limits = limits
         self.pool = pool
+        self.states = states
         self.tables = PageTables(limits.max_seqs, width)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -146,6 +164,11 @@ class Scheduler:
         self._drop_partial_beams(picked)
         schedule.work = list(picked.items())
         self._schedule_forks(schedule)
+        if self.states is not None and schedule.work:  # a step without work is not launched
+            schedule.state_copies = self.states.take_copies()
+            if self.limits.prefix_caching:
+                for seq, count in schedule.work:
+                    self.states.plan_snapshot(seq, count)
         # pages that stuck beams use would never be released: nothing else would ever run
         if not schedule.work and not schedule.out_of_pages and self.running and not overlapped:
             self._end_stuck_beams(schedule)
@@ -203,6 +226,7 @@ class Scheduler:
             if seq.table_row < 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
             count = min(self._runnable_tokens(seq, left), left)
+            count = self._end_of_part(seq, count, picked)
             if count <= 0:
                 continue
             if self._reserve_pages(seq, count, schedule, picked, overlapped):
@@ -346,6 +370,8 @@ class Scheduler:
         for page in range(seq.num_cached_pages, full):
             self.pool.cache(seq.pages[page], seq.page_key(page, size))
         seq.note_cached_pages(full)
+        if self.states is not None:
+            self.states.publish(seq, full * size)
 
     def remove(self, seq: Sequence) -> None:
         """Take an ended sequence off the queues and release its pages."""
@@ -370,12 +396,16 @@ class Scheduler:
         pages = list(leader.pages)
         row = self.tables.alloc_row(pages)
         other.attach_pages(pages, row, leader.computed, leader.num_cached_pages)
+        if self.states is not None:
+            self.states.fork(leader.table_row, row)
 
     def _release(self, seq: Sequence) -> None:
         self._num_releases += 1
         # last pages first, so that the beginnings of prefixes are evicted last
         for page in reversed(seq.pages):
             self.pool.decref(page)
+        if self.states is not None:
+            self.states.release(seq)
         self.tables.free_row(seq.table_row)
         seq.detach_pages()
 
@@ -391,6 +421,14 @@ class Scheduler:
             return min(need, seq.remaining - 1)
         all_ready = all(s.table_row >= 0 and s.remaining == 1 for s in seq.siblings)
         return 1 if all_ready and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
+
+    def _end_of_part(self, seq: Sequence, count: int, picked: dict[Sequence, int]) -> int:
+        """How many of ``count`` tokens a step takes: with recurrent state, up to a full page."""
+        if self.states is None or count <= 0 or seq.remaining == 1:
+            return count
+        if self.step_token_budget < self.limits.page_size:
+            return count
+        return self.states.end_of_part(seq, count, self.step_token_budget - sum(picked.values()))
 
     def _reserve_pages(
         self,
@@ -481,10 +519,13 @@ class Scheduler:
             self.waiting.pop(0)
             row = self.tables.alloc_row(cached)
             seq.attach_pages(cached, row, len(cached) * size, len(cached))
+            if self.states is not None and cached:
+                self.states.restore(seq.page_key(len(cached) - 1, size), row)
             if seq.started_at is None:
                 seq.note_admission(time.perf_counter())
             self.add_running(seq)
             count = min(self._runnable_tokens(seq, left), left)
+            count = self._end_of_part(seq, count, picked)
             # overlapped=True: a new sequence never preempts one that runs
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
                 picked[seq] = count
@@ -567,7 +608,16 @@ class Scheduler:
                 break
             self.pool.incref(page)
             pages.append(page)
-        return pages
+        return pages if self.states is None else self._up_to_snapshot(self.states, seq, pages)
+
+    def _up_to_snapshot(self, states: StateSlots, seq: Sequence, pages: list[int]) -> list[int]:
+        """The cached pages in front of the latest snapshot of the state; releases the others."""
+        size = self.limits.page_size
+        count = states.longest_prefix([seq.page_key(i, size) for i in range(len(pages))])
+        for page in reversed(pages[count:]):
+            self.pool.decref(page)
+        seq.note_prefix(count * size, len(pages) * size if len(pages) > count else 0)
+        return pages[:count]
 
     def _drop_partial_beams(self, picked: dict[Sequence, int]) -> None:
         """Remove the beams of a search of which not all are scheduled."""

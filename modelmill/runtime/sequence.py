@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -95,6 +95,13 @@ def _prompt_ids(prompt: Collection[int]) -> np.ndarray | None:
         return None
 
 
+class Snapshot(NamedTuple):
+    """A copy of the recurrent state behind the first ``end`` tokens of a sequence."""
+
+    end: int
+    slot: int
+
+
 @dataclass(frozen=True)
 class RopeRule:
     """How a token gets its rope key (length-dependent RoPE).
@@ -129,15 +136,22 @@ class Sequence:
         seed: Of its random numbers.
         siblings: Of a leader with n > 1: the sequences that fork from it; of a beam: all beams.
         started_at: When it was first admitted, by time.perf_counter.
+        snapshots: Copies of its recurrent state that are being written, not in the cache yet.
+        snapshot_end: Tokens in front of the last of them; 0: none.
+        latest_snapshot: Page key of the cached one that the next replaces, or None.
+        branch_end: Tokens of its prefix whose pages were cached, where that was more than the
+            tokens in front of a snapshot; 0: no more.
     """
 
     __slots__ = (
         "arrival",
         "beam_search",
+        "branch_end",
         "computed",
         "finish_reason",
         "guide",
         "index",
+        "latest_snapshot",
         "max_chunk",
         "max_length",
         "num_cached",
@@ -155,6 +169,8 @@ class Sequence:
         "rope_length_source",
         "seed",
         "siblings",
+        "snapshot_end",
+        "snapshots",
         "started_at",
         "stop_ids",
         "table_row",
@@ -197,6 +213,9 @@ class Sequence:
         self.started_at: float | None = None
         self.num_cached = 0
         self.num_cached_pages = 0
+        self.snapshots: list[Snapshot] = []
+        self.snapshot_end = self.branch_end = 0
+        self.latest_snapshot: bytes | None = None
         self.root_key = root_key(model_digest, request.cache_salt)
         self.page_keys: list[bytes] = []
         self.siblings: list[Sequence] = []
@@ -252,7 +271,35 @@ class Sequence:
 
     def restart(self) -> None:
         """Compute all tokens again, after a preemption."""
-        self.computed = self.num_cached_pages = 0
+        self.computed = self.num_cached_pages = self.snapshot_end = self.branch_end = 0
+
+    def note_prefix(self, restored: int, branch_end: int) -> None:
+        """Record the tokens in front of the snapshot that it starts from, and ``branch_end``."""
+        self.snapshot_end, self.branch_end = restored, branch_end
+
+    def note_snapshot(self, snapshot: Snapshot) -> None:
+        """Let the next step keep a copy of the recurrent state."""
+        self.snapshots.append(snapshot)
+        self.snapshot_end = snapshot.end
+
+    def snapshot_of_step(self, count: int) -> Snapshot | None:
+        """The snapshot that the next step, of ``count`` tokens, keeps."""
+        last = self.snapshots[-1] if self.snapshots else None
+        # one of the step before may end where this one starts
+        if last is None or not self.computed <= last.end <= self.computed + count:
+            return None
+        return last
+
+    def take_snapshots(self, known: int | None) -> list[Snapshot]:
+        """Return the snapshots behind the first ``known`` tokens (None: all), and forget them."""
+        behind = [each for each in self.snapshots if known is None or each.end <= known]
+        if behind:
+            self.snapshots = [each for each in self.snapshots if each not in behind]
+        return behind
+
+    def set_latest_snapshot(self, key: bytes | None) -> None:
+        """Store the key of the cached snapshot that the next one replaces."""
+        self.latest_snapshot = key
 
     def note_cached_pages(self, count: int) -> None:
         """Record that the prefix cache knows the first ``count`` pages."""

@@ -26,7 +26,14 @@ from modelmill.parallel.tp_group import DistributedTPGroup
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
-from modelmill.runtime.tp_workers import COPY, END, HEADER_BYTES, PING, StepCommand
+from modelmill.runtime.tp_workers import (
+    COPY,
+    COPY_STATE,
+    END,
+    HEADER_BYTES,
+    PING,
+    StepCommand,
+)
 
 _log = log.get_logger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -89,11 +96,12 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
             return
         if command.command == PING:
             _send(connection, {"alive": True})
-        elif command.command == COPY:
+        elif command.command in (COPY, COPY_STATE):
             pairs = np.empty(command.num_words, dtype=np.int64)
             if not _receive_into(connection, pairs.data.cast("B")):
                 return
-            runner.copy_pages([(int(a), int(b)) for a, b in pairs.reshape(-1, 2)])
+            copy = runner.copy_pages if command.command == COPY else runner.copy_states
+            copy([(int(a), int(b)) for a, b in pairs.reshape(-1, 2)])
         elif not _run_step(connection, runner, runner.packer, command):
             return
 

@@ -33,10 +33,11 @@ from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED
 
 FORWARD = "forward"
 COPY = "copy"
+COPY_STATE = "copy state"
 END = "end"
 PING = "ping"
-COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, END, PING)
-_HEADER_STRUCT = struct.Struct("<13q")
+COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING)
+_HEADER_STRUCT = struct.Struct("<14q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
@@ -47,7 +48,8 @@ class StepCommand:
 
     Attributes:
         command: FORWARD runs the model; GREEDY, SAMPLED and LOGITS replay a graph with that output;
-            COPY copies pages; END ends the rank; PING requests a reply.
+            COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
+            a reply.
         num_words: 64-bit words that follow.
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
@@ -100,6 +102,7 @@ class StepCommand:
         return _HEADER_STRUCT.pack(
             COMMANDS.index(self.command), self.num_words,
             layout.tokens, layout.seqs, layout.num_logit_rows, layout.table_columns,
+            layout.has_state,
             self.all_rows, self.max_query, self.max_context, self.uses_last_ids, self.num_kept_ids,
             self.embed_width,
             self.num_state_rows,
@@ -108,13 +111,13 @@ class StepCommand:
     @staticmethod
     def unpack(header: bytes) -> StepCommand:
         """The inverse of ``pack``."""
-        code, words, t, b, r, p, all_rows, query, context, uses_last_ids, *counts = (
+        code, words, t, b, r, p, has_state, all_rows, query, context, uses_last_ids, *counts = (
             _HEADER_STRUCT.unpack(header)
         )
         return StepCommand(
             COMMANDS[code],
             words,
-            BatchLayout(t, b, r, p),
+            BatchLayout(t, b, r, p, bool(has_state)),
             bool(all_rows),
             query,
             context,

@@ -521,9 +521,13 @@ class EngineClient:
             return self._open_engine
         run = {
             **self._open_engine.run,
-            "kv_cache_bytes": (self.engine_info.num_pages + 1) * self.engine_info.page_bytes,
+            "kv_cache_bytes": max(
+                (self.engine_info.num_pages + 1) * self.engine_info.page_bytes, 1
+            ),
         }
-        if self.engine_info.max_prefix_pages:
+        if self.engine_info.state_cache_bytes:
+            run["state_cache_bytes"] = self.engine_info.state_cache_bytes
+        if self.engine_info.max_prefix_pages and self.engine_info.page_bytes:
             run["prefix_cache_bytes"] = (
                 self.engine_info.max_prefix_pages * self.engine_info.page_bytes
             )

@@ -313,6 +313,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
         engine_core.page_bytes,
         limits.max_seqs,
         max_prefix_pages=engine_core.scheduler.pool.max_idle,
+        state_cache_bytes=engine_core.state_cache_bytes,
     )
 
 

@@ -134,6 +134,7 @@ class EngineReady:
     Attributes:
         path: the engine folder.
         max_prefix_pages: KV pages, of ``num_pages``, that may hold cached prefixes.
+        state_cache_bytes: Bytes of recurrent state on each rank; 0 for a model without any.
     """
 
     path: str
@@ -146,6 +147,7 @@ class EngineReady:
     max_num_seqs: int
     engine_type: str = "language"
     max_prefix_pages: int = 0
+    state_cache_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         46.7, 12.9,
     ),
+    "Qwen3-Next-80B-A3B": (
+        {
+            "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 256,
+            "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128, "max_position_embeddings": 262144,
+            "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+            "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+            "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rope_theta": 1e7,
+            "shared_expert_intermediate_size": 512, "vocab_size": 151936,
+            "torch_dtype": "bfloat16",
+        },
+        79.7, 3.9,
+    ),
 }  # fmt: skip
 
 

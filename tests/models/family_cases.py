@@ -136,12 +136,16 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     draw = torch.Generator().manual_seed(0)
-    less_one = raw["model_type"].startswith("gemma")  # its norms' weights are stored less 1
+    # their norms' weights are stored less 1, but for those behind a recurrence
+    less_one = raw["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            norm = parameter.dim() == 1 and not name.endswith("bias") and not less_one
+            plain = not less_one or "linear_attn" in name
+            norm = parameter.dim() == 1 and not name.endswith("bias") and plain
             spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * spread + float(norm))
+            if name.endswith("A_log"):  # decays that last for some tokens
+                parameter.sub_(3)
     return model
 
 

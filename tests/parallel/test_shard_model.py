@@ -15,8 +15,9 @@ from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
 from modelmill.nn.layer_spec import REPLICATED
-from modelmill.nn.layer_stack import image_stacks, stack_specs
+from modelmill.nn.layer_stack import image_stacks, model_state_shape, stack_specs
 from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
@@ -76,6 +77,8 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
     kv = KVCache.allocate(model.kv, 8, 8, torch.float32, "cpu")  # type: ignore[arg-type]
     ops = select_backends("cpu")
     out = []
+    shape = model_state_shape(model)
+    states = RecurrentStateCache.allocate(shape, 3, torch.float32, "cpu")
     ids = torch.arange(2, 16)
     keys = [model.rope_key(11)] * 12 + [model.rope_key(3)] * 3  # type: ignore[operator]
     for rows, starts, lens in ((range(11), [0, 11], [11]), ([11, 12, 13, 14], [0, 1, 4], [12, 3])):
@@ -91,6 +94,10 @@ def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
             logit_rows=torch.tensor(starts[1:]) - 1,
             max_query=max(b - a for a, b in pairwise(starts)),
             max_context=max(lens), kv=kv, ops=ops, tp_group=tp_group,
+            state=state_step(
+                shape, torch.tensor(starts, dtype=torch.int32), positions, torch.float32,
+                max_query=max(b - a for a, b in pairwise(starts)), chunk=8, cache=states,
+            ),
         )  # fmt: skip
         out.append(fuse(model)(step))
     return torch.cat(out)

@@ -5,6 +5,7 @@ the same tokens as without.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +19,13 @@ from modelmill.core.types import Request
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime import cuda_graphs, model_runner
-from modelmill.runtime.batch import BatchLayout, PackedBatch, Packer, reserve_step_buffers
+from modelmill.runtime.batch import (
+    BatchLayout,
+    LogitRows,
+    PackedBatch,
+    Packer,
+    reserve_step_buffers,
+)
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     MAX_PREFILL_GRAPHS,
@@ -274,7 +281,7 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     enabled: bool, rows: int, max_seqs: int | None, ranks: int
 ) -> None:
     reserved: list[BatchLayout] = []
-    packer = SimpleNamespace(reserve=reserved.append)
+    packer = SimpleNamespace(reserve=reserved.append, state_padding=None)
     config = RunConfig(
         cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )
@@ -304,8 +311,34 @@ def test_a_runner_has_its_graphs_from_the_start(
         graph_limits=GraphLimits(3, 112, prefill_tokens),
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
-    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112)}
+    decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112, None)}
     prefill = {"PrefillGraphs": (forward, "capturer", 96, 112)}
     assert made == decode | ({} if prefill_tokens is None else prefill)
     assert runner.decode_graphs == "DecodeGraphs"
     assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")
+
+
+def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warm-up runs the step twice; keys and values are the same then, states are not."""
+    engine = tiny.make_engine(tiny.hybrid(), enable_prefix_caching=False)
+    runner = engine.model_runner
+    engine.add(tiny.requests([tuple(range(2, 12))], tiny.params(max_tokens=4))[0])
+    engine.step()
+    states = runner.states
+    assert states is not None
+    before = states.buffer.clone()
+    assert before[0].any()
+    monkeypatch.setattr(cuda_graphs, "dry_run", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=lambda _: 0))
+    graphs = cuda_graphs.DecodeGraphs(
+        runner.forward, runner.sampler.select_ids, runner.last_ids, runner.packer, 2, 64, states
+    )
+    seq = engine.scheduler.running[0]
+    batch = runner.packer.pack([(seq, 1)], LogitRows([0], [-1]), (1, 64))
+    assert graphs._capture(batch, cuda_graphs.GREEDY) == 0
+    changed = (states.buffer != before).any(1).nonzero()[:, 0].tolist()
+    assert changed in ([], [states.slots - 1])  # padding rows write to the last slot
+    runner.forward(batch)
+    assert not torch.equal(states.buffer[0], before[0])

@@ -28,13 +28,14 @@ from modelmill.runtime.batch import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand
 from tests.models import tiny_models
+from tests.models.all_families import CASES
 from tests.runtime import tiny
 from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 120  # nothing here takes as long; what does has hung
 COUNTS = st.integers(0, 1 << 40)
-LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS)
+LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans())
 COMMANDS_SENT = st.builds(
     StepCommand,
     st.sampled_from(COMMANDS),
@@ -76,7 +77,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             folder = tmp_path_factory.mktemp(name)
             checkpoint = folder / "checkpoint"
             quantization = "int8" if name.endswith("-int8") else "none"
-            tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
+            if name in CASES:
+                CASES[name].save(checkpoint)
+            else:
+                tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
             config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
             made[name] = folder / "tiny.engine"
             build_engine(checkpoint, made[name], config, check=False, tune=False)
@@ -120,7 +124,10 @@ def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ..
     return outputs
 
 
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2), ("qwen3_5_text", 2)],
+)
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
     alone = open_engine(engines(name), 1)
     expected, logits = (

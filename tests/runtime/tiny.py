@@ -11,6 +11,7 @@ from modelmill.core.config import RunConfig
 from modelmill.core.types import FinishReason, Request, SamplingParams, TokenOutput
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.rotary import RopeSpec
 from modelmill.runtime.engine_core import EngineCore
@@ -50,6 +51,31 @@ def decoder(
     )
     model = Decoder(config)
     tensors = random_tensors(model)
+    fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
+    return model
+
+
+def hybrid(layers: int = 3, recurrent: tuple[int, ...] = (0, 2), device: str = "cpu") -> Decoder:
+    """Layers with Gated DeltaNet and one with gated attention, 32 wide."""
+    config = DecoderConfig(
+        hidden=32,
+        inner=48,
+        layers=layers,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        vocab=VOCAB,
+        eps=1e-6,
+        max_len=512,
+        rope=RopeSpec(8, 10000.0, 512),
+        qk_norm=True,
+        output_gate=True,
+        recurrence=GatedDeltaNetSpec(32, 2, 4, 8, 8, 4, 1e-6),
+        recurrent_layers=frozenset(recurrent),
+    )
+    model = Decoder(config)
+    tensors = random_tensors(model)
+    tensors |= {name: each - 2 for name, each in tensors.items() if name.endswith("A_log")}
     fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)
     return model
 

@@ -21,11 +21,13 @@ from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
 NAME_PREFIX = "model."
-DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096}
+DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096,
+                     "qwen3_next": 32768, "qwen3_5_moe_text": 32768}  # fmt: skip
 DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
 DEFAULT_THETA = {"mixtral": 1e6}
 DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
-                   "olmoe": (64, 8), "granitemoe": (8, 2)}  # fmt: skip
+                   "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
+                   "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2)}  # fmt: skip
 # An expert that no token has is checked on the first token, with a weight that adds nothing.
 PROBE_WEIGHT = 1e-30
 QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -61,26 +63,26 @@ class ExpertsMixin(PlainDecoderReference):
         positions = DEFAULT_POSITIONS.get(model_type, 2048)
         length = int(config.get("max_position_embeddings") or positions)
         theta = config.get("rope_theta") or DEFAULT_THETA.get(model_type, 1e4)
-        self.rope = rope_from_config(config | {"rope_theta": theta}, self.head_dim, length)
+        self.rope = self.make_rope(config | {"rope_theta": theta}, length)
         only, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
         self.dense_layers = {
             i for i in range(self.num_layers) if i in only or (i + 1) % int(every) != 0
         }
 
+    def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
+        """Return the rotation."""
+        return rope_from_config(config, self.head_dim, length)
+
     def use_rope(self, rope: ReferenceRope) -> None:
         """Rotate by another table than config.json's."""
         self.rope = rope
 
-    def projections(self, index: int) -> LayerWeights:
-        """Read a layer's attention, router and experts."""
+    def mlp_weights(self, index: int) -> LayerWeights:
+        """Read a layer's router and experts."""
         if index in self.dense_layers:
-            return super().projections(index)
+            return super().mlp_weights(index)
         stem = f"{self.LAYERS}.{index}"
-        weights = {
-            name: self.read_affine(f"{stem}.{self.projection_paths[name]}", name in self.biased)
-            for name in ("q", "k", "v", "o_proj")
-        }
-        weights["router"] = self.read_affine(f"{stem}.{self.router_path}", False)
+        weights = {"router": self.read_affine(f"{stem}.{self.router_path}", False)}
         for expert in range(self.num_experts):
             for name in self.expert_names:
                 weights[f"experts.{expert}.{name}"] = self.read_expert(stem, expert, name)

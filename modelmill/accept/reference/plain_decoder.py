@@ -46,6 +46,7 @@ PROJECTIONS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+MIXER = ("q", "k", "v", "o_proj")
 
 
 class PlainDecoderReference(ReferenceModel):
@@ -147,9 +148,22 @@ class PlainDecoderReference(ReferenceModel):
 
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's projections, in the checkpoint's order of rows."""
+        return self.mixer_weights(index) | self.mlp_weights(index)
+
+    def mixer_weights(self, index: int) -> LayerWeights:
+        """Read the projections of a layer's attention."""
+        return self._read_projections(index, [n for n in self.projection_paths if n in MIXER])
+
+    def mlp_weights(self, index: int) -> LayerWeights:
+        """Read the projections of a layer's MLP."""
+        return self._read_projections(index, [n for n in self.projection_paths if n not in MIXER])
+
+    def _read_projections(self, index: int, names: list[str]) -> LayerWeights:
         return {
-            name: self.read_affine(f"{self.LAYERS}.{index}.{path}", name in self.biased)
-            for name, path in self.projection_paths.items()
+            name: self.read_affine(
+                f"{self.LAYERS}.{index}.{self.projection_paths[name]}", name in self.biased
+            )
+            for name in names
         }
 
     def read_affine(self, stem: str, biased: bool) -> Affine:

@@ -1,0 +1,183 @@
+"""Decoders of Gated DeltaNet (arXiv:2412.06464) and gated attention (arXiv:2505.06708).
+
+The recurrence is computed token by token, as equation 10 of the paper has it: with S [dv, dk],
+
+    S_t = S_{t−1} α_t (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,    o_t = S_t q_t
+
+behind a causal convolution of q, k and v with SiLU, lengths of 1 for q and k, and q / √dk. Norms
+are stored less 1, except the one behind the recurrence, whose output silu(z) gates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import ReferenceRope, partial_rope
+from modelmill.accept.reference.tensor_source import TensorSource
+
+LINEAR_ATTENTION = "linear_attention"
+DEFAULT_ROTATED = 0.25
+LENGTH_EPS = 1e-6
+
+
+class GatedDeltaNetMixin(PlainDecoderReference):
+    """A decoder, some layers of which have a recurrence in the place of attention.
+
+    Attributes:
+        by_key_head: whether the projection's rows are stored by head of keys.
+    """
+
+    by_key_head = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        config = {"num_key_value_heads": 2, "head_dim": 256} | config
+        super().__init__(source, config)
+        self.score_scale = self.head_dim**-0.5
+        self.key_heads = int(config.get("linear_num_key_heads", 16))
+        self.value_heads = int(config.get("linear_num_value_heads", 32))
+        self.key_dim = int(config.get("linear_key_head_dim", 128))
+        self.value_dim = int(config.get("linear_value_head_dim", 128))
+        self.group = self.value_heads // self.key_heads
+        length = int(config.get("max_position_embeddings") or 32768)
+        self.rope = self.make_rope(config, length)
+        if config.get("attention_bias"):
+            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        every, types = int(config.get("full_attention_interval") or 4), config.get("layer_types")
+        self.recurrent = [
+            types[i] == LINEAR_ATTENTION if types else (i + 1) % every != 0
+            for i in range(self.num_layers)
+        ]
+
+    def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
+        """Return the rotation of a part of each head."""
+        return partial_rope(config, self.head_dim, length, factor=DEFAULT_ROTATED)
+
+    def norm_weights(self, index: int | None, name: str) -> Affine:
+        """Return the weight of a norm, which is stored less 1."""
+        if name in ("q_norm", "k_norm"):
+            weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}.weight")
+            return Affine(weight[self.engine_order()] + 1)
+        return Affine(super().norm_weights(index, name).weight + 1)
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
+        for name, affine in self.projections(index).items():
+            turned = name in ("q", "k") and not self.recurrent[index]
+            weights[name] = self.present(affine) if turned else affine
+        return weights
+
+    def mixer_weights(self, index: int) -> LayerWeights:
+        """Read a layer's attention with its gate, or its recurrence."""
+        stem = f"{self.LAYERS}.{index}"
+        if self.recurrent[index]:
+            return self.recurrence_weights(f"{stem}.linear_attn")
+        weights = super().mixer_weights(index)
+        q, gate = (self._of_heads(weights["q"], part) for part in (0, 1))
+        norms = {name: self.norm_weights(index, name) for name in ("q_norm", "k_norm")}
+        return weights | {"q": q, "attn_gate": gate} | norms
+
+    def _of_heads(self, both: Affine, part: int) -> Affine:
+        """Of each head, its rows of q (0) or of its gate (1)."""
+
+        def select(rows: Tensor) -> Tensor:
+            heads = rows.reshape(self.num_heads, 2, self.head_dim, *rows.shape[1:])
+            return heads[:, part].reshape(-1, *rows.shape[1:])
+
+        return Affine(select(both.weight), None if both.bias is None else select(both.bias))
+
+    def recurrence_weights(self, stem: str) -> LayerWeights:
+        """Read a recurrence, its rows as all of q, k, v, z, b and a."""
+        get = self.source.get
+        names = {
+            "conv": "conv1d.weight", "A_log": "A_log", "dt_bias": "dt_bias",
+            "gated_norm": "norm.weight", "o_proj": "out_proj.weight",
+        }  # fmt: skip
+        weights = {name: Affine(get(f"{stem}.{path}")) for name, path in names.items()}
+        values = self.group * self.value_dim
+        if self.by_key_head:
+            qkvz = get(f"{stem}.in_proj_qkvz.weight").unflatten(0, (self.key_heads, -1))
+            ba = get(f"{stem}.in_proj_ba.weight").unflatten(0, (self.key_heads, -1))
+            parts = qkvz.split([self.key_dim, self.key_dim, values, values], 1)
+            rows = [each.flatten(0, 1) for each in (*parts, *ba.chunk(2, 1))]
+        else:
+            keys, width = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+            qkv = get(f"{stem}.in_proj_qkv.weight").split([keys, keys, width])
+            rows = [*qkv, *(get(f"{stem}.in_proj_{name}.weight") for name in "zba")]
+        return weights | {n: Affine(r) for n, r in zip("qkvzba", rows, strict=True)}
+
+    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+        """Run a layer's gated attention, or its recurrence."""
+        if self.recurrent[index]:
+            return self.recurrence(r, normed)
+        q, k, v, gate = (r.linear(name, normed) for name in ("q", "k", "v", "attn_gate"))
+        q_turned = self.rotate(index, self._norm_heads(q, r.weights["q_norm"]), prompt_length)
+        k_turned = self.rotate(index, self._norm_heads(k, r.weights["k_norm"]), prompt_length)
+        r.record("q_rot", q_turned, q)
+        r.record("k_rot", k_turned, k)
+        heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
+        mixed = self.attend(index, heads[0], heads[1], heads[2])
+        r.record("attn", mixed, q_turned, k_turned, v)
+        return r.linear("o_proj", r.record("gated_attn", mixed * gate.sigmoid(), mixed, gate))
+
+    def _norm_heads(self, flat: Tensor, weights: Affine) -> Tensor:
+        heads = flat.reshape(len(flat), -1, self.head_dim)
+        return rms_norm(heads, weights, self.eps).reshape(flat.shape)
+
+    @torch.no_grad()
+    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
+        """Return queries [T, heads·dim] after QK norm and RoPE."""
+        q = self._norm_heads(flat.to(self.device, self.dtype), self.norm_weights(index, "q_norm"))
+        return self.rotate(index, q, len(q))
+
+    def recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's recurrence up to its output projection."""
+        q, k, v, z, b, a = (r.linear(name, normed) for name in "qkvzba")
+        mixed = self.convolve(r, torch.cat((q, k, v), -1))
+        out = self.delta_rule(r, mixed, b, a)
+        heads = out.reshape(len(out), -1, self.value_dim)
+        gated = rms_norm(heads, r.weights["gated_norm"], self.eps).reshape(out.shape) * F.silu(z)
+        return r.linear("o_proj", r.record("gated_norm", gated, out, z))
+
+    def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
+        """Convolve each channel with its weights over the tokens before, then SiLU."""
+        weight = r.weights["conv"].weight[:, 0]
+        width = weight.shape[1]
+        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
+        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
+        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
+        return r.record("conv", F.silu(out), x)
+
+    def delta_rule(self, r: LayerRecorder, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        """Run the recurrence over q, k, v [T, …] and the rates b, a [T, heads]."""
+        keys = self.key_heads * self.key_dim
+        q, k, v = mixed.split([keys, keys, self.value_heads * self.value_dim], -1)
+        q, k = (self._unit(t.reshape(len(t), -1, self.key_dim)) for t in (q, k))
+        v = v.reshape(len(v), -1, self.value_dim)
+        beta = b.sigmoid()
+        decay = torch.exp(-r.weights["A_log"].weight.exp() * F.softplus(a + self._dt(r)))
+        state = v.new_zeros(self.value_heads, self.value_dim, self.key_dim)
+        identity = torch.diag(v.new_ones(self.key_dim))
+        out = torch.empty_like(v)
+        for t in range(len(v)):
+            rate = beta[t, :, None, None]
+            outer = k[t, :, :, None] * k[t, :, None, :]
+            kept = decay[t, :, None, None] * (identity - rate * outer)
+            state = state @ kept + rate * v[t, :, :, None] * k[t, :, None, :]
+            out[t] = (state @ q[t, :, :, None])[..., 0] / self.key_dim**0.5
+        r.record("delta_state", state.transpose(1, 2).reshape(1, -1), mixed, b, a)
+        return r.record("delta", out.reshape(len(out), -1), mixed, b, a)
+
+    def _dt(self, r: LayerRecorder) -> Tensor:
+        return r.weights["dt_bias"].weight
+
+    def _unit(self, x: Tensor) -> Tensor:
+        """Vectors of length 1, of keys repeated for the values that share them."""
+        x = x / (x.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt()
+        return x.repeat_interleave(self.group, 1)

@@ -1,0 +1,134 @@
+"""mamba2, and the recurrence that hybrids of it share (arXiv:2405.21060, sections 2.1 and 7).
+
+Token by token, with a scalar A for each head and a matrix h [N, P]:
+
+    h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t x_tᵀ,    y_t = C_tᵀ h_t + D x_t
+
+behind a causal convolution of x, B and C with SiLU; y is gated by silu(z), then normed in groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("mamba2",)
+NAME_PREFIX = "backbone."
+
+
+class Mamba2Mixin(PlainDecoderReference):
+    """A decoder with such a recurrence.
+
+    Attributes:
+        ssm_heads, ssm_dim, ssm_state, ssm_groups: its sizes.
+        step_limit: least and largest Δ.
+        ssm_bias, conv_bias: whether the projections, and the convolution, have a bias.
+    """
+
+    ssm_heads: int
+    ssm_dim: int
+    ssm_state: int
+    ssm_groups: int
+    ssm_bias: bool
+    conv_bias: bool
+    step_limit: tuple[float, float]
+
+    def ssm_weights(self, stem: str) -> LayerWeights:
+        """Read a recurrence; the rows of its projection are z, x, B, C and dt."""
+        get = self.source.get
+        inner, shared = self.ssm_heads * self.ssm_dim, self.ssm_groups * self.ssm_state
+        sizes = [inner, inner, shared, shared, self.ssm_heads]
+        rows = get(f"{stem}.in_proj.weight").split(sizes)
+        biases: Any = [None] * len(sizes)
+        if self.ssm_bias:
+            biases = get(f"{stem}.in_proj.bias").split(sizes)
+        names = ("z", "x", "B", "C", "dt")
+        weights = {n: Affine(w, b) for n, w, b in zip(names, rows, biases, strict=True)}
+        for name in ("A_log", "D", "dt_bias"):
+            weights[name] = Affine(get(f"{stem}.{name}"))
+        bias = get(f"{stem}.conv1d.bias") if self.conv_bias else None
+        weights["conv"] = Affine(get(f"{stem}.conv1d.weight")[:, 0], bias)
+        weights["gated_norm"] = Affine(get(f"{stem}.norm.weight"))
+        weights["o_proj"] = self.read_affine(f"{stem}.out_proj", self.ssm_bias)
+        return weights
+
+    def ssm(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's recurrence up to its output projection."""
+        z, x, b, c, dt = (r.linear(name, normed) for name in ("z", "x", "B", "C", "dt"))
+        mixed = self.convolve_with_bias(r, torch.cat((x, b, c), -1))
+        y = self.scan(r, mixed, dt)
+        gated = (y * F.silu(z)).reshape(len(y), self.ssm_groups, -1)
+        normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+        out = normal.reshape(y.shape) * r.weights["gated_norm"].weight
+        return r.linear("o_proj", r.record("gated_norm", out, y, z))
+
+    def convolve_with_bias(self, r: LayerRecorder, x: Tensor) -> Tensor:
+        """Convolve each channel with its weights over the tokens before, then SiLU."""
+        weight, bias, _ = r.weights["conv"]
+        width = weight.shape[1]
+        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
+        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
+        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
+        return r.record("conv", F.silu(out if bias is None else out + bias), x)
+
+    def scan(self, r: LayerRecorder, mixed: Tensor, dt: Tensor) -> Tensor:
+        """Run the recurrence over x, B, C and the steps [T, heads]."""
+        inner, shared = self.ssm_heads * self.ssm_dim, self.ssm_groups * self.ssm_state
+        x, b, c = mixed.split([inner, shared, shared], -1)
+        x = x.reshape(len(x), self.ssm_heads, self.ssm_dim)
+        group = self.ssm_heads // self.ssm_groups
+        b, c = (
+            each.reshape(len(x), self.ssm_groups, -1).repeat_interleave(group, 1) for each in (b, c)
+        )
+        delta = F.softplus(dt + r.weights["dt_bias"].weight).clamp(*self.step_limit)
+        decay = torch.exp(-r.weights["A_log"].weight.exp() * delta)
+        h = x.new_zeros(self.ssm_heads, self.ssm_state, self.ssm_dim)
+        y = torch.empty_like(x)
+        for t in range(len(x)):
+            h = decay[t, :, None, None] * h
+            h = h + delta[t, :, None, None] * b[t, :, :, None] * x[t, :, None, :]
+            y[t] = (c[t, :, None, :] @ h)[:, 0] + r.weights["D"].weight[:, None] * x[t]
+        r.record("ssm_state", h.transpose(1, 2).reshape(1, -1), mixed, dt)
+        return r.record("ssm", y.reshape(len(x), -1), mixed, dt)
+
+
+class Mamba2Reference(Mamba2Mixin):
+    """Mamba2ForCausalLM: x + M(norm(x)) in every layer."""
+
+    EMBEDDING = "backbone.embeddings.weight"
+    FINAL_NORM = "backbone.norm_f"
+    LAYERS = "backbone.layers"
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        self.ssm_heads = int(config.get("num_heads", 128))
+        super().__init__(source, config | {"num_attention_heads": self.ssm_heads})
+        self.ssm_dim = int(config.get("head_dim", 64))
+        self.ssm_state = int(config.get("state_size", 128))
+        self.ssm_groups = int(config.get("n_groups", 8))
+        self.ssm_bias = bool(config.get("use_bias", False))
+        self.conv_bias = bool(config.get("use_conv_bias", True))
+        low, high = config.get("time_step_limit") or (0.0, float("inf"))
+        self.step_limit = float(low), float(high)
+        self.eps = float(config.get("layer_norm_epsilon", 1e-5))
+        self.norm_paths = {"input_norm": "norm"}
+        self.layer = self.mixer_alone
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's recurrence."""
+        return self.ssm_weights(f"{self.LAYERS}.{index}.mixer")
+
+    def mixer_alone(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + M(norm(x))."""
+        del index, prompt_length
+        branch = self.ssm(r, self.norm(r, "input_norm", x))
+        r.record("output", x + branch, x, branch)
+
+
+REFERENCE = Mamba2Reference

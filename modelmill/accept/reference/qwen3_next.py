@@ -1,0 +1,50 @@
+"""qwen3_next, qwen3_5_text, qwen3_5_moe_text: Gated DeltaNet, gated attention, and experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.gated_delta_net import GatedDeltaNetMixin
+from modelmill.accept.reference.moe import ExpertsMixin
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+NAME_PREFIX = "model."
+
+
+class Qwen3NextReference(GatedDeltaNetMixin, ExpertsMixin):
+    """Qwen3NextForCausalLM."""
+
+    shared_path = "mlp.shared_expert"
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.renormalizes = bool(config.get("norm_topk_prob", True))
+
+
+class Qwen35Reference(GatedDeltaNetMixin):
+    """Qwen3_5ForCausalLM: an MLP in the place of the experts."""
+
+    by_key_head = False
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, {"num_key_value_heads": 4} | config)
+
+
+class Qwen35MoeReference(GatedDeltaNetMixin, ExpertsMixin):
+    """Qwen3_5MoeForCausalLM."""
+
+    by_key_head = False
+    shared_path = "mlp.shared_expert"
+
+
+REFERENCES = {
+    "qwen3_next": Qwen3NextReference,
+    "qwen3_5_text": Qwen35Reference,
+    "qwen3_5_moe_text": Qwen35MoeReference,
+}
+
+
+def REFERENCE(source: TensorSource, config: dict[str, Any]) -> GatedDeltaNetMixin:
+    """The reference of one of MODEL_TYPES."""
+    return REFERENCES[str(config["model_type"])](source, config)

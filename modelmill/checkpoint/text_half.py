@@ -1,0 +1,133 @@
+"""The text half of a vision-language checkpoint, as a checkpoint of the language model alone.
+
+Qwen3.5's files hold a language model beside a vision encoder. What belongs to images is left out,
+and the names of the rest are made those of the text class. Experts that are stacked in one tensor
+are presented one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+
+TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types of vision-language checkpoints → those of their language models."""
+
+IMAGE_PREFIX, TEXT_PREFIX = "model.visual.", "model.language_model."
+STACKED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of the files, or of a stacked one (expert, part of its rows, of how many parts)."""
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+
+def text_half_config(
+    config: Mapping[str, Any], file: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config of the language model, and what it leaves out, for a warning.
+
+    Raises:
+        CheckpointError: for a config without ``text_config``, or two that contradict each other.
+    """
+    text_type = TEXT_TYPES.get(str(config.get("model_type")))
+    if text_type is None:
+        return dict(config), {}
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(
+            f"{file}: text_config must be an object with the language model's sizes, not "
+            f"{quote(text, 60)}"
+        )
+    tied, own = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    if tied is not None and own is not None and tied != own:
+        raise CheckpointError(
+            f"{file}: tie_word_embeddings={quote(tied, 20)} and "
+            f"text_config.tie_word_embeddings={quote(own, 20)} contradict each other; correct one"
+        )
+    copied = ("torch_dtype", "dtype", "quantization_config", "architectures")
+    outer = {key: config[key] for key in copied if config.get(key) is not None}
+    if tied is not None:
+        outer["tie_word_embeddings"] = tied
+    left_out = {key: config[key] for key in ("vision_config",) if config.get(key)}
+    return {**text, **outer, "model_type": text_type}, left_out
+
+
+class TextHalfContainer:
+    """The tensors of the language model, under the names of the text class."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self.metadata: dict[str, Any] = container.metadata
+        self._sources: dict[str, _Source] = {}
+        for name in container.names():
+            if not name.startswith(IMAGE_PREFIX):
+                self._sources |= _text_sources(name, container)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors of the language model."""
+        return list(self._sources)
+
+    def tensor_info(self, name: str) -> TensorInfo:
+        """Return shape and dtype of a tensor without reading it."""
+        source = self._source(name)
+        info = self._container.tensor_info(source.name)
+        if source.expert is None:
+            return TensorInfo(name, info.shape, info.dtype, info.nbytes)
+        experts, rows, columns = info.shape
+        size = info.nbytes // (experts * source.parts)
+        return TensorInfo(name, (rows // source.parts, columns), info.dtype, size)
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read one tensor by its name."""
+        source = self._source(name)
+        tensor = self._container.get(source.name)
+        if source.expert is None:
+            return tensor
+        return tensor[source.expert].chunk(source.parts)[source.part]
+
+    def files(self) -> list[Path]:
+        """Return the files that the tensors are read from."""
+        return self._container.files()
+
+    def _source(self, name: str) -> _Source:
+        if name not in self._sources:
+            raise no_such_tensor(self.files()[0], name)
+        return self._sources[name]
+
+
+def text_half(config: Mapping[str, Any], container: Container) -> Container:
+    """The container of a checkpoint whose names may be those of a vision-language model."""
+    if config.get("model_type") not in TEXT_TYPES.values():
+        return container
+    return TextHalfContainer(container)
+
+
+def _text_sources(name: str, container: Container) -> dict[str, _Source]:
+    """The language model's tensors that are in one of the files."""
+    text = "model." + name.removeprefix(TEXT_PREFIX) if name.startswith(TEXT_PREFIX) else name
+    if not name.endswith(STACKED_EXPERTS):
+        return {text: _Source(name)}
+    shape = container.tensor_info(name).shape
+    if len(shape) != 3:
+        raise CheckpointError(f"{name} has the shape {list(shape)}, where experts are stacked")
+    stem, _, matrix = text.rpartition(".")
+    parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+    return {
+        f"{stem}.{expert}.{part}.weight": _Source(name, expert, index, len(parts))
+        for expert in range(shape[0])
+        for index, part in enumerate(parts)
+    }

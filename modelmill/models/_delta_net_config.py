@@ -1,0 +1,104 @@
+"""What Qwen3-Next and Qwen3.5 have in common: their recurrence, layer types, and tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.models import _hybrid_config, _llama_common
+from modelmill.models._hf_config import boolean, positive_int
+from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
+
+MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 64
+WHOLE_NORMS = frozenset(("attn.gated_norm",))
+MTP_TENSORS = r"mtp\..*"  # heads for speculative decoding, which is not done here
+NAMES = {
+    **CHECKPOINT_NAMES,
+    "attn.gate_proj": ("self_attn.q_proj",),
+    "attn.in_proj": ("linear_attn.in_proj_qkvz",),
+    "attn.rates": ("linear_attn.in_proj_ba",),
+    "attn.conv": ("linear_attn.conv1d",),
+    "attn.delta_rule": ("linear_attn",),
+    "attn.gated_norm": ("linear_attn.norm",),
+    "attn.out_proj": ("linear_attn.out_proj",),
+}
+# where q, k, v and z, and b and a, are matrices of their own
+UNGROUPED_NAMES = {
+    **NAMES,
+    "attn.in_proj": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
+
+
+def text_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config without how positions in images are divided: those of text are alike in all."""
+    parameters = raw.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return raw
+    text = {key: value for key, value in parameters.items() if key not in IMAGE_ROPE_KEYS}
+    return overlay_config(raw, {}, {"rope_parameters": text})
+
+
+def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
+    """The sizes of a hybrid of Gated DeltaNet and gated attention, without experts.
+
+    Args:
+        raw: The config.
+        kv_heads: ``num_key_value_heads`` where config.json is silent.
+    """
+    bias = boolean(raw, "attention_bias", False)
+    raw = overlay_config(raw, {"num_key_value_heads": kv_heads, "head_dim": 256})
+    config = _llama_common.config_from_hf(
+        raw, positions=32768, partial=0.25, qkv_bias=bias, out_bias=bias, qk_norm=True,
+        output_gate=True,
+    )  # fmt: skip
+    return replace(
+        config,
+        recurrence=gated_delta_net(raw, config.hidden, config.eps),
+        recurrent_layers=recurrent_layers(raw, config.layers),
+    )
+
+
+def gated_delta_net(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDeltaNetSpec:
+    """The recurrence, from the keys that begin with ``linear_``.
+
+    Raises:
+        CheckpointError: for heads that cannot share keys.
+    """
+    key_heads = positive_int(raw, "linear_num_key_heads", default=16)
+    heads = positive_int(raw, "linear_num_value_heads", default=32)
+    if heads % key_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads={heads} is not a multiple of "
+            f"linear_num_key_heads={key_heads}; correct one of them"
+        )
+    key_dim, value_dim = (
+        positive_int(raw, f"linear_{name}_head_dim", default=128, max_value=MAX_HEAD_DIM)
+        for name in ("key", "value")
+    )
+    width = positive_int(raw, "linear_conv_kernel_dim", default=4, max_value=MAX_CONV_WIDTH)
+    if width < 2:
+        raise CheckpointError(
+            f"config.json: linear_conv_kernel_dim must be at least 2, not {width}; a convolution "
+            "over one token keeps no state"
+        )
+    return GatedDeltaNetSpec(hidden, key_heads, heads, key_dim, value_dim, width, eps)
+
+
+def recurrent_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers with a recurrence, from ``layer_types`` or every but the n-th.
+
+    Raises:
+        CheckpointError: for other layer types, and for a list of another length.
+    """
+    types = raw.get("layer_types")
+    every = positive_int(raw, "full_attention_interval", default=4)
+    if types is None:
+        return frozenset(layer for layer in range(layers) if (layer + 1) % every)
+    return _hybrid_config.recurrent_layers(types, layers)

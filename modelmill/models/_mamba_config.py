@@ -1,0 +1,91 @@
+"""Reads the fields of a config.json that describe a Mamba2, and has its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.models._hf_config import positive_int
+
+MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
+
+
+def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
+    """The checkpoint's names of the modules, of a mixer with this name."""
+    return {
+        "attn.in_proj": (f"{stem}.in_proj",),
+        "attn.rates": (f"{stem}.in_proj",),
+        "attn.conv": (f"{stem}.conv1d",),
+        "attn.ssm": (stem,),
+        "attn.gated_norm": (f"{stem}.norm",),
+        "attn.out_proj": (f"{stem}.out_proj",),
+    }
+
+
+MAMBA_NAMES = mamba_names("mixer")
+
+
+def conv_width(raw: Mapping[str, Any], key: str) -> int:
+    """Tokens that the convolution reads.
+
+    Raises:
+        CheckpointError: for one, which keeps no state.
+    """
+    width = positive_int(raw, key, default=4, max_value=MAX_CONV_WIDTH)
+    if width < 2:
+        raise CheckpointError(
+            f"config.json: {key} must be at least 2, not {width}; a convolution over one token "
+            "keeps no state"
+        )
+    return width
+
+
+def state_heads(
+    raw: Mapping[str, Any], inner: int, keys: tuple[str, str, str], *, groups: int
+) -> tuple[int, int, int]:
+    """The heads, the channels of each, and the groups that share B and C.
+
+    Args:
+        raw: The config.
+        inner: Channels of all heads.
+        keys: The names of the three; the second may be "auto".
+        groups: How many groups there are where config.json is silent.
+
+    Raises:
+        CheckpointError: for heads that are not ``inner`` channels, or cannot share B and C.
+    """
+    heads = positive_int(raw, keys[0], default=128)
+    automatic = raw.get(keys[1]) in (None, "auto")
+    dim = inner // heads if automatic else positive_int(raw, keys[1], max_value=MAX_HEAD_DIM)
+    if heads * dim != inner:
+        raise CheckpointError(
+            f"config.json: {keys[0]}={heads} of {keys[1]}={dim} are {heads * dim} channels, where "
+            f"the expanded hidden_size has {inner}; correct one"
+        )
+    count = positive_int(raw, keys[2], default=groups)
+    if heads % count:
+        raise CheckpointError(
+            f"config.json: {keys[0]}={heads} is not a multiple of {keys[2]}={count}"
+        )
+    return heads, dim, count
+
+
+def time_step_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
+    """Least and largest step Δ.
+
+    Raises:
+        CheckpointError: for what is no pair of numbers in order.
+    """
+    limit = raw.get("time_step_limit")
+    limit = (0.0, float("inf")) if limit is None else limit
+    numbers = isinstance(limit, list | tuple) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in limit
+    )
+    if not numbers or len(limit) != 2 or not 0 <= limit[0] < limit[1]:
+        raise CheckpointError(
+            "config.json: time_step_limit must be two numbers from 0 up, the smaller one first, "
+            f"not {quote(limit, 60)}"
+        )
+    return float(limit[0]), float(limit[1])

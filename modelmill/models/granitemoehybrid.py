@@ -1,0 +1,76 @@
+"""Granite 4 (``GraniteMoeHybridForCausalLM``): Mamba2 beside a few attention layers, or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import granite
+from modelmill.models._hf_config import boolean, positive_int, require_value
+from modelmill.models._hybrid_config import recurrent_layers
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
+from modelmill.models._moe_config import SHARED, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mamba2 import Mamba2Spec
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+SHARED_MLP = {"gate_up_proj": ("shared_mlp.input_linear",),
+              "down_proj": ("shared_mlp.output_linear",)}  # fmt: skip
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        **mamba_names("mamba"),
+        **{f"{stem}.{name}": each for stem in ("mlp", SHARED) for name, each in SHARED_MLP.items()},
+        "mlp.router": ("block_sparse_moe.router.layer",),
+        "mlp.experts.*.gate_up_proj": ("block_sparse_moe.input_linear",),
+        "mlp.experts.*.down_proj": ("block_sparse_moe.output_linear",),
+    },
+    experts_stacked=True,
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "init_method", "num_experts_per_tok")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in GraniteMoeHybridConfig."""
+    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    require_value(raw, "position_embedding_type", ("rope", "nope", None), None)
+    require_value(raw, "normalization_function", ("rmsnorm",), "rmsnorm")
+    config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
+    if raw.get("position_embedding_type") != "rope":
+        config = replace(config, rope=None)
+    shared = positive_int(raw, "shared_intermediate_size", default=1024)
+    if raw.get("num_local_experts") == 0:
+        config = replace(config, inner=shared)
+    else:
+        router = router_config(raw, experts=8, top_k=2, renormalize=True)
+        expert, common = MLPSpec(config.hidden, config.inner), MLPSpec(config.hidden, shared)
+        config = replace(config, moe=MoESpec(router, expert, common))
+    types = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * config.layers
+    recurrent = recurrent_layers(types, config.layers)
+    return replace(config, recurrence=_mamba(raw, config), recurrent_layers=recurrent)
+
+
+def _mamba(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+    """The recurrence, from the keys that begin with ``mamba_``."""
+    inner = config.hidden * positive_int(raw, "mamba_expand", default=2)
+    heads, dim, groups = state_heads(
+        raw, inner, ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"), groups=1
+    )
+    return Mamba2Spec(
+        config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
+        groups, conv_width(raw, "mamba_d_conv"), config.eps,
+        boolean(raw, "mamba_proj_bias", False), boolean(raw, "mamba_conv_bias", True),
+        time_step_limit(raw),
+    )  # fmt: skip
+
+
+class Model(Decoder):
+    """The decoder of recurrences and attention, with scaled branches."""

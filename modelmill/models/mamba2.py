@@ -1,0 +1,63 @@
+"""Mamba2 (``Mamba2ForCausalLM``, Codestral Mamba): a state space model without attention or MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models._hf_config import (
+    boolean,
+    non_negative_float,
+    num_layers,
+    positive_int,
+    require_value,
+)
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._mamba_config import MAMBA_NAMES, conv_width, state_heads, time_step_limit
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mamba2 import Mamba2Spec
+from modelmill.nn.mixer_layer import MixerLayer
+
+CHECKPOINT_PREFIXES = ("backbone.",)
+MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
+LAYOUT = CheckpointLayout(
+    {"attn_norm": ("norm",), **MAMBA_NAMES},
+    layers="backbone.layers",
+    embed="backbone.embeddings",
+    norm="backbone.norm_f",
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+# of training and of other implementations' arithmetic; the residual stream has the build's dtype
+UNUSED_CONFIG_KEYS = (
+    "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size",
+    "rescale_prenorm_residual", "residual_in_fp32",
+)  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Mamba2Config."""
+    require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    require_value(raw, "norm_before_gate", (False,), False)
+    require_value(raw, "rms_norm", (True,), True)
+    hidden, expand = positive_int(raw, "hidden_size"), positive_int(raw, "expand", default=2)
+    raw = overlay_config(raw, {"head_dim": 64})
+    heads, dim, groups = state_heads(
+        raw, expand * hidden, ("num_heads", "head_dim", "n_groups"), groups=8
+    )
+    eps = non_negative_float(raw, "layer_norm_epsilon", default=1e-5)
+    state = Mamba2Spec(
+        hidden, heads, dim, positive_int(raw, "state_size", default=128, max_value=1024), groups,
+        conv_width(raw, "conv_kernel"), eps, boolean(raw, "use_bias", False),
+        boolean(raw, "use_conv_bias", True), time_step_limit(raw),
+    )  # fmt: skip
+    layers = num_layers(raw, "num_hidden_layers")
+    return DecoderConfig(
+        hidden, expand * hidden, layers, heads, heads, dim, positive_int(raw, "vocab_size"), eps,
+        MAX_LEN, rope=None, tied=boolean(raw, "tie_word_embeddings", False), layer=MixerLayer,
+        recurrence=state, recurrent_layers=frozenset(range(layers)),
+    )  # fmt: skip
+
+
+class Model(Decoder):
+    """The decoder of state space layers."""

@@ -1,0 +1,45 @@
+"""Qwen3.5 with experts, text (``Qwen3_5MoeForCausalLM``): Qwen3-Next with other tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _delta_net_config
+from modelmill.models._delta_net_config import MTP_TENSORS, UNGROUPED_NAMES, WHOLE_NORMS
+from modelmill.models._hf_config import positive_int
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_NAMES, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_NAMES},
+    norms_less_one=True,
+    whole_norms=WHOLE_NORMS,
+    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen3_5MoeTextConfig."""
+    inner, shared = (
+        positive_int(raw, key, default=512)
+        for key in ("moe_intermediate_size", "shared_expert_intermediate_size")
+    )
+    raw = overlay_config(_delta_net_config.text_rope(raw), {}, {"intermediate_size": inner})
+    config = _delta_net_config.config_from_hf(raw, kv_heads=2)
+    router = router_config(raw, experts=256, top_k=8, renormalize=True)
+    expert, common = MLPSpec(config.hidden, inner), MLPSpec(config.hidden, shared)
+    return replace(config, moe=MoESpec(router, expert, common, shared_gate=True))
+
+
+class Model(Decoder):
+    """The decoder of recurrences, gated attention and experts."""

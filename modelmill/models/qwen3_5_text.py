@@ -1,0 +1,31 @@
+"""Qwen3.5, text (``Qwen3_5ForCausalLM``): Qwen3-Next with an MLP in the place of the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.models import _delta_net_config
+from modelmill.models._delta_net_config import MTP_TENSORS, UNGROUPED_NAMES, WHOLE_NORMS
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    UNGROUPED_NAMES,
+    norms_less_one=True,
+    whole_norms=WHOLE_NORMS,
+    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen3_5TextConfig."""
+    return _delta_net_config.config_from_hf(_delta_net_config.text_rope(raw), kv_heads=4)
+
+
+class Model(Decoder):
+    """The decoder of recurrences and gated attention."""

@@ -1,0 +1,46 @@
+"""Qwen3-Next: Gated DeltaNet, gated attention in every fourth layer, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.models import _delta_net_config
+from modelmill.models._delta_net_config import MTP_TENSORS, NAMES, WHOLE_NORMS
+from modelmill.models._hf_config import boolean, positive_int
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_NAMES, dense_layers, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {**NAMES, **EXPERT_NAMES, **SHARED_NAMES},
+    norms_less_one=True,
+    whole_norms=WHOLE_NORMS,
+    grouped_state=True,
+    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Qwen3NextConfig."""
+    config = _delta_net_config.config_from_hf(raw, kv_heads=2)
+    router = router_config(
+        raw, experts=512, top_k=10, renormalize=boolean(raw, "norm_topk_prob", True)
+    )
+    expert, shared = (
+        MLPSpec(config.hidden, positive_int(raw, key, default=512))
+        for key in ("moe_intermediate_size", "shared_expert_intermediate_size")
+    )
+    moe = MoESpec(router, expert, shared, shared_gate=True)
+    return replace(config, moe=moe, dense_layers=dense_layers(raw, config.layers))
+
+
+class Model(Decoder):
+    """The decoder of recurrences, gated attention and experts."""

@@ -1,0 +1,237 @@
+"""Gated DeltaNet: linear attention with a decayed, corrected state (arXiv:2412.06464).
+
+in_proj → short convolution of q, k and v → gated delta rule → norm of each head, gated by z →
+out_proj. The rates of decay and correction come from a small matrix of their own, which is never
+quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, own_rows
+from modelmill.nn.layer_spec import (
+    LinearSpec,
+    ModuleSpec,
+    Part,
+    RecurrenceSpec,
+    SiteSpec,
+    StateHeadPartition,
+)
+from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import StateSpec
+from modelmill.nn.step import Step
+from modelmill.ops.causal_conv import exact_silu
+from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.parallel.shard import Range
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    """Sizes of one layer's Gated DeltaNet; takes the place of an ``AttentionSpec``.
+
+    Attributes:
+        key_heads: Heads of q and k; each serves heads / key_heads consecutive heads.
+        heads: Heads of values, each with a state [key_dim, value_dim].
+        conv_width: Tokens that the convolution reads.
+    """
+
+    hidden: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    eps: float
+
+    @property
+    def key_width(self) -> int:
+        """Channels of all heads of keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all heads of values."""
+        return self.heads * self.value_dim
+
+    @property
+    def conv(self) -> CausalConvConfig:
+        """The convolution of q, k and v."""
+        return CausalConvConfig(2 * self.key_width + self.value_width, self.conv_width)
+
+    @property
+    def state(self) -> StateSpec:
+        """The state of all heads, in float32 whatever the activations are."""
+        return StateSpec("delta_rule", (self.heads, self.key_dim, self.value_dim), torch.float32)
+
+    @property
+    def partition(self) -> StateHeadPartition:
+        """How ranks divide the heads."""
+        return StateHeadPartition("attn", self.heads, self.key_heads, self.value_dim, self.key_dim)
+
+    @property
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of the two projections; no rows produce the second linearly."""
+        return SiteSpec("qkv"), SiteSpec("o")
+
+    def make(self, state_index: int) -> GatedDeltaNet:
+        """The module; ``state_index``: the place of its first state among those of the model."""
+        return GatedDeltaNet(self, state_index)
+
+    def row_steps(self, *, by_key_head: bool) -> dict[str, str]:
+        """Rename steps that make the modules' rows from a checkpoint's, by module.
+
+        by_key_head: Whether the checkpoint has q, k, v, z and b, a by head of keys.
+        """
+        steps = {"attn.conv": "depthwise"}
+        if by_key_head:
+            group = self.heads // self.key_heads
+            values = group * self.value_dim
+            parts = self.key_dim, self.key_dim, values, values
+            steps["attn.in_proj"] = f"by_part:{self.key_heads}/" + "/".join(map(str, parts))
+            steps["attn.rates"] = f"by_part:{self.key_heads}/{group}/{group}"
+        return steps
+
+    def module_specs(self) -> tuple[ModuleSpec, ...]:
+        """The modules as a layer's ``attn``; "attn_input" → "attn_out"."""
+        key, value = "key_heads", "state_heads"
+        return (
+            LinearSpec(
+                path="attn.in_proj", reads=("attn_input",), writes=("qkvz",), site="qkv",
+                parts=(Part("q", self.key_width, key), Part("k", self.key_width, key),
+                       Part("v", self.value_width, value), Part("z", self.value_width, value)),
+            ),
+            ModuleSpec(
+                path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
+                arithmetic="linear", tensors=("weight",),
+            ),
+            self.conv.spec("attn.conv", "qkvz", "mixed"),
+            RecurrenceSpec(
+                path="attn.delta_rule", reads=("mixed", "ba"), writes=("delta",),
+                reference=("delta",), arithmetic="attention", tensors=("A_log", "dt_bias"),
+                state=self.state, state_reference="delta_state", op="gated_delta_rule",
+            ),
+            ModuleSpec(
+                path="attn.gated_norm", reads=("delta", "qkvz"), writes=("gated",),
+                reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="rms_norm",
+            ),
+            LinearSpec(
+                path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
+                parts=(Part("o_proj", self.hidden),), split_columns=value,
+            ),
+        )  # fmt: skip
+
+
+class GatedDeltaNet(nn.Module):
+    """The mixer of one layer."""
+
+    def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv_heads = spec.key_heads
+        self.in_proj = Linear(spec.hidden, 2 * spec.key_width + 2 * spec.value_width)
+        self.rates = DeltaRates(spec)
+        self.conv = CausalConv(spec.conv, state_index)
+        self.delta_rule = DeltaRule(spec, state_index + 1)
+        self.gated_norm = GatedHeadNorm(spec.value_dim, spec.eps)
+        self.out_proj = Linear(spec.value_width, spec.hidden)
+
+    def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H] → [T, H]."""
+        qkvz = self.in_proj(x, step)
+        delta = self.delta_rule(self.conv(qkvz, step), self.rates(x, step), step)
+        return self.out_proj(self.gated_norm(delta, qkvz, step), step)
+
+    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+        """Keep a rank's heads of values and of keys."""
+        spec = self.spec
+        self.kv_heads = kv_heads[1] - kv_heads[0]
+        self.rates.take_heads(heads)
+        self.delta_rule.take_heads(heads)
+        keys = kv_heads[0] * spec.key_dim, kv_heads[1] * spec.key_dim
+        second = spec.key_width
+        values = 2 * second + heads[0] * spec.value_dim, 2 * second + heads[1] * spec.value_dim
+        self.conv.take_channels(keys, (second + keys[0], second + keys[1]), values)
+
+
+class DeltaRates(nn.Module):
+    """x Wᵀ in float32: [T, H] → b | a, [T, 2·heads]. The matrix is small and never quantized."""
+
+    weight: torch.Tensor
+
+    def __init__(self, spec: GatedDeltaNetSpec) -> None:
+        super().__init__()
+        self.heads: Range = (0, spec.heads)
+        self.register_buffer("weight", torch.empty(2 * spec.heads, spec.hidden, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The rates of this rank's heads before their activations."""
+        half, (first, end) = len(self.weight) // 2, self.heads
+        weight = own_rows(self.weight, ((first, end), (half + first, half + end)))
+        return x.float() @ weight.float().T
+
+
+class DeltaRule(nn.Module):
+    """The recurrence over q, k, v behind the convolution and the rates."""
+
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.state_index = state_index
+        self.heads: Range = (0, spec.heads)
+        self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
+        self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    @property
+    def state_spec(self) -> StateSpec:
+        """The state of this rank's heads."""
+        whole = self.spec.state
+        count = self.heads[1] - self.heads[0]
+        return StateSpec(whole.name, (count, *whole.shape[1:]), whole.dtype)
+
+    def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
+        assert step.state is not None, "a step of a model with recurrent state"
+        heads = (self.heads,)
+        return step.ops.gated_delta_rule(
+            GatedDeltaInputs(
+                mixed,
+                rates,
+                own_rows(self.A_log, heads),
+                own_rows(self.dt_bias, heads),
+                step.state.cache.states[self.state_index],
+                step.state.rows,
+            )
+        )
+
+
+class GatedHeadNorm(nn.Module):
+    """RMSNorm of each head, times silu(z); z is behind the channels that are convolved."""
+
+    weight: torch.Tensor
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("weight", torch.empty(dim, device="meta"))
+
+    def forward(self, x: torch.Tensor, qkvz: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
+        heads = x.view(-1, len(self.weight))
+        normed = step.ops.rms_norm(heads.contiguous(), self.weight.float(), self.eps).view_as(x)
+        gate = exact_silu(qkvz[:, qkvz.shape[1] - x.shape[1] :].float())
+        return (normed * gate).to(qkvz.dtype)

@@ -1,0 +1,261 @@
+"""Mamba2: a state space model with one decay per head and token (arXiv:2405.21060).
+
+in_proj → short convolution of x, B and C → recurrence → gate z, then a norm of groups of channels
+→ out_proj. The steps Δ come from rows of their own, which are never quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, own_rows
+from modelmill.nn.layer_spec import (
+    LinearSpec,
+    ModuleSpec,
+    Part,
+    RecurrenceSpec,
+    SiteSpec,
+    StateHeadPartition,
+    linear_tensors,
+)
+from modelmill.nn.linear import Linear
+from modelmill.nn.recurrent_state import StateSpec
+from modelmill.nn.step import Step
+from modelmill.ops.causal_conv import exact_silu
+from modelmill.ops.ssd_scan import SSDScanInputs
+from modelmill.parallel.shard import Range
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """Sizes of one layer's Mamba2; takes the place of an ``AttentionSpec``.
+
+    Attributes:
+        heads: Heads, each with a state [head_dim, state_size].
+        groups: Heads / groups consecutive heads share B and C; the norm is over a group's channels.
+        bias, conv_bias: Of the projections, and of the convolution.
+        dt_limit: Least and largest Δ.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    conv_width: int
+    eps: float
+    bias: bool = False
+    conv_bias: bool = True
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def width(self) -> int:
+        """Channels of x, and of z."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Channels of B, and of C."""
+        return self.groups * self.state_size
+
+    @property
+    def conv(self) -> CausalConvConfig:
+        """The convolution of x, B and C."""
+        return CausalConvConfig(self.width + 2 * self.shared_width, self.conv_width, self.conv_bias)
+
+    @property
+    def state(self) -> StateSpec:
+        """The state of all heads, in float32 whatever the activations are."""
+        return StateSpec("ssm", (self.heads, self.head_dim, self.state_size), torch.float32)
+
+    @property
+    def partition(self) -> StateHeadPartition:
+        """How ranks divide the heads."""
+        return StateHeadPartition("attn", self.heads, self.groups, self.head_dim, self.state_size)
+
+    @property
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of the two projections; no rows produce the second linearly."""
+        return SiteSpec("qkv"), SiteSpec("o")
+
+    def make(self, state_index: int) -> Mamba2:
+        """The module; ``state_index``: the place of its first state among those of the model."""
+        return Mamba2(self, state_index)
+
+    def row_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
+        """Rename steps that make the modules' rows from a checkpoint's z | x | B | C | dt."""
+        assert not by_key_head, "rows are stored part by part"
+        conv = self.width + self.conv.channels
+        total = conv + self.heads
+        return {
+            "attn.conv": "depthwise",
+            "attn.in_proj": f"rows:{self.width}-{conv}/0-{self.width}/{total}",
+            "attn.rates": f"rows:{conv}-{total}/{total}",
+        }
+
+    def module_specs(self) -> tuple[ModuleSpec, ...]:
+        """The modules as a layer's ``attn``; "attn_input" → "attn_out"."""
+        inner, shared, tensors = "state_heads", "key_heads", linear_tensors(self.bias)
+        return (
+            LinearSpec(
+                path="attn.in_proj", reads=("attn_input",), writes=("xbcz",), site="qkv",
+                parts=(Part("x", self.width, inner), Part("B", self.shared_width, shared),
+                       Part("C", self.shared_width, shared), Part("z", self.width, inner)),
+                tensors=tensors,
+            ),
+            ModuleSpec(
+                path="attn.rates", reads=("attn_input",), writes=("dt",), reference=("dt",),
+                arithmetic="linear", tensors=tensors,
+            ),
+            self.conv.spec("attn.conv", "xbcz", "mixed"),
+            RecurrenceSpec(
+                path="attn.ssm", reads=("mixed", "dt"), writes=("scanned",),
+                reference=("ssm",), arithmetic="attention", tensors=("A_log", "dt_bias", "D"),
+                state=self.state, state_reference="ssm_state", op="ssd_scan",
+            ),
+            ModuleSpec(
+                path="attn.gated_norm", reads=("scanned", "xbcz"), writes=("gated",),
+                reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="rms_norm",
+            ),
+            LinearSpec(
+                path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
+                parts=(Part("o_proj", self.hidden),), split_columns=inner, tensors=tensors,
+            ),
+        )  # fmt: skip
+
+
+class Mamba2(nn.Module):
+    """The mixer of one layer."""
+
+    def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv_heads = spec.groups
+        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width, spec.bias)
+        self.rates = StepSizes(spec)
+        self.conv = CausalConv(spec.conv, state_index)
+        self.ssm = StateSpaceScan(spec, state_index + 1)
+        self.gated_norm = GatedGroupNorm(spec)
+        self.out_proj = Linear(spec.width, spec.hidden, spec.bias)
+
+    def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H] → [T, H]."""
+        xbcz = self.in_proj(x, step)
+        scanned = self.ssm(self.conv(xbcz, step), self.rates(x, step), step)
+        return self.out_proj(self.gated_norm(scanned, xbcz, step), step)
+
+    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+        """Keep a rank's heads, and the groups that they read."""
+        spec = self.spec
+        self.kv_heads = kv_heads[1] - kv_heads[0]
+        self.rates.take_heads(heads)
+        self.ssm.take_heads(heads)
+        self.gated_norm.take_heads(heads)
+        inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
+        first, end = (spec.width + group * spec.state_size for group in kv_heads)
+        second = spec.shared_width
+        self.conv.take_channels(inner, (first, end), (second + first, second + end))
+
+
+class StepSizes(nn.Module):
+    """x Wᵀ + b in float32: [T, H] → dt [T, heads]. The matrix is small and never quantized."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, spec: Mamba2Spec) -> None:
+        super().__init__()
+        self.heads: Range = (0, spec.heads)
+        self.register_buffer("weight", torch.empty(spec.heads, spec.hidden, device="meta"))
+        self.register_buffer("bias", torch.empty(spec.heads, device="meta") if spec.bias else None)
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The steps of this rank's heads before their activation."""
+        dt = x.float() @ own_rows(self.weight, (self.heads,)).float().T
+        return dt if self.bias is None else dt + own_rows(self.bias, (self.heads,)).float()
+
+
+class StateSpaceScan(nn.Module):
+    """The recurrence over x, B, C behind the convolution and the steps."""
+
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    D: torch.Tensor
+
+    def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.state_index = state_index
+        self.heads: Range = (0, spec.heads)
+        for name in ("A_log", "dt_bias", "D"):
+            self.register_buffer(name, torch.empty(spec.heads, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    @property
+    def state_spec(self) -> StateSpec:
+        """The state of this rank's heads."""
+        whole = self.spec.state
+        count = self.heads[1] - self.heads[0]
+        return StateSpec(whole.name, (count, *whole.shape[1:]), whole.dtype)
+
+    def forward(self, mixed: torch.Tensor, dt: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, x | B | C], [T, heads] → [T, heads·head_dim] float32."""
+        assert step.state is not None, "a step of a model with recurrent state"
+        heads = (self.heads,)
+        return step.ops.ssd_scan(
+            SSDScanInputs(
+                mixed,
+                dt,
+                own_rows(self.A_log, heads),
+                own_rows(self.dt_bias, heads),
+                own_rows(self.D, heads),
+                self.spec.dt_limit,
+                step.state.cache.states[self.state_index],
+                step.state.rows,
+            )
+        )
+
+
+class GatedGroupNorm(nn.Module):
+    """x · silu(z), then RMSNorm of each group's channels; ranks add up their squares.
+
+    The weight has the values of all channels, also on a rank that computes some of them.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, spec: Mamba2Spec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.heads: Range = (0, spec.heads)
+        self.register_buffer("weight", torch.empty(spec.width, device="meta"))
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
+        spec, (first, end) = self.spec, self.heads
+        gated = x * exact_silu(xbcz[:, xbcz.shape[1] - x.shape[1] :].float())
+        weight = own_rows(self.weight, ((first * spec.head_dim, end * spec.head_dim),)).float()
+        if step.tp_group.size == 1:
+            grouped = gated.unflatten(1, (spec.groups, -1))
+            scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)
+            return ((grouped * scale).flatten(1) * weight).to(xbcz.dtype)
+        heads = gated.unflatten(1, (end - first, -1))
+        group = torch.arange(first, end, device=x.device) // (spec.heads // spec.groups)
+        sums = heads.new_zeros(len(x), spec.groups).index_add_(1, group, heads.square().sum(-1))
+        sums = step.tp_group.all_reduce(sums, decode=step.max_query == 1)
+        scale = torch.rsqrt(sums / (spec.width // spec.groups) + spec.eps)[:, group]
+        return ((heads * scale[..., None]).flatten(1) * weight).to(xbcz.dtype)

@@ -1,0 +1,110 @@
+"""Short causal convolution of each channel, with SiLU behind it (Mamba, arXiv:2312.00752).
+
+Its state is the last inputs of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.state_rows import StateRows, fresh_states, keep_snapshots, random_state_rows
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+class CausalConvInputs(NamedTuple):
+    """The operands.
+
+    Attributes:
+        x: [T, C'], of which the first C channels are convolved.
+        state: [slots, W − 1, C], the last inputs of each sequence, oldest first; written in place.
+        weight: [C, W], the weight of the token itself last.
+        bias: [C] or None.
+        rows: the sequences of the step.
+    """
+
+    x: torch.Tensor
+    state: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    rows: StateRows
+
+
+DECLARATION = OpDeclaration(inputs=CausalConvInputs)
+
+
+def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
+    """Compute silu(Σ_j weight[:, j] · x[t − W + 1 + j] + bias) of each sequence.
+
+    Returns [T, C] in x's dtype. Terms are added in one order, from the oldest token on, so that a
+    token's result does not depend on how many tokens a step has.
+    """
+    x, state, weight, bias, rows = inputs
+    channels, width = weight.shape
+    x = x[:, :channels]
+    if rows.is_decode:
+        window = torch.cat((fresh_states(state, rows), x[:, None]), 1)
+        keep_snapshots(state, window[:, :-1], rows.positions, rows)
+        state[rows.slots] = window[:, 1:]
+        keep_snapshots(state, window[:, 1:], rows.positions + 1, rows)
+        return _activate(_weighted([window[:, j] for j in range(width)], weight, bias), x.dtype)
+    out = x.new_zeros(x.shape)
+    for seq in rows.sequences():
+        count = seq.stop - seq.start
+        window = torch.cat((seq.initial(state), x[seq.start : seq.stop]))
+        shifted = [window[j : j + count] for j in range(width)]
+        out[seq.start : seq.stop] = _activate(_weighted(shifted, weight, bias), x.dtype)
+        state[seq.slot] = window[count:]
+        kept = seq.snapshot_end - seq.first
+        if 0 <= kept <= count:
+            state[seq.snapshot_slot] = window[kept : kept + width - 1]
+    return out
+
+
+def _weighted(
+    terms: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The weighted sum of [n, C], float32."""
+    factors = weight.float().unbind(1)
+    total = terms[0].float() * factors[0]
+    for term, factor in zip(terms[1:], factors[1:], strict=True):
+        total = total + term.float() * factor
+    return total if bias is None else total + bias.float()
+
+
+def _activate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return exact_silu(x).to(dtype)
+
+
+def exact_silu(x: torch.Tensor) -> torch.Tensor:
+    """SiLU of float32, each element by itself.
+
+    On a CPU torch's exponential of an element depends on its place in the tensor by a unit in the
+    last place; in float64 that is rounded away.
+    """
+    return F.silu(x.double()).float() if x.device.type == "cpu" else F.silu(x)
+
+
+def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of float32, each element by itself, as ``exact_silu``."""
+    return x.double().sigmoid().float() if x.device.type == "cpu" else x.sigmoid()
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Prompts of several lengths beside decodes, and decodes alone; widths 2 to 4."""
+    for number, (lengths, channels, width) in enumerate(
+        (((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2))
+    ):
+        rows, slots = random_state_rows(lengths, number, device)
+        x = randn(sum(lengths), channels + 8, device=device, dtype=dtype, seed=number)
+        state = randn(slots, width - 1, channels, device=device, dtype=dtype, seed=number + 5)
+        weight = randn(channels, width, device=device, dtype=dtype, seed=number + 9)
+        bias = randn(channels, device=device, dtype=dtype, seed=number + 3) if number else None
+        args = {"x": x, "state": state, "weight": weight, "bias": bias, "rows": rows}
+        yield Case(f"{lengths}x{channels}x{width}", args, 2 * nbytes(x), writes=("state",))

@@ -1,0 +1,163 @@
+"""The gated delta rule (Gated DeltaNet, arXiv:2412.06464), token by token and in chunks.
+
+Each head keeps a matrix S [dk, dv] that maps keys to values. A token decays it and corrects what it
+answers to the token's key by the rate β:
+
+    S ← α S,    S ← S + k (β (v − Sᵀ k))ᵀ,    o = Sᵀ q / √dk
+
+with q and k of length 1, α = exp(−exp(A_log) · softplus(a + dt_bias)) and β = sigmoid(b).
+
+A chunk of C tokens at once is the same by the WY representation (arXiv:2406.06484, section 3.2;
+with decay arXiv:2412.06464, section 3.3): with G the running sum of log α and Γ_ij = exp(G_i − G_j)
+for i ≥ j, T = (I + strictly lower part of (β k kᵀ ⊙ Γ))⁻¹ gives the corrected values
+U − W S = T β v − T β e^G k S, from which outputs and the next state are products of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.recurrence import advance_states, by_chunk
+from modelmill.ops.state_rows import StateRows, random_state_rows
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+L2_EPS = 1e-6  # of the lengths of q and k
+
+
+class GatedDeltaInputs(NamedTuple):
+    """The operands; H value heads, of which H / Hk consecutive ones share a key head.
+
+    Attributes:
+        qkv: [T, 2·Hk·dk + H·dv], q | k | v behind the convolution.
+        gates: [T, 2·H] float32, b | a.
+        a_log: [H].
+        dt_bias: [H].
+        state: [slots, H, dk, dv] float32, written in place.
+        rows: the sequences of the step.
+    """
+
+    qkv: torch.Tensor
+    gates: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    state: torch.Tensor
+    rows: StateRows
+
+
+class DeltaTokens(NamedTuple):
+    """Tokens in float32: q, k [n, H, dk], v [n, H, dv], log α and β [n, H] float64."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+
+
+DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
+
+
+def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
+    """Advance the states by the step's tokens; returns o [T, H·dv] float32.
+
+    Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
+    """
+    tokens = _prepare(inputs)
+    out = torch.zeros_like(tokens.v)
+    out = advance_states(
+        inputs.state, inputs.rows, tokens, out, step=recurrent_step, chunks=chunked
+    )
+    return out.flatten(1)
+
+
+def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
+    """Heads, lengths and gates of all tokens."""
+    heads, dk, dv = inputs.state.shape[1:]
+    x = inputs.qkv.float()
+    key_width = (x.shape[1] - heads * dv) // 2
+    q, k, v = x.split([key_width, key_width, heads * dv], 1)
+    group = heads * dk // key_width
+    q, k = (_unit(each.unflatten(1, (-1, dk))).repeat_interleave(group, 1) for each in (q, k))
+    b, a = inputs.gates.double().chunk(2, 1)
+    rate = inputs.a_log.double().exp()
+    log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
+    return DeltaTokens(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid())
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors of length 1 in the last axis."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def recurrent_step(s: torch.Tensor, tokens: DeltaTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each of B sequences.
+
+    Args:
+        s: [B, H, dk, dv], the states before.
+        tokens: B of them.
+
+    Returns:
+        Outputs [B, H, dv] and the states behind the tokens.
+    """
+    q, k, v, log_decay, beta = tokens
+    s = s * log_decay.exp().float()[..., None, None]
+    answer = (s * k[..., None]).sum(-2)
+    correction = (v - answer) * beta.float()[..., None]
+    s = s + k[..., None] * correction[..., None, :]
+    return (s * q[..., None]).sum(-2), s
+
+
+def chunked(s: torch.Tensor, tokens: DeltaTokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whole chunks of one sequence: outputs [n, H, dv] and the last state.
+
+    The arithmetic of a chunk does not depend on the number of chunks.
+    """
+    q, k, v, log_decay, beta = by_chunk(tokens, chunk)
+    total = log_decay.cumsum(-1)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=s.device).tril()
+    between = total[..., :, None] - total[..., None, :]
+    decay = between.masked_fill(~lower, float("-inf")).exp().float()
+    rate = beta.float()[..., None]
+    system = (rate * k @ k.transpose(-1, -2) * decay).tril(-1)
+    since_start = total.exp().float()[..., None]
+    right = torch.cat((rate * v, rate * since_start * k), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores = q @ k.transpose(-1, -2) * decay
+    q = q * since_start
+    to_end = (total[..., -1:] - total).exp().float()[..., None]
+    k = (k * to_end).transpose(-1, -2)
+    chunk_decay = total[..., -1].exp().float()[..., None, None]
+    out = torch.empty_like(v)
+    for n in range(len(out)):
+        corrected = values[n] - keys[n] @ s
+        out[n] = q[n] @ s + scores[n] @ corrected
+        s = s * chunk_decay[n] + k[n] @ corrected
+    return out.transpose(1, 2).flatten(0, 1), s
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Prompts beside decodes and decodes alone; shared key heads; keys shorter than values."""
+    for number, (lengths, key_heads, heads, dk, dv) in enumerate(
+        (((5, 1, 35), 2, 4, 8, 8), ((1, 1, 1), 2, 2, 16, 8), ((17,), 1, 3, 8, 16))
+    ):
+        rows, slots = random_state_rows(lengths, number, device)
+        count = sum(lengths)
+        width = 2 * key_heads * dk + heads * dv
+        x = randn(count, width, device=device, dtype=dtype, seed=number)
+        args = {
+            "qkv": x,
+            "gates": randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1),
+            "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
+            "dt_bias": randn(heads, device=device, dtype=dtype, seed=number + 3),
+            "state": randn(slots, heads, dk, dv, device=device, dtype=torch.float32, seed=number),
+            "rows": rows,
+        }
+        moved = 2 * count * heads * dk * dv * 4 + nbytes(x)
+        yield Case(f"{lengths}x{key_heads}/{heads}x{dk}x{dv}", args, moved, writes=("state",))

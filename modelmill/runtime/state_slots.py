@@ -1,0 +1,156 @@
+"""Slots of recurrent state: one for each running sequence, and snapshots in the prefix cache.
+
+A running sequence's slot has the number of its row in the page tables. A *snapshot* is a copy of a
+state behind a full page, in a slot of its own; it is found by the key of that page, the same as in
+``kv_pages``. A sequence whose prefix is cached starts from a copy of the latest snapshot, bit for
+bit what the state was. Where the pages reach further than the snapshots, they are computed again,
+and a snapshot is kept where they end: a third request finds it.
+
+A state is as large as many pages, so each sequence keeps two snapshots: at the last full page in
+front of its prompt's last token, and at its latest full page, which replaces the one before.
+Snapshots without a use are evicted, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+from modelmill.runtime.sequence import Sequence, Snapshot
+
+
+class StateSlots:
+    """The slots behind those of running sequences, by page key.
+
+    Attributes:
+        padding: The slot of padding rows, and of snapshots that are not kept.
+        restored: Sequences that started from a snapshot.
+    """
+
+    def __init__(self, sequences: int, snapshots: int, page_size: int) -> None:
+        """Start with no snapshot in ``snapshots`` slots behind those of ``sequences``."""
+        self.padding = sequences + snapshots
+        self.count = snapshots
+        self.restored = 0
+        self._page_size = page_size
+        self._free = list(range(self.padding - 1, sequences - 1, -1))
+        self._slot_by_key: OrderedDict[bytes, int] = OrderedDict()
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_cached(self) -> int:
+        """Snapshots in the prefix cache."""
+        return len(self._slot_by_key)
+
+    @property
+    def num_free(self) -> int:
+        """Snapshot slots that are not in use."""
+        return len(self._free)
+
+    def longest_prefix(self, keys: Seq[bytes]) -> int:
+        """How many of the pages with these keys lie in front of the latest snapshot."""
+        for count in range(len(keys), 0, -1):
+            if keys[count - 1] in self._slot_by_key:
+                return count
+        return 0
+
+    def restore(self, key: bytes, row: int) -> None:
+        """Copy the snapshot with this key to a sequence's slot, before the next step."""
+        self._slot_by_key.move_to_end(key)
+        self._copies.append((self._slot_by_key[key], row))
+        self.restored += 1
+
+    def fork(self, source: int, target: int) -> None:
+        """Copy one sequence's state to another's slot, before the next step."""
+        self._copies.append((source, target))
+
+    def drop_copies_into(self, row: int) -> None:
+        """Forget copies into the slot of a sequence that stops."""
+        self._copies = [pair for pair in self._copies if pair[1] != row]
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies (from, to) to make before the next step, in order."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def end_of_part(self, seq: Sequence, count: int, most: int) -> int:
+        """How many of the ``count`` next tokens of a sequence a step takes.
+
+        Parts of a prompt end at full pages: then the states behind the pages do not depend on how
+        the prompt was divided.
+
+        Args:
+            seq: A sequence that is to compute ``count`` tokens.
+            count: Tokens, as many as the step's budget allows.
+            most: Tokens that the step can take, beyond the budget for its latency.
+        """
+        first, end, size = seq.computed, seq.computed + count, self._page_size
+        if first < seq.branch_end < end:
+            return seq.branch_end - first
+        if count == seq.remaining or end % size == 0:
+            return count
+        if end // size * size > first:
+            return end // size * size - first
+        whole = min((first // size + 1) * size - first, seq.remaining)
+        return whole if whole <= most else 0
+
+    def plan_snapshot(self, seq: Sequence, count: int) -> None:
+        """Choose where the next step, of ``count`` tokens of a sequence, keeps a snapshot."""
+        size = self._page_size
+        first, end = seq.computed, seq.computed + count
+        if seq.beam_search is not None:
+            return
+        # one token of a prompt is always computed, for its logits
+        last = end if end > seq.prompt_len else min(end, seq.prompt_len - 1)
+        at = last // size * size
+        if at < first or at <= seq.snapshot_end or at == 0:
+            return
+        if end < seq.prompt_len - 1 and at != seq.branch_end and not self._wants_middle(seq, end):
+            return
+        slot = self._alloc()
+        if slot is not None:
+            seq.note_snapshot(Snapshot(at, slot))
+
+    def _wants_middle(self, seq: Sequence, end: int) -> bool:
+        """Whether a snapshot between two parts of a prompt is kept: where slots are free.
+
+        A long prompt that is preempted then starts from its latest part.
+        """
+        return bool(self._free) and end < seq.prompt_len
+
+    def _alloc(self) -> int | None:
+        """A slot for a snapshot; None if all are being written."""
+        if self._free:
+            return self._free.pop()
+        if not self._slot_by_key:
+            return None
+        _, slot = self._slot_by_key.popitem(last=False)
+        return slot
+
+    def publish(self, seq: Sequence, known: int) -> None:
+        """Put the snapshots behind the first ``known`` tokens of a sequence into the cache."""
+        for snapshot in seq.take_snapshots(known):
+            key = seq.page_key(snapshot.end // self._page_size - 1, self._page_size)
+            if key in self._slot_by_key:
+                self._slot_by_key.move_to_end(key)
+                self._free.append(snapshot.slot)
+            else:
+                self._slot_by_key[key] = snapshot.slot
+            self._replace_latest(seq, snapshot.end, key)
+
+    def _replace_latest(self, seq: Sequence, end: int, key: bytes) -> None:
+        """Drop the snapshot that a later one of the same sequence replaces."""
+        if seq.latest_snapshot is not None and seq.latest_snapshot in self._slot_by_key:
+            self._free.append(self._slot_by_key.pop(seq.latest_snapshot))
+        prompt_end = (seq.prompt_len - 1) // self._page_size * self._page_size
+        seq.set_latest_snapshot(None if end in (prompt_end, seq.branch_end) else key)
+
+    def release(self, seq: Sequence) -> None:
+        """Free the slots that a sequence, which stops, was to write."""
+        self._free += [snapshot.slot for snapshot in seq.take_snapshots(None)]
+        self.drop_copies_into(seq.table_row)
+
+    def clear(self) -> None:
+        """Empty the prefix cache of states."""
+        self._free += self._slot_by_key.values()
+        self._slot_by_key.clear()

@@ -1,0 +1,49 @@
+"""Mamba2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.models.family_cases import EPS_FAULT, VOCAB, Change, FamilyCase, fault
+
+
+def with_recurrence(**changes: Any) -> Change:
+    """Changes the recurrence; a callable gets the field's value."""
+
+    def change(spec: Any) -> Any:
+        values = {
+            key: value(getattr(spec, key)) if callable(value) else value
+            for key, value in changes.items()
+        }
+        return replace(spec, **values)
+
+    return change
+
+
+CASE = FamilyCase(
+    "mamba2",
+    {
+        "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_heads": 8,
+        "head_dim": 12, "state_size": 16, "n_groups": 2, "time_step_limit": [0.0, 100.0],
+    },
+    (
+        {"num_heads": 4, "head_dim": 24}, {"hidden_size": 64, "head_dim": 16},
+        {"num_hidden_layers": 3}, {"vocab_size": 96}, {"state_size": 8}, {"n_groups": 1},
+        {"n_groups": 8}, {"expand": 4, "head_dim": 24}, {"conv_kernel": 3}, {"use_bias": True},
+        {"use_conv_bias": False}, {"layer_norm_epsilon": 1e-3}, {"tie_word_embeddings": True},
+        {"time_step_limit": [0.4, 0.9]}, {"chunk_size": 16},
+        {"time_step_rank": 5, "time_step_min": 0.1, "time_step_max": 0.5, "time_step_floor": 0.01,
+         "rescale_prenorm_residual": True, "residual_in_fp32": False},
+    ),
+    {
+        "is_encoder_decoder": True, "hidden_act": "gelu", "num_heads": 7, "head_dim": 13,
+        "n_groups": 3, "state_size": 0, "conv_kernel": 1, "use_bias": 1, "use_conv_bias": "no",
+        "expand": 3, "time_step_limit": [2.0, 1.0],
+    },
+    {
+        "eps x 10": EPS_FAULT,
+        "gated norm's eps of 1": fault("attn.gated_norm", recurrence=with_recurrence(eps=1.0)),
+        "steps limited": fault("attn.ssm", recurrence=with_recurrence(dt_limit=(0.0, 0.5))),
+    },
+)  # fmt: skip

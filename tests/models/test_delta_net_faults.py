@@ -1,0 +1,216 @@
+"""Faults of recurrences and gates that no config makes: refused, with layer and module named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from modelmill.models import qwen3_5_text
+from modelmill.nn.attention import OutputGate
+from modelmill.nn.causal_conv import CausalConv
+from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
+from modelmill.ops import causal_conv, gated_delta_rule, recurrence
+from tests.accept.build_and_accept import build_and_accept
+from tests.models.families.qwen3_5_text import CASE
+from tests.models.test_moe_faults import changed_module, changed_tensor
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "int4": {"group_size": 32, "method": "nearest"},
+    "smoothquant": {"calibration_samples": 8, "calibration_length": 32},
+}
+LAYER = "layers.0.attn"
+
+
+@contextmanager
+def norms_as_stored() -> Iterator[None]:
+    """Norms without the 1 that they are stored less."""
+    real = qwen3_5_text.rules
+
+    def rules(config: Any) -> Any:
+        return [replace(rule, how=rule.how.replace("+plus_one", "")) for rule in real(config)]
+
+    with mock.patch.object(qwen3_5_text, "rules", rules):
+        yield
+
+
+def changed_tokens(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Another preparation of the tokens for the delta rule."""
+    real = gated_delta_rule._prepare
+
+    def prepare(inputs: Any) -> Any:
+        tokens = real(inputs)
+        return tokens._replace(
+            **{name: change(getattr(tokens, name)) for name, change in changes.items()}
+        )
+
+    return mock.patch.object(gated_delta_rule, "_prepare", prepare)
+
+
+def changed_state(module: type[torch.nn.Module], change: Callable[[torch.Tensor], Any]) -> Any:
+    """A module that leaves another state behind."""
+    real = module.forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        out = real(self, *args)
+        states = args[-1].state.cache.states[self.state_index]
+        states.copy_(change(states))
+        return out
+
+    return changed_module(module, forward)
+
+
+def older_state(self: Any, mixed: torch.Tensor, rates: torch.Tensor, step: Any) -> torch.Tensor:
+    """The state without the last token's update: it is off by one token."""
+    rows = step.state.rows
+    states = step.state.cache.states[self.state_index]
+    out = real_rule(self, mixed, rates, step)
+    if len(mixed) > 1 and len(rows.slots) == 1:
+        before = rows._replace(
+            query_start=rows.query_start - torch.tensor([0, 1]), positions=rows.positions[:-1]
+        )
+        shorter = replace(step, state=replace(step.state, rows=before))
+        real_rule(self, mixed[:-1], rates[:-1], shorter)
+    assert states is step.state.cache.states[self.state_index]
+    return out
+
+
+def without_gate(self: Any, x: torch.Tensor, qkvz: torch.Tensor, step: Any) -> torch.Tensor:
+    heads = x.view(-1, len(self.weight))
+    return step.ops.rms_norm(heads, self.weight.float(), self.eps).view_as(x).to(qkvz.dtype)
+
+
+def gate_before_norm(self: Any, x: torch.Tensor, qkvz: torch.Tensor, step: Any) -> torch.Tensor:
+    gate = torch.nn.functional.silu(qkvz[:, -x.shape[1] :].float())
+    heads = (x * gate).view(-1, len(self.weight))
+    return step.ops.rms_norm(heads, self.weight.float(), self.eps).view_as(x).to(qkvz.dtype)
+
+
+def plain_output(self: Any, x: torch.Tensor, gate: torch.Tensor, step: Any) -> torch.Tensor:
+    del self, gate, step
+    return x
+
+
+def gate_without_sigmoid(self: Any, x: torch.Tensor, gate: torch.Tensor, step: Any) -> torch.Tensor:
+    del self, step
+    return x * gate
+
+
+def swapped(first: slice, second: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(rows: torch.Tensor) -> torch.Tensor:
+        out = rows.clone()
+        out[first], out[second] = rows[second], rows[first]
+        return out
+
+    return change
+
+
+def one_head(values: torch.Tensor) -> torch.Tensor:
+    return values + torch.tensor([0, 0.5, 0, 0])
+
+
+real_rule = DeltaRule.forward
+RULE, CONV = "attn.delta_rule", "attn.conv"
+# the fault, the modules one of which is named, and their layer
+FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+    "state off by one token": (
+        lambda: changed_module(DeltaRule, older_state), (f"{RULE}.state",), 0,
+    ),
+    "inputs of the convolution off by one token": (
+        lambda: changed_state(CausalConv, lambda state: state.roll(1, 1)), (f"{CONV}.state",), 0,
+    ),
+    "convolution shifted": (
+        lambda: changed_tensor(f"{LAYER}.conv.weight", lambda t: t.roll(1, 1)), (CONV,), 0,
+    ),
+    "convolution reversed": (
+        lambda: changed_tensor(f"{LAYER}.conv.weight", lambda t: t.flip(1)), (CONV,), 0,
+    ),
+    "SiLU behind the convolution forgotten": (
+        lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        (CONV,), 0,
+    ),
+    "gate forgotten": (
+        lambda: changed_module(GatedHeadNorm, without_gate), ("attn.gated_norm",), 0,
+    ),
+    "gate in front of the norm": (
+        lambda: changed_module(GatedHeadNorm, gate_before_norm), ("attn.gated_norm",), 0,
+    ),
+    "gated norm stored less 1": (
+        lambda: changed_tensor(f"{LAYER}.gated_norm.weight", lambda t: t + 1),
+        ("attn.gated_norm",), 0,
+    ),
+    "norms not zero-centred": (norms_as_stored, ("attn_norm",), 0),
+    "decay's sign": (lambda: changed_tokens(log_decay=lambda x: -0.1 * x), (RULE,), 0),
+    "decay forgotten": (lambda: changed_tokens(log_decay=torch.zeros_like), (RULE,), 0),
+    "decay x 1.05": (lambda: changed_tokens(log_decay=lambda x: x * 1.05), (RULE,), 0),
+    "beta without sigmoid": (lambda: changed_tokens(beta=torch.logit), (RULE,), 0),
+    "keys not of length 1": (
+        lambda: mock.patch.object(gated_delta_rule, "_unit", lambda x: x), (RULE,), 0,
+    ),
+    "queries not divided by the root of their size": (
+        lambda: changed_tokens(q=lambda x: x * 3.5), (RULE,), 0,
+    ),
+    "one head's A_log + 0.5": (
+        lambda: changed_tensor(f"{LAYER}.delta_rule.A_log", one_head), (RULE,), 0,
+    ),
+    "dt_bias forgotten": (
+        lambda: changed_tensor(f"{LAYER}.delta_rule.dt_bias", torch.zeros_like), (RULE,), 0,
+    ),
+    "rates exchanged": (
+        lambda: changed_tensor(f"{LAYER}.rates.weight", lambda t: t.roll(4, 0)),
+        ("attn.rates.b", "attn.rates.a"), 0,
+    ),
+    "v and z exchanged": (
+        lambda: changed_tensor(f"{LAYER}.in_proj.weight", swapped(slice(48, 80), slice(80, 112))),
+        ("attn.v_proj", "attn.z_proj"), 0,
+    ),
+    "output gate forgotten": (
+        lambda: changed_module(OutputGate, plain_output), ("attn.output_gate",), 1,
+    ),
+    "output gate without its sigmoid": (
+        lambda: changed_module(OutputGate, gate_without_sigmoid), ("attn.output_gate",), 1,
+    ),
+    "output gate's heads in another order": (
+        lambda: changed_tensor("layers.1.attn.gate_proj.weight", lambda t: t.roll(16, 0)),
+        ("attn.gate_proj",), 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3_5_text")
+    CASE.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recipe"), [("bfloat16", "none"), *(("float32", name) for name in RECIPES)]
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_by_name(
+    fault: str, dtype: str, recipe: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    plant, modules, layer = FAULTS[fault]
+    with plant():
+        report, written = build_and_accept(
+            checkpoint, tmp_path / "e", dtype, recipe, **RECIPES[recipe]
+        )
+    assert not written
+    assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
+
+
+def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Each module is right alone; decoded sequences are not."""
+    zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
+    with mock.patch.object(recurrence, "fresh_states", zeros):
+        report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none")
+    assert not written
+    assert "between the modules" in report["reason"]

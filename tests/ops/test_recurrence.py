@@ -1,0 +1,213 @@
+"""Ops that advance a recurrent state: chunks against single tokens, and how steps divide them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.ops import causal_conv, gated_delta_rule, ssd_scan
+from modelmill.ops.causal_conv import CausalConvInputs
+from modelmill.ops.gated_delta_rule import GatedDeltaInputs
+from modelmill.ops.ssd_scan import SSDScanInputs
+from modelmill.ops.state_rows import SequenceRows, StateRows, chunk_tokens
+
+HEADS, KEY_HEADS, DK, DV, COUNT = 4, 2, 12, 8, 70
+
+
+def rows(first: int, count: int, *, chunk: int, keep: int = -1) -> StateRows:
+    """One sequence in slot 0 of 3; ``keep``: a snapshot behind so many tokens, in slot 1."""
+    snapshot = torch.tensor([2 if keep < 0 else 1])
+    positions = torch.arange(first, first + count)
+    starts = torch.tensor([0, count], dtype=torch.int32)
+    return StateRows(
+        starts, positions, torch.tensor([0]), snapshot, torch.tensor([keep]), count, chunk
+    )
+
+
+def draw(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+class Sequence:
+    """A sequence's operands, computed in parts."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self.state = torch.full((3, HEADS, DK, DV), 7.0)  # a slot need not be cleared
+        self.conv_state = torch.full((3, 3, 10), 7.0)
+        self.qkv = draw(COUNT, 2 * KEY_HEADS * DK + HEADS * DV, seed=0)
+        self.gates = draw(COUNT, 2 * HEADS, seed=1)
+        self.a_log, self.dt_bias = draw(HEADS, seed=2) - 2, draw(HEADS, seed=3)
+        self.x, self.weight = draw(COUNT, 12, seed=4), draw(10, 4, seed=5)
+
+    def delta(self, first: int, stop: int, keep: int = -1) -> torch.Tensor:
+        part = rows(first, stop - first, chunk=self.chunk, keep=keep)
+        return gated_delta_rule.gated_delta_rule(
+            GatedDeltaInputs(
+                self.qkv[first:stop], self.gates[first:stop], self.a_log, self.dt_bias,
+                self.state, part,
+            )
+        )  # fmt: skip
+
+    def conv(self, first: int, stop: int, keep: int = -1) -> torch.Tensor:
+        part = rows(first, stop - first, chunk=self.chunk, keep=keep)
+        return causal_conv.causal_conv(
+            CausalConvInputs(self.x[first:stop], self.conv_state, self.weight, None, part)
+        )
+
+
+def test_the_delta_rule_is_the_papers_recurrence() -> None:
+    """S ← S α (I − β k kᵀ) + β v kᵀ in float64, keys and queries of length 1 (equation 10)."""
+    seq = Sequence(chunk=1)
+    out = seq.delta(0, COUNT)
+    q, k, v = seq.qkv.double().split([KEY_HEADS * DK, KEY_HEADS * DK, HEADS * DV], 1)
+    b, a = seq.gates.double().chunk(2, 1)
+    decay = torch.exp(-seq.a_log.double().exp() * torch.log1p(torch.exp(a + seq.dt_bias)))
+    for head in range(HEADS):
+        channels = slice(head // 2 * DK, head // 2 * DK + DK)
+        state = torch.zeros(DV, DK, dtype=torch.float64)
+        for t in range(COUNT):
+            key, query = (x[t, channels] / x[t, channels].norm() for x in (k, q))
+            value, rate = v[t, head * DV : head * DV + DV], b[t, head].sigmoid()
+            forget = torch.diag(torch.ones(DK)).double() - rate * torch.outer(key, key)
+            state = decay[t, head] * state @ forget + rate * torch.outer(value, key)
+            expected = state @ query / DK**0.5
+            assert (out[t, head * DV : head * DV + DV] - expected).abs().max() < 1e-5
+        assert (seq.state[0, head].T - state).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 64])
+def test_chunks_compute_what_single_tokens_do(chunk: int) -> None:
+    single, chunks = Sequence(chunk=1), Sequence(chunk=chunk)
+    torch.testing.assert_close(chunks.delta(0, COUNT), single.delta(0, COUNT), rtol=0, atol=1e-5)
+    torch.testing.assert_close(chunks.state[0], single.state[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["delta", "conv"])
+@pytest.mark.parametrize("edges", [(0, 32, 70), (0, 8, 16, 64, 70), (0, 64, 65, 66, 70)])
+def test_the_division_into_steps_changes_no_bit(op: str, edges: tuple[int, ...]) -> None:
+    """At multiples of a chunk, and by single tokens behind the last whole chunk."""
+    whole, parts = Sequence(chunk=8), Sequence(chunk=8)
+    expected = getattr(whole, op)(0, COUNT)
+    actual = [getattr(parts, op)(*edge) for edge in pairwise(edges)]
+    assert torch.equal(torch.cat(actual), expected)
+    state = "state" if op == "delta" else "conv_state"
+    assert torch.equal(getattr(parts, state)[0], getattr(whole, state)[0])
+
+
+@pytest.mark.parametrize("op", ["delta", "conv"])
+@pytest.mark.parametrize("keep", [0, 8, 40, 64, 70])
+def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int) -> None:
+    whole, part = Sequence(chunk=8), Sequence(chunk=8)
+    state = "state" if op == "delta" else "conv_state"
+    getattr(whole, op)(0, COUNT, keep)
+    snapshot = getattr(whole, state)[1]
+    if keep:
+        getattr(part, op)(0, keep)
+        assert torch.equal(snapshot, getattr(part, state)[0])
+    else:
+        assert not snapshot.any()
+
+
+@pytest.mark.parametrize("op", ["delta", "conv"])
+def test_decodes_of_a_batch_are_those_of_single_sequences(op: str) -> None:
+    """Three sequences at once; the second keeps a snapshot, the third one of its first state."""
+    seq = Sequence(chunk=8)
+    name = "state" if op == "delta" else "conv_state"
+    states = draw(6, *getattr(seq, name).shape[1:], seed=9)
+    padding, batch = 5, states.clone()
+    several = StateRows(
+        torch.arange(4, dtype=torch.int32), torch.tensor([0, 15, 24]), torch.tensor([2, 0, 1]),
+        torch.tensor([padding, 3, 4]), torch.tensor([-1, 16, 24]), 1, 8,
+    )  # fmt: skip
+    out = run_decode(op, seq, batch, several, [0, 1, 2])
+    for i, (first, slot) in enumerate(((0, 2), (15, 0), (24, 1))):
+        alone = states.clone()
+        one = several._replace(
+            query_start=several.query_start[:2], positions=torch.tensor([first]),
+            slots=torch.tensor([slot]), snapshot_slots=torch.tensor([padding]),
+            snapshot_ends=torch.tensor([-1]),
+        )  # fmt: skip
+        assert torch.equal(out[i : i + 1], run_decode(op, seq, alone, one, [i]))
+        assert torch.equal(batch[slot], alone[slot])
+    assert torch.equal(batch[3], batch[0])
+    assert torch.equal(batch[4], states[1])
+
+
+def run_decode(
+    op: str, seq: Sequence, state: torch.Tensor, part: StateRows, tokens: list[int]
+) -> Any:
+    if op == "conv":
+        inputs = CausalConvInputs(seq.x[tokens], state, seq.weight, None, part)
+        return causal_conv.causal_conv(inputs)
+    return gated_delta_rule.gated_delta_rule(
+        GatedDeltaInputs(seq.qkv[tokens], seq.gates[tokens], seq.a_log, seq.dt_bias, state, part)
+    )
+
+
+def test_parts_of_a_sequence() -> None:
+    seq = SequenceRows(start=10, stop=40, first=5, slot=0, snapshot_slot=1, snapshot_end=24)
+    parts = list(seq.parts(8))  # positions 5 … 34: whole chunks are 8 … 31
+    assert parts == [(10, 13), (13, 29), (29, 37), (37, 40)]
+    assert [seq.is_whole(part, 8) for part in parts] == [False, True, True, False]
+    assert [chunk_tokens(size) for size in (8, 16, 64, 128, 24)] == [8, 16, 64, 64, 8]
+
+
+SSM_HEADS, GROUPS, P, N = 4, 2, 8, 12
+
+
+def scan(chunk: int, edges: tuple[int, ...], state: torch.Tensor) -> torch.Tensor:
+    """Mamba2's recurrence over one sequence, in steps between the edges."""
+    xbc = draw(COUNT, SSM_HEADS * P + 2 * GROUPS * N, seed=1)
+    dt, a_log, bias, skip = (draw(*s, seed=i) for i, s in enumerate(((COUNT, 4), (4,), (4,), (4,))))
+    return torch.cat(
+        [
+            ssd_scan.ssd_scan(
+                SSDScanInputs(
+                    xbc[first:stop], dt[first:stop], a_log, bias, skip, (0.1, 2.0), state,
+                    rows(first, stop - first, chunk=chunk),
+                )
+            )
+            for first, stop in pairwise(edges)
+        ]
+    )  # fmt: skip
+
+
+def test_the_state_space_recurrence_is_the_papers() -> None:
+    """h ← exp(Δ A) h + Δ B xᵀ, y = Cᵀ h + D x in float64 (equations 2 and 3)."""
+    state = torch.full((3, SSM_HEADS, P, N), 7.0)
+    out = scan(1, (0, COUNT), state)
+    xbc = draw(COUNT, SSM_HEADS * P + 2 * GROUPS * N, seed=1).double()
+    dt, a_log, bias, skip = (
+        draw(*s, seed=i).double() for i, s in enumerate(((COUNT, 4), (4,), (4,), (4,)))
+    )
+    x, b, c = xbc.split([SSM_HEADS * P, GROUPS * N, GROUPS * N], 1)
+    step = torch.log1p(torch.exp(dt + bias)).clamp(0.1, 2.0)
+    for head in range(SSM_HEADS):
+        own, shared = slice(head * P, head * P + P), slice(head // 2 * N, head // 2 * N + N)
+        h = torch.zeros(N, P, dtype=torch.float64)
+        for t in range(COUNT):
+            delta = step[t, head]
+            h = torch.exp(-delta * a_log[head].exp()) * h
+            h += delta * torch.outer(b[t, shared], x[t, own])
+            expected = c[t, shared] @ h + skip[head] * x[t, own]
+            assert (out[t, own] - expected).abs().max() < 2e-5
+        assert (state[0, head].T - h).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_chunks_of_the_scan_compute_what_single_tokens_do(chunk: int) -> None:
+    single, chunks = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
+    expected = scan(1, (0, COUNT), single)
+    torch.testing.assert_close(scan(chunk, (0, COUNT), chunks), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(chunks[0], single[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("edges", [(0, 32, 70), (0, 8, 16, 64, 70), (0, 64, 65, 66, 70)])
+def test_the_division_of_a_scan_into_steps_changes_no_bit(edges: tuple[int, ...]) -> None:
+    whole, parts = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
+    assert torch.equal(scan(8, edges, parts), scan(8, (0, COUNT), whole))
+    assert torch.equal(parts[0], whole[0])
