@@ -323,6 +323,18 @@ def experts() -> Iterator[Problem]:
             "down_scale": tensor(128, 2048, dtype=F32),
         }
         yield from _call("int8_fused_moe", inputs._replace(**int8))
+        group, half = (32, torch.float16) if shared else (128, BF16)
+        grids = {
+            "gate_up_scale": tensor(128, 1536, 2048 // group, dtype=half),
+            "down_scale": tensor(128, 2048, 768 // group, dtype=half),
+        }
+        offsets = {name.replace("scale", "offset"): grid for name, grid in grids.items()}
+        int4 = {
+            "gate_up": tensor(128, 1536, 1024, dtype=torch.uint8),
+            "down": tensor(128, 2048, 384, dtype=torch.uint8),
+            **grids, **({} if shared else offsets), "group": group,
+        }  # fmt: skip
+        yield from _call("int4_fused_moe", inputs._replace(**int4))
 
 
 def routing() -> Iterator[Problem]:
