@@ -144,7 +144,9 @@ def measure(
         for suffix, tensor in linear.weight.tensors().items()
         if suffix != "sizes"
     )
-    moved = sum(chosen) * expert_bytes + shape.layers * (moes[0].router.weight.nbytes + 2 * x.nbytes)
+    moved = sum(chosen) * expert_bytes + shape.layers * (
+        moes[0].router.weight.nbytes + 2 * x.nbytes
+    )
     operations = 6 * tokens * shape.top_k * shape.hidden * shape.inner * shape.layers
     floor = roofline.min_seconds(moved, operations, "bfloat16")
     return MoEStepTiming(
@@ -195,8 +197,11 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     counts += [*(options.prompt or (PROMPTS if wanted else ()))]
     roofline = measure_roofline(options.device, [torch.bfloat16])
     facts = {
-        "commit": git_commit(), **host_facts(), "shape": vars(shape), "ceilings": roofline.to_dict(),
-    }  # fmt: skip
+        "commit": git_commit(),
+        **host_facts(),
+        "shape": vars(shape),
+        "ceilings": roofline.to_dict(),
+    }
     device, command = device_name(options.device), shlex.join(["python", *sys.argv])
     print(json.dumps({"device": device, **facts}), flush=True)
     print("format   tokens    step ms routing ms   floor ms   ratio  experts     error")
@@ -207,12 +212,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
             timing = measure(layers, shape, name, tokens, roofline, options.rounds)
             timings.append(timing)
             print(line(timing), flush=True)
-            rows.append(
-                make_row(
-                    command, "moe_step", round(timing.step_ms, 5), "ms", device,
-                    **facts, **vars(timing), ratio=round(timing.ratio, 3),
-                )  # fmt: skip
-            )
+            details = {**facts, **vars(timing), "ratio": round(timing.ratio, 3)}
+            value = round(timing.step_ms, 5)
+            rows.append(make_row(command, "moe_step", value, "ms", device, **details))
         del layers
     for row in rows:
         print(json.dumps(row), flush=True)

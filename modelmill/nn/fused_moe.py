@@ -57,15 +57,17 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
     config, bias = moe.routing.config, moe.routing.selection_bias
     logits = step.ops.router_gemm(x, moe.router.weight)
-    return cast(
-        tuple[torch.Tensor, torch.Tensor],
-        step.ops.fused_topk(
-            FusedTopkInputs(
-                logits, bias, config.top_k, config.scores == SIGMOID, config.renormalize,
-                config.scale, config.groups, config.top_groups,
-            )  # fmt: skip
-        ),
+    inputs = FusedTopkInputs(
+        logits,
+        bias,
+        config.top_k,
+        config.scores == SIGMOID,
+        config.renormalize,
+        config.scale,
+        config.groups,
+        config.top_groups,
     )
+    return cast(tuple[torch.Tensor, torch.Tensor], step.ops.fused_topk(inputs))
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:

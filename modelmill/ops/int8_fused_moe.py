@@ -49,9 +49,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         _, hidden, inner, experts, _ = shape
         weights = {}
         for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
-            wide = randn(
-                experts * n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5
-            )
+            wide = randn(experts * n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5)
             codes, scale = quantize(wide)
             weights[name] = codes.view(experts, n, k)
             weights[f"{name}_scale"] = scale.view(experts, n)

@@ -227,9 +227,7 @@ def _sum_kernel(
         total += tl.load(shared_ptr + token * hidden + column, mask=inside, other=0.0).to(
             tl.float32
         )
-    tl.store(
-        out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside
-    )
+    tl.store(out_ptr + token * hidden + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _grouped_launcher, _sum_launcher = CachedLauncher(_grouped_kernel), CachedLauncher(_sum_kernel)

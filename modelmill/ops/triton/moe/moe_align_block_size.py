@@ -28,15 +28,13 @@ _CHUNK = 128  # pairs of a program
 _MAX_COUNTS = 8192  # counts in registers at once
 
 
-def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:  # noqa: ARG001
+def supports(topk_ids: torch.Tensor, block_size: int, experts: int) -> bool:
     """Packed int32 ids."""
     packed = topk_ids.dtype == torch.int32 and topk_ids.is_contiguous()
     return packed and topk_ids.numel() > 0 and experts <= MAX_EXPERTS
 
 
-def run(
-    topk_ids: torch.Tensor, block_size: int, experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the op."""
     pairs, device = topk_ids.numel(), topk_ids.device
     blocks, chunks = max_blocks(pairs, block_size, experts), -(-pairs // _CHUNK)
