@@ -8,7 +8,7 @@ Layout: row-major; weights [E, N, K]; inner in the order of moe_align_block_size
 Range: any M, any I and H
 Technique: tensor cores with the weight as left operand, tiles in an order that shares weights in
     L2, SwiGLU in the epilogue, PDL
-Used by: experts.py
+Used by: experts.py, grouped_gemm_int4.py
 
 A tile without tokens ends at once: the number of tiles depends on the shapes alone, so that a CUDA
 graph replays every routing.

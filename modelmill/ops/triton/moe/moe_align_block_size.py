@@ -25,6 +25,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_EXPERTS = 1024
 _CHUNK = 128  # pairs of a program
+_FILL, _BLOCKS = 512, 16  # padding, and blocks, that a program writes at once
 _MAX_COUNTS = 8192  # counts in registers at once
 
 
@@ -44,29 +45,25 @@ def run(topk_ids: torch.Tensor, block_size: int, experts: int) -> tuple[torch.Te
     expert_ids = torch.empty(blocks, dtype=torch.int32, device=device)
     pdl = pdl_launch_options(device, len(topk_ids))
     options = {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]}
-    fill = power_of_two(-(-len(sorted_ids) // chunks))
-    numbers = (pairs, len(sorted_ids))
     _count_launcher(
-        (chunks, 1, 1), (topk_ids, counts, sorted_ids), numbers, (),
-        (min(fill, 4096), -(-fill // 4096), block_e, _CHUNK, pdl["PDL"]), options,
+        (chunks, 1, 1), (topk_ids, counts, sorted_ids), (pairs, len(sorted_ids), chunks), (),
+        (_FILL, block_e, _CHUNK, pdl["PDL"]), options,
     )  # fmt: skip
-    share = power_of_two(-(-blocks // chunks))
     _scatter_launcher(
         (chunks, 1, 1), (topk_ids, counts, sorted_ids, expert_ids), (pairs, chunks, blocks), (),
         (
-            block_size, NO_EXPERT, min(share, 16), -(-share // 16), block_e,
-            min(power_of_two(chunks), max(1, _MAX_COUNTS // block_e)), _CHUNK, pdl["PDL"],
+            block_size, NO_EXPERT, _BLOCKS, block_e, max(1, _MAX_COUNTS // block_e), _CHUNK,
+            pdl["PDL"],
         ),
         options,
     )  # fmt: skip
     return sorted_ids, expert_ids
 
 
-@triton.jit(do_not_specialize=["pairs", "length"])
+@triton.jit(do_not_specialize=["pairs", "length", "chunks"])
 def _count_kernel(
-    ids_ptr, counts_ptr, sorted_ptr, pairs, length,
-    FILL: tl.constexpr, FILLS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    ids_ptr, counts_ptr, sorted_ptr, pairs, length, chunks,
+    FILL: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Counts of a chunk by expert; fills a part of the sorted pairs with padding."""
     chunk = tl.program_id(0)
@@ -76,16 +73,16 @@ def _count_kernel(
     expert = tl.arange(0, BLOCK_E)
     counts = tl.sum((ids[None, :] == expert[:, None]).to(tl.int32), axis=1)
     tl.store(counts_ptr + chunk * BLOCK_E + expert, counts)
-    for part in range(FILLS):
-        at = (chunk * FILLS + part) * FILL + tl.arange(0, FILL)
+    for start in range(chunk * FILL, length, chunks * FILL):
+        at = start + tl.arange(0, FILL)
         tl.store(sorted_ptr + at, tl.zeros([FILL], tl.int32) + pairs, mask=at < length)
 
 
 @triton.jit(do_not_specialize=["pairs", "chunks", "blocks"])
 def _scatter_kernel(
     ids_ptr, counts_ptr, sorted_ptr, experts_ptr, pairs, chunks, blocks,
-    BLOCK_SIZE: tl.constexpr, NONE: tl.constexpr, SHARE: tl.constexpr, SHARES: tl.constexpr,
-    BLOCK_E: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NONE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Puts each pair of a chunk in its place; names the experts of a part of the blocks."""
     chunk = tl.program_id(0)
@@ -104,8 +101,8 @@ def _scatter_kernel(
     padded = (total + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     ends = tl.cumsum(padded, axis=0)
     used = tl.sum(padded, axis=0)
-    for part in range(SHARES):
-        block = (chunk * SHARES + part) * SHARE + tl.arange(0, SHARE)
+    for first in range(chunk * BLOCKS, blocks, chunks * BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
         passed = (ends[None, :] <= block[:, None] * BLOCK_SIZE).to(tl.int32)
         owner = tl.where(block * BLOCK_SIZE < used, tl.sum(passed, axis=1), NONE)
         tl.store(experts_ptr + block, owner, mask=block < blocks)

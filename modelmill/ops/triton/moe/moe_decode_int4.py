@@ -7,7 +7,7 @@ Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offs
 Range: any M, meant for few; I and H multiples of 32
 Technique: magic-number dequantization of whole 32-bit words, all experts of a token in one program
     (down), PDL
-Used by: int4_fused_moe.py
+Used by: grouped_gemm_int4.py, int4_fused_moe.py
 
 A word holds columns of two halves of 32: its low nibbles four neighbours, its high ones the four 16
 columns further on. A nibble moved to bit 16 and combined with the exponent of 128 is the float32
