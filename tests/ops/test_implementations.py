@@ -26,7 +26,11 @@ SEEDS = (0, 1)  # the interpreter runs only the first
 INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "add_layer_norm_quant": ("35x40-int8-static", "35x40-fp8-*"),
     "add_rms_norm_quant": ("130x96-fp8-*", "130x96-int8-static", "130x96-int8-groups"),
+    "fused_moe": ("21x*",),
     "image_attention": ("edge", "windows"),
+    "int4_fused_moe": ("21x*",),
+    "int8_fused_moe": ("21x*",),
+    "moe_align_block_size": ("150x*",),
     "paged_attention": (
         "decode",
         "prefill",
