@@ -92,7 +92,7 @@ def experts_reference(inputs: FusedMoEInputs, dequantize: Dequantize) -> torch.T
 
 
 Shape = tuple[int, int, int, int, int]  # tokens, hidden, inner, experts, top_k
-SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (3, 64, 32, 4, 3), (21, 96, 64, 3, 2)]
+SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (5, 64, 32, 4, 3), (21, 96, 64, 3, 2)]
 A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
 
 
