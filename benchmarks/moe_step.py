@@ -192,9 +192,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args(words)
     shape = MoEShape(**{name: getattr(options, name) for name in vars(MoEShape())})
-    wanted = options.batch is None and options.prompt is None
-    counts = [*(options.batch or (BATCHES if wanted else ()))]
-    counts += [*(options.prompt or (PROMPTS if wanted else ()))]
+    is_default = options.batch is None and options.prompt is None
+    counts = [*(options.batch or (BATCHES if is_default else ()))]
+    counts += [*(options.prompt or (PROMPTS if is_default else ()))]
     roofline = measure_roofline(options.device, [torch.bfloat16])
     facts = {
         "commit": git_commit(),

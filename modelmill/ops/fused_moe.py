@@ -76,8 +76,9 @@ def experts_reference(inputs: FusedMoEInputs, dequantize: Dequantize) -> torch.T
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
 
     def matrix(name: str, expert: int, columns: int) -> torch.Tensor:
-        parts = [getattr(inputs, name + suffix) for suffix in ("", "_scale", "_offset")]
-        weight, scale, offset = (None if part is None else part[expert] for part in parts)
+        grids = [getattr(inputs, name + suffix) for suffix in ("_scale", "_offset")]
+        scale, offset = (None if grid is None else grid[expert] for grid in grids)
+        weight = getattr(inputs, name)[expert]
         return dequantize(weight, scale, offset, inputs.group, columns, wide).to(wide)
 
     inner = inputs.gate_up.shape[1] // 2

@@ -59,9 +59,9 @@ def test_a_second_pass_finds_the_stack_of_the_first() -> None:
 
 def test_views_in_another_order_are_no_stack() -> None:
     parts = list(torch.arange(12.0).view(3, 4).unbind())
-    found = stacked(parts)
-    assert found is not None
-    assert torch.equal(found, torch.arange(12.0).view(3, 4))
+    stack = stacked(parts)
+    assert stack is not None
+    assert torch.equal(stack, torch.arange(12.0).view(3, 4))
     assert stacked(parts[::-1]) is None
     assert stacked([parts[0], parts[2]]) is None
     assert stacked([parts[0], parts[1].clone()]) is None

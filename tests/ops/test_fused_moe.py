@@ -33,16 +33,16 @@ def test_blocks_hold_the_pairs_of_one_expert_in_order(
     block = 4
     order, owners = moe_align_block_size(ids.int(), block, experts)
     assert len(owners) == max_blocks(tokens * top_k, block, experts)
-    found: dict[int, list[int]] = {}
+    by_expert: dict[int, list[int]] = {}
     for part, owner in zip(order.split(block), owners.tolist(), strict=True):
         pairs = [pair for pair in part.tolist() if pair < tokens * top_k]
         assert bool(pairs) == (owner != NO_EXPERT)
-        found.setdefault(owner, []).extend(pairs)
-    found.pop(NO_EXPERT, None)
-    assert list(found) == sorted(found)
+        by_expert.setdefault(owner, []).extend(pairs)
+    by_expert.pop(NO_EXPERT, None)
+    assert list(by_expert) == sorted(by_expert)
     flat = ids.flatten().tolist()
     expected = {e: [i for i, each in enumerate(flat) if each == e] for e in sorted(set(flat))}
-    assert found == expected
+    assert by_expert == expected
 
 
 @pytest.mark.parametrize("block", [1, 3, 4])

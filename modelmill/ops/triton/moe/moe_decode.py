@@ -64,14 +64,14 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
     rows, columns, warps = _tile_config(DOWN_TILE, tokens, inner_size)
     scale, shared = inputs.down_scale, inputs.shared
-    sizes = (hidden, inner_size, down.stride(0), down.stride(1))
+    down_sizes = (hidden, inner_size, down.stride(0), down.stride(1))
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
             inner, down, inner if scale is None else scale, ids, inputs.topk_weights,
             inner if shared is None else shared, out,
         ),
-        sizes, sizes,
+        down_sizes, down_sizes,
         (
             top_k, power_of_two(top_k), scale is not None, shared is not None, assembly,
             inner_size % columns == 0, rows, columns, pdl["PDL"],

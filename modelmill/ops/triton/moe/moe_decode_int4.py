@@ -69,14 +69,14 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     shared = inputs.shared
-    sizes = (hidden, inner_size, scale.shape[2])
+    down_sizes = (hidden, inner_size, scale.shape[2])
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
             inner, weight.view(torch.int32), scale, scale if offset is None else offset, ids,
             inputs.topk_weights, inner if shared is None else shared, out,
         ),
-        sizes, sizes,
+        down_sizes, down_sizes,
         (
             top_k, power_of_two(top_k), offset is not None, ZERO_POINT, group,
             shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
