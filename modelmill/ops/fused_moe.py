@@ -66,10 +66,19 @@ def fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     return experts_reference(inputs, lambda weight, *_: weight)
 
 
-def experts_reference(inputs: FusedMoEInputs, dequantize: Dequantize) -> torch.Tensor:
+def experts_reference(
+    inputs: FusedMoEInputs,
+    dequantize: Dequantize,
+    quantize: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """The op with the weights of each expert dequantized; every expert computes every token.
 
     Sizes do not depend on the routing, so that a CUDA graph can contain it.
+
+    Args:
+        inputs: of the op.
+        dequantize: an expert's matrix of its stored tensors.
+        quantize: rounds the input of a product, or None.
     """
     x, weights, ids = inputs.x, inputs.topk_weights, inputs.topk_ids
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -82,10 +91,12 @@ def experts_reference(inputs: FusedMoEInputs, dequantize: Dequantize) -> torch.T
         return dequantize(weight, scale, offset, inputs.group, columns, wide).to(wide)
 
     inner = inputs.gate_up.shape[1] // 2
+    rounded = x if quantize is None else quantize(x)
     for expert in range(len(inputs.gate_up)):
-        gate_up = (x.to(wide) @ matrix("gate_up", expert, x.shape[1]).T).to(x.dtype)
-        down = matrix("down", expert, inner)
-        out = (silu_mul(gate_up).to(wide) @ down.T).to(x.dtype)
+        gate_up = (rounded.to(wide) @ matrix("gate_up", expert, x.shape[1]).T).to(x.dtype)
+        down, product = matrix("down", expert, inner), silu_mul(gate_up)
+        product = product if quantize is None else quantize(product)
+        out = (product.to(wide) @ down.T).to(x.dtype)
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)

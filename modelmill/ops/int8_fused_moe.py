@@ -15,7 +15,7 @@ from modelmill.ops.fused_moe import (
     experts_case,
     experts_reference,
 )
-from modelmill.ops.int8_linear import quantize
+from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
 
@@ -28,10 +28,10 @@ def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, _dequantize)
+    return experts_reference(inputs, dequantize_rows)
 
 
-def _dequantize(
+def dequantize_rows(
     weight: torch.Tensor,
     scale: torch.Tensor | None,
     offset: torch.Tensor | None,  # noqa: ARG001
@@ -39,18 +39,24 @@ def _dequantize(
     columns: int,  # noqa: ARG001
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    assert scale is not None, "int8 weights have scales"
+    """The matrix of one expert, with a scale for each row."""
+    assert scale is not None, "weights in 8 bits have scales"
     return weight.to(dtype) * scale.to(dtype)[:, None]
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe."""
+    yield from cases_in_8_bits(device, dtype, torch.int8)
+
+
+def cases_in_8_bits(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
+    """The shapes of fused_moe with weights in 8 bits, a scale for each row."""
     for shape in SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]:
         _, hidden, inner, experts, _ = shape
         weights = {}
         for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
             wide = randn(experts * n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5)
-            codes, scale = quantize(wide)
+            codes, scale = quantize_per_row(wide, weight_dtype)
             weights[name] = codes.view(experts, n, k)
             weights[f"{name}_scale"] = scale.view(experts, n)
         yield experts_case(shape, device, dtype, weights)

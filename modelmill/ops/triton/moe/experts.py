@@ -40,8 +40,20 @@ def supports_layout(inputs: FusedMoEInputs) -> bool:
     )
 
 
-def run(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Run the op with weights of x's dtype or int8."""
-    compute: Callable[[FusedMoEInputs], torch.Tensor]
+def supports_scales(inputs: FusedMoEInputs, dtype: torch.dtype) -> bool:
+    """Weights of an 8-bit dtype with packed float32 scales."""
+    scales = (inputs.gate_up_scale, inputs.down_scale)
+    return inputs.gate_up.dtype == inputs.down.dtype == dtype and all(
+        scale is not None and scale.is_contiguous() and scale.dtype == torch.float32
+        for scale in scales
+    )
+
+
+def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run the op with weights of x's dtype or in 8 bits.
+
+    act_dtype: to which 8-bit dtype activations are quantized; None: they are not.
+    """
+    compute: Callable[..., torch.Tensor]
     compute = moe_decode.run if computes_pairs(inputs) else grouped_gemm.run
-    return compute(inputs)
+    return compute(inputs, act_dtype)

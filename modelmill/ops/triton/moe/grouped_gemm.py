@@ -2,8 +2,8 @@
 
 Computes: inner[position, I] = silu(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ;
     out[M, H] = Σ topk_weights · pairs (+ shared)
-Dtypes: x and out bfloat16 or float16; weights of x's dtype or int8 with a scale for each row;
-    float32 sums
+Dtypes: x and out bfloat16 or float16; weights of x's dtype, or int8 or e4m3 with a scale for each
+    row, x and inner then also quantized to 8 bits; float32 sums (int8 · int8: int32)
 Layout: row-major; weights [E, N, K]; inner in the order of moe_align_block_size
 Range: any M, any I and H
 Technique: tensor cores with the weight as left operand, tiles in an order that shares weights in
@@ -27,7 +27,7 @@ from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
-from modelmill.ops.triton.moe.moe_decode import swiglu
+from modelmill.ops.triton.moe.moe_decode import quantize_rows, swiglu
 
 
 class GroupedTile(NamedTuple):
@@ -74,36 +74,40 @@ def _fit_tile_config(tile: GroupedTile, width: int, stage_bytes: int, shared: in
     return tile._replace(columns=columns, stages=stages)
 
 
-def run(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Run the op: alignment, two grouped products and the sum over a token's experts."""
-    x, ids = inputs.x, inputs.topk_ids
-    (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
+def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run the op: alignment, two grouped products and the sum over a token's experts.
+
+    act_dtype: to which 8-bit dtype activations are quantized; None: they are not.
+    """
+    ids, dtype = inputs.topk_ids, inputs.x.dtype
+    (tokens, hidden), top_k, experts = inputs.x.shape, ids.shape[1], len(inputs.gate_up)
+    x, x_scale = quantize_rows(inputs.x, act_dtype)
     inner_size = inputs.gate_up.shape[1] // 2
     block = _tokens_per_tile(inputs)
     sorted_ids, expert_ids = moe_align_block_size.run(ids, block, experts)
-    inner = torch.empty((len(sorted_ids), inner_size), dtype=x.dtype, device=x.device)
-    by_pair = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    inner = torch.empty((len(sorted_ids), inner_size), dtype=dtype, device=x.device)
+    by_pair = torch.empty((tokens * top_k, hidden), dtype=dtype, device=x.device)
     shared_bytes, size = max_shared_bytes(x.device), inputs.gate_up.element_size()
     first, second = TILES[block]
-    first = _fit_tile_config(first, hidden, block * 2 + 2 * first.rows * size, shared_bytes)
-    second = _fit_tile_config(second, inner_size, block * 2 + second.rows * size, shared_bytes)
+    x_size = x.element_size()
+    first = _fit_tile_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
+    second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
     order = (sorted_ids, expert_ids)
     _launch(
-        first, x, inputs.gate_up, inputs.gate_up_scale, inner, order, (inner_size, top_k, tokens),
-        gated=True,
+        first, (x, x_scale), (inputs.gate_up, inputs.gate_up_scale), inner, order,
+        (inner_size, top_k, tokens), gated=True,
     )  # fmt: skip
     _launch(
-        second, inner, inputs.down, inputs.down_scale, by_pair, order, (hidden, top_k, tokens),
-        gated=False,
+        second, quantize_rows(inner, act_dtype), (inputs.down, inputs.down_scale), by_pair, order,
+        (hidden, top_k, tokens), gated=False,
     )  # fmt: skip
     return sum_pairs(by_pair, inputs)
 
 
 def _launch(
     tile: GroupedTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
+    scaled_x: tuple[torch.Tensor, torch.Tensor | None],
+    scaled_weight: tuple[torch.Tensor, torch.Tensor | None],
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
     sizes: tuple[int, int, int],
@@ -111,6 +115,7 @@ def _launch(
     gated: bool,
 ) -> None:
     """One grouped product. sizes: rows of the output, experts of a token, tokens."""
+    (x, x_scale), (weight, scale) = scaled_x, scaled_weight
     sorted_ids, expert_ids = order
     (n, top_k, tokens), k = sizes, x.shape[1]
     pdl = pdl_launch_options(x.device, tokens)
@@ -118,11 +123,14 @@ def _launch(
     fixed = (n, k, x.stride(0), weight.stride(0), weight.stride(1))
     _grouped_launcher(
         (blocks * tiles, 1, 1),
-        (x, weight, x if scale is None else scale, sorted_ids, expert_ids, out),
+        (
+            x, x if x_scale is None else x_scale, weight, x if scale is None else scale, sorted_ids,
+            expert_ids, out,
+        ),
         (blocks, tiles, tokens * top_k, *fixed), fixed,
         (
-            top_k, gated, scale is not None, k % tile.columns == 0, GROUP, tile.tokens, tile.rows,
-            tile.columns, pdl["PDL"],
+            top_k, gated, x_scale is not None, scale is not None, x.dtype == torch.int8,
+            k % tile.columns == 0, GROUP, tile.tokens, tile.rows, tile.columns, pdl["PDL"],
         ),
         {
             "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl["launch_pdl"],
@@ -147,11 +155,11 @@ def sum_pairs(by_pair: torch.Tensor, inputs: FusedMoEInputs) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["blocks", "tiles", "pairs"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, scale_ptr, sorted_ptr, experts_ptr, out_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, sorted_ptr, experts_ptr, out_ptr,
     blocks, tiles, pairs, n, k, x_stride, expert_stride, stride,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
+    INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block, tile = tile_of_program(tl.program_id(0), blocks, tiles, GROUP)
     pdl_wait(PDL)
@@ -168,8 +176,8 @@ def _grouped_kernel(
         weight_at = weight_ptr + expert * expert_stride
         weight_at += weight_row[:, None] * stride + column[None, :]
         up_at = weight_at + n.to(tl.int64) * stride
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if INT8 else tl.float32)
+        ups = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if INT8 else tl.float32)
         for start in range(0, k, BLOCK_K):
             if EVEN:
                 x = tl.load(x_at + start)
@@ -178,19 +186,25 @@ def _grouped_kernel(
                 inside = column < k - start
                 x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
                 w = tl.load(weight_at + start, mask=inside[None, :], other=0.0)
-            total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+            total = _multiply_add(w, x, total, X_SCALE, INT8)
             if GATED:
                 if EVEN:
                     u = tl.load(up_at + start)
                 else:
                     u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
-                ups = tl.dot(u.to(x.dtype), x, ups, input_precision="ieee")
+                ups = _multiply_add(u, x, ups, X_SCALE, INT8)
         element = out_ptr.dtype.element_ty
+        total = total.to(tl.float32)
+        ups = ups.to(tl.float32)
         if SCALE:
             scale_at = scale_ptr + expert * (2 * n if GATED else n) + weight_row
             total *= tl.load(scale_at)[:, None]
             if GATED:
                 ups *= tl.load(scale_at + n)[:, None]
+        if X_SCALE:
+            x_scale = tl.load(x_scale_ptr + source)[None, :]
+            total *= x_scale
+            ups *= x_scale
         if GATED:
             target = out_ptr + position[None, :] * n + row[:, None]
             tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
@@ -198,6 +212,25 @@ def _grouped_kernel(
             target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
             mask = (row < n)[:, None] & (pair < pairs)[None, :]
             tl.store(target, total.to(element), mask=mask)
+    elif GATED and X_SCALE:  # numbers for what quantizes all rows
+        position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        target = out_ptr + position[None, :] * n + row[:, None]
+        zeros = tl.zeros([BLOCK_N, BLOCK_M], out_ptr.dtype.element_ty)
+        tl.store(target, zeros, mask=(row < n)[:, None])
+
+
+@triton.jit
+def _multiply_add(w, x, total, X_SCALE: tl.constexpr, INT8: tl.constexpr):
+    """Total + w · x on tensor cores of x's dtype."""
+    if INT8:
+        return tl.dot(w, x, total, out_dtype=tl.int32)
+    elif X_SCALE:  # noqa: RET505  Triton needs all branches
+        # Hopper accumulates fp8 with few bits; after 128 columns the sum is added in float32
+        COLUMNS: tl.constexpr = x.shape[0] if x.shape[0] < 128 else 128
+        return tl.dot(w, x, total, max_num_imprecise_acc=COLUMNS)
+    else:
+        return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
 
 
 @triton.jit

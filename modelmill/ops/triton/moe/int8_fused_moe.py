@@ -15,17 +15,9 @@ import torch
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe.experts import run as run
-from modelmill.ops.triton.moe.experts import supports_layout
+from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
-    scales = (inputs.gate_up_scale, inputs.down_scale)
-    return (
-        supports_layout(inputs)
-        and inputs.gate_up.dtype == inputs.down.dtype == torch.int8
-        and all(
-            scale is not None and scale.is_contiguous() and scale.dtype == torch.float32
-            for scale in scales
-        )
-    )
+    return supports_layout(inputs) and supports_scales(inputs, torch.int8)
