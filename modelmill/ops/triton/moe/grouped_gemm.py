@@ -24,6 +24,7 @@ import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
+from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
@@ -52,7 +53,7 @@ class GroupedTile(NamedTuple):
 TILES: dict[int, tuple[GroupedTile, GroupedTile]] = {
     16: (GroupedTile(16, 64, 128, 4, 4), GroupedTile(16, 64, 128, 4, 4)),
     32: (GroupedTile(32, 64, 128, 3, 4), GroupedTile(32, 64, 128, 4, 4)),
-    64: (GroupedTile(64, 64, 64, 4, 4), GroupedTile(64, 128, 64, 4, 4)),
+    64: (GroupedTile(64, 128, 64, 4, 8), GroupedTile(64, 128, 64, 4, 4)),
     128: (GroupedTile(128, 128, 64, 3, 8), GroupedTile(128, 128, 64, 4, 8)),
 }
 GROUP = 8  # tiles of tokens that share tiles of the weight in L2
@@ -229,8 +230,10 @@ def _multiply_add(w, x, total, X_SCALE: tl.constexpr, INT8: tl.constexpr):
         # Hopper accumulates fp8 with few bits; after 128 columns the sum is added in float32
         COLUMNS: tl.constexpr = x.shape[0] if x.shape[0] < 128 else 128
         return tl.dot(w, x, total, max_num_imprecise_acc=COLUMNS)
+    elif w.dtype == tl.int8:
+        return tl.dot(to_float32(w).to(x.dtype), x, total, input_precision="ieee")
     else:
-        return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+        return tl.dot(w, x, total, input_precision="ieee")
 
 
 @triton.jit

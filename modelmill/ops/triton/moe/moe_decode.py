@@ -22,8 +22,8 @@ import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.triton.common.device import INTERPRETED, power_of_two
-from modelmill.ops.triton.common.dtype_convert import int8_to_float32
+from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
@@ -62,7 +62,6 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     pdl = pdl_launch_options(x.device, tokens)
     gate_up, down = inputs.gate_up, inputs.down
-    assembly = not INTERPRETED and gate_up.dtype == torch.int8
 
     rows, columns, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
     scale = inputs.gate_up_scale
@@ -73,7 +72,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         (x, x if x_scale is None else x_scale, gate_up, x if scale is None else scale, ids, inner),
         sizes, sizes,
         (
-            top_k, x_scale is not None, scale is not None, assembly, hidden % columns == 0, rows,
+            top_k, x_scale is not None, scale is not None, hidden % columns == 0, rows,
             columns, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
@@ -93,7 +92,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         down_sizes, down_sizes,
         (
             top_k, power_of_two(top_k), inner_scale is not None, scale is not None,
-            shared is not None, assembly, inner_size % columns == 0, rows, columns, pdl["PDL"],
+            shared is not None, inner_size % columns == 0, rows, columns, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -105,7 +104,7 @@ def _gate_up_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, expert_stride, stride,
     TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -131,8 +130,8 @@ def _gate_up_kernel(
             u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
             x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
         x32 = x.to(tl.float32)[None, :]
-        gates += _sum_of_8(widen(g, ASSEMBLY) * x32)
-        ups += _sum_of_8(widen(u, ASSEMBLY) * x32)
+        gates += _sum_of_8(to_float32(g) * x32)
+        ups += _sum_of_8(to_float32(u) * x32)
     gate = tl.sum(gates, axis=1)
     up = tl.sum(ups, axis=1)
     if SCALE:
@@ -152,7 +151,7 @@ def _down_kernel(
     inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
     n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    SHARED: tl.constexpr, ASSEMBLY: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,7 +176,7 @@ def _down_kernel(
         else:
             w = tl.load(weight_at + start, mask=there[None, :, :], other=0.0)
             x = tl.load(inner_at + start, mask=there, other=0.0)
-        product = widen(w, ASSEMBLY) * x.to(tl.float32)[None, :, :]
+        product = to_float32(w) * x.to(tl.float32)[None, :, :]
         parts = tl.reshape(product, [BLOCK_N, SLOTS, BLOCK_K // 8, 8])
         total += tl.sum(parts, axis=3)
     out = tl.sum(total, axis=2)
@@ -190,15 +189,6 @@ def _down_kernel(
     if SHARED:
         out += tl.load(shared_ptr + token * n + weight_row).to(tl.float32)
     tl.store(out_ptr + token * n + row, out.to(element), mask=row < n)
-
-
-@triton.jit
-def widen(w, ASSEMBLY: tl.constexpr):
-    """Weights in float32; of int8 in PTX where that is compiled."""
-    if ASSEMBLY:
-        return int8_to_float32(w)
-    else:  # noqa: RET505  Triton needs both branches
-        return w.to(tl.float32)
 
 
 @triton.jit

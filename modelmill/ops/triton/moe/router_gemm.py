@@ -23,7 +23,9 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_GEMV_ROWS = 16
-_BLOCK_M, _BLOCK_E, _BLOCK_K = 16, 16, 256  # of the products on tensor cores
+# (tokens, experts, columns) of a program on tensor cores
+_FEW_ROWS_TILE, _MANY_ROWS_TILE = (16, 16, 256), (32, 64, 128)
+_MANY_ROWS = 512
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -49,11 +51,12 @@ def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]},
         )  # fmt: skip
         return out
-    block = min(_BLOCK_K, max(16, power_of_two(k)))
+    rows, columns, depth = _FEW_ROWS_TILE if tokens < _MANY_ROWS else _MANY_ROWS_TILE
+    block = min(depth, max(16, power_of_two(k)))
     _gemm_launcher(
-        (-(-experts // _BLOCK_E), -(-tokens // _BLOCK_M), 1), (x, weight, out),
-        (tokens, *sizes), sizes, (k % block == 0, _BLOCK_M, _BLOCK_E, block, pdl["PDL"]),
-        {"num_warps": 2, "num_stages": 3, "launch_pdl": pdl["launch_pdl"]},
+        (-(-experts // columns), -(-tokens // rows), 1), (x, weight, out),
+        (tokens, *sizes), sizes, (k % block == 0, rows, columns, block, pdl["PDL"]),
+        {"num_warps": 2 if rows == 16 else 4, "num_stages": 3, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
 
