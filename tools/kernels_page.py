@@ -44,6 +44,7 @@ HEADINGS = {
     "gemm_16bit": "GEMM with 16-bit weights",
     "w8a8_gemm": "GEMM with 8-bit activations",
     "weight_only_gemm": "Weight-only GEMM",
+    "moe": "Mixtures of experts",
     "norm_quantize": "Norms, activation functions and quantization",
     "sampling": "Sampling",
     "vision": "Segmentation masks",

@@ -17,6 +17,8 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -47,7 +49,7 @@ def problems() -> Iterator[Problem]:
     for make in (
         gemm_16bit, gemm_weight_only, gemm_8bit, gemm_clustered, prefill_attention,
         decode_attention, image_attention, norm_quantize, norms, elementwise, rope, sampling,
-        communication, cases,
+        communication, experts, routing, cases,
     ):  # fmt: skip
         yield from make()
 
@@ -299,6 +301,54 @@ def communication() -> Iterator[Problem]:
             yield "all_reduce", partial(reduce, x, norm, buffers)
         starts = tensor(9, dtype=torch.int32)
         yield "all_gather", partial(gather, x, starts, (8192,) * 8, buffers)
+
+
+def experts() -> Iterator[Problem]:
+    """Experts of a few tokens, and tiles of each size."""
+    for tokens, dtype, shared in (
+        (1, BF16, False), (4, BF16, True), (1, F32, False), (16, F32, False),
+        (32, BF16, False), (512, BF16, False), (1024, BF16, True), (4096, BF16, False),
+    ):  # fmt: skip
+        x, routing_weights = tensor(tokens, 2048, dtype=dtype), tensor(tokens, 8, dtype=F32)
+        inputs = FusedMoEInputs(
+            x, routing_weights, tensor(tokens, 8, dtype=torch.int32),
+            tensor(128, 1536, 2048, dtype=dtype), tensor(128, 2048, 768, dtype=dtype),
+            x if shared else None,
+        )  # fmt: skip
+        yield from _call("fused_moe", inputs)
+        int8 = {
+            "gate_up": tensor(128, 1536, 2048, dtype=INT8),
+            "down": tensor(128, 2048, 768, dtype=INT8),
+            "gate_up_scale": tensor(128, 1536, dtype=F32),
+            "down_scale": tensor(128, 2048, dtype=F32),
+        }
+        yield from _call("int8_fused_moe", inputs._replace(**int8))
+        group, half = (32, torch.float16) if shared else (128, BF16)
+        grids = {
+            "gate_up_scale": tensor(128, 1536, 2048 // group, dtype=half),
+            "down_scale": tensor(128, 2048, 768 // group, dtype=half),
+        }
+        offsets = {name.replace("scale", "offset"): grid for name, grid in grids.items()}
+        int4 = {
+            "gate_up": tensor(128, 1536, 1024, dtype=torch.uint8),
+            "down": tensor(128, 2048, 384, dtype=torch.uint8),
+            **grids, **({} if shared else offsets), "group": group,
+        }  # fmt: skip
+        yield from _call("int4_fused_moe", inputs._replace(**int4))
+
+
+def routing() -> Iterator[Problem]:
+    """Routers of few tokens and many; experts in each order of magnitude."""
+    for tokens in (1, 4096):
+        yield from _call("router_gemm", tensor(tokens, 2048), tensor(128, 2048))
+    yield from _call("router_gemm", tensor(2, 2048, dtype=F32), tensor(512, 2048, dtype=F32))
+    for tokens, count, sigmoid in ((1, 128, False), (4096, 512, True)):
+        logits, bias = tensor(tokens, count, dtype=F32), tensor(count, dtype=F32)
+        scored = FusedTopkInputs(logits, bias if sigmoid else None, 8, sigmoid=sigmoid)
+        yield from _call("fused_topk", scored)
+    for tokens, experts_of, block in ((1, 128, 16), (8192, 512, 128)):
+        ids = tensor(tokens, 8, dtype=torch.int32)
+        yield from _call("moe_align_block_size", ids, block, experts_of)
 
 
 def cases() -> Iterator[Problem]:

@@ -1,4 +1,8 @@
-"""A mixture of experts with its tokens grouped by expert; an expert without tokens is not read."""
+"""A mixture of experts with its tokens grouped by expert; an expert without tokens is not read.
+
+On a GPU the weights of all experts are stacked (``nn.expert_stack``) and grouped ops compute them;
+the host does not learn which experts have tokens, so that a CUDA graph can contain it all.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,38 @@ from typing import cast
 import torch
 from torch import nn
 
+from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
+from modelmill.ops.fused_topk import FusedTopkInputs
 
 
 class FusedMoE(nn.Module):
     """The computation of ``MoE`` for all tokens of an expert at once.
 
-    Which experts have tokens is known on the host only: it waits for the router once. While a CUDA
-    graph is captured nothing can be waited for; there every expert computes every token, and most
-    results are multiplied by 0.
+    Where no grouped op serves the experts' weights, the host waits for the router once to know
+    which experts have tokens. While a CUDA graph is captured nothing can be waited for; there every
+    expert computes every token, and most results are multiplied by 0.
     """
 
-    def __init__(self, plain: MoE) -> None:
+    def __init__(self, plain: MoE, *, stacks: bool | None = None) -> None:
+        """stacks: whether to stack the experts' weights; None: on a GPU."""
         super().__init__()
         object.__setattr__(self, "plain", plain)
         for name, child in plain.named_children():
             self.add_module(name, child)
+        if stacks is None:
+            stacks = plain.router.weight.is_cuda
+        self._stacked: StackedExperts | None = stack_experts(plain) if stacks else None
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
         moe = cast(MoE, self.plain)
+        if self._stacked is not None and self._stacked.serves(step.ops):
+            weights, ids = route(moe, x, step)
+            shared = next(iter(moe.shared_output(x, step)), None)
+            return self._stacked.run(x, weights, ids, shared, step.ops)
         routing = moe.routing(moe.router(x, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             total = all_experts(moe, x, routing, step)
@@ -37,6 +51,23 @@ class FusedMoE(nn.Module):
         for shared in moe.shared_output(x, step):
             total += shared.float()
         return total.to(x.dtype)
+
+
+def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
+    config, bias = moe.routing.config, moe.routing.selection_bias
+    logits = step.ops.router_gemm(x, moe.router.weight)
+    inputs = FusedTopkInputs(
+        logits,
+        bias,
+        config.top_k,
+        config.scores == SIGMOID,
+        config.renormalize,
+        config.scale,
+        config.groups,
+        config.top_groups,
+    )
+    return cast(tuple[torch.Tensor, torch.Tensor], step.ops.fused_topk(inputs))
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:

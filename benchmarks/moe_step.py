@@ -1,0 +1,227 @@
+"""Times the mixture-of-experts blocks of a step of Qwen3-30B-A3B's shape beside their floor.
+
+    python benchmarks/moe_step.py [--format int4] [--batch 1] [--prompt 1024] [--layers 48]
+                                  [--device cuda] [--save FILE.jsonl]
+
+Every layer has its own random weights and reads the same random states, so that each chooses other
+experts. On a GPU a step is a CUDA graph of all layers. The floor is the larger of two times: the
+bytes of the chosen experts, each once, over the bandwidth of a copy, and the products over the rate
+of torch's own, both measured in the same run. Columns: the step, its routing alone (router, top-k),
+the floor, their ratio, distinct experts of a layer, and the largest difference from the torch
+reference of the ops in units of the output's root mean square.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.provenance import git_commit, host_facts  # noqa: E402
+from benchmarks.weight_formats import weight_quantizer  # noqa: E402
+from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
+from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
+from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
+from modelmill.nn.linear import Linear  # noqa: E402
+from modelmill.nn.mlp import MLPSpec  # noqa: E402
+from modelmill.nn.moe import Expert, MoE, RouterConfig  # noqa: E402
+from modelmill.nn.moe_spec import MoESpec  # noqa: E402
+from modelmill.nn.step import Step  # noqa: E402
+from modelmill.ops import registry  # noqa: E402
+from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
+
+FORMATS = ("dense", "int8", "int4")
+BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
+ROUNDS = 9
+MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Sizes of a stack of blocks; by default Qwen3-30B-A3B's."""
+
+    layers: int = 48
+    hidden: int = 2048
+    inner: int = 768
+    experts: int = 128
+    top_k: int = 8
+
+
+@dataclass(frozen=True)
+class MoEStepTiming:
+    """One line of the table; times in milliseconds for all layers."""
+
+    weight_format: str
+    tokens: int
+    step_ms: float
+    routing_ms: float
+    floor_ms: float
+    experts_per_layer: float
+    error: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times the floor a step takes."""
+        return self.step_ms / self.floor_ms
+
+
+def make_layers(shape: MoEShape, name: str, device: str) -> list[FusedMoE]:
+    """Blocks with seeded weights, those of a layer's experts next to each other."""
+    dtype, draw = torch.bfloat16, torch.Generator(device).manual_seed(0)
+    spec = MoESpec(RouterConfig(shape.experts, shape.top_k), MLPSpec(shape.hidden, shape.inner))
+    quantize = weight_quantizer(name)
+    layers = []
+    for _ in range(shape.layers):
+        moe = spec.make()
+        moe.router.weight = random_matrix(shape.experts, shape.hidden, dtype, draw)
+        for path in ("gate_up_proj", "down_proj"):
+            linears = [cast(Linear, getattr(expert, path)) for expert in moe.experts]
+            n, k = linears[0].shape
+            whole = quantize(random_matrix(shape.experts * n, k, dtype, draw), dtype)
+            for index, linear in enumerate(linears):
+                linear.weight = whole.slice([(index * n, index * n + n)], (0, k))
+        layers.append(FusedMoE(moe))
+    return layers
+
+
+def random_matrix(n: int, k: int, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+    """[N, K] of spread 1/√K."""
+    matrix = torch.empty(n, k, dtype=dtype, device=draw.device)
+    return matrix.normal_(0, k**-0.5, generator=draw)
+
+
+def states(tokens: int, shape: MoEShape, device: str) -> torch.Tensor:
+    """Seeded states [T, H] of unit spread."""
+    draw = torch.Generator(device).manual_seed(tokens)
+    return random_matrix(tokens, shape.hidden, torch.bfloat16, draw) * shape.hidden**0.5
+
+
+def measure(
+    layers: Sequence[FusedMoE],
+    shape: MoEShape,
+    name: str,
+    tokens: int,
+    roofline: Roofline,
+    rounds: int,
+) -> MoEStepTiming:
+    """Time one step of all layers, and of their routers alone."""
+    device = roofline.device
+    x, step = states(tokens, shape, device), make_step(device)
+    moes = [cast(MoE, layer.plain) for layer in layers]
+
+    def run_layers() -> None:
+        for layer in layers:
+            layer(x, step)
+
+    def run_routers() -> None:
+        for moe in moes:
+            route(moe, x, step)
+
+    calls: list[Callable[[], Any]] = [run_layers, run_routers]
+    for call in calls:
+        call()  # compiles
+    if device.startswith("cuda"):
+        calls = [capture_graph(call) for call in calls]
+    times = [statistics.median(each) for each in time_interleaved(calls, rounds, 1, device)]
+    chosen = [int(route(moe, x, step)[1].unique().numel()) for moe in moes]
+    expert = cast(Expert, moes[0].experts[0])
+    expert_bytes = sum(
+        tensor.nbytes
+        for linear in (expert.gate_up_proj, expert.down_proj)
+        for suffix, tensor in linear.weight.tensors().items()
+        if suffix != "sizes"
+    )
+    moved = sum(chosen) * expert_bytes + shape.layers * (
+        moes[0].router.weight.nbytes + 2 * x.nbytes
+    )
+    operations = 6 * tokens * shape.top_k * shape.hidden * shape.inner * shape.layers
+    floor = roofline.min_seconds(moved, operations, "bfloat16")
+    return MoEStepTiming(
+        name, tokens, 1e3 * times[0], 1e3 * times[1], 1e3 * floor,
+        sum(chosen) / len(chosen), reference_error(layers[0], x[:MAX_CHECKED], device),
+    )  # fmt: skip
+
+
+@functools.cache
+def make_step(device: str, *, reference: bool = False) -> Step:
+    """A step with nothing but the ops, which is all that the blocks read; or their references."""
+    overrides = dict.fromkeys(registry.op_names(), "torch") if reference else None
+    return cast(Step, SimpleNamespace(ops=registry.select_backends(device, overrides)))
+
+
+def reference_error(layer: FusedMoE, x: torch.Tensor, device: str) -> float:
+    """Largest difference from the references of all ops over the output's root mean square."""
+    expected = layer(x, make_step(device, reference=True)).float()
+    actual = layer(x, make_step(device)).float()
+    return float((actual - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def line(timing: MoEStepTiming) -> str:
+    """A line of the table."""
+    return (
+        f"{timing.weight_format:8} {timing.tokens:6} {timing.step_ms:10.4f} "
+        f"{timing.routing_ms:10.4f} {timing.floor_ms:10.4f} {timing.ratio:7.2f} "
+        f"{timing.experts_per_layer:8.1f} {timing.error:9.4f}"
+    )
+
+
+@torch.inference_mode()
+def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--format", action="append", choices=FORMATS)
+    parser.add_argument("--batch", action="append", type=int, help="tokens of a decode step")
+    parser.add_argument("--prompt", action="append", type=int, help="tokens of a prefill step")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--save", type=Path)
+    for name, value in vars(MoEShape()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    options = parser.parse_args(words)
+    shape = MoEShape(**{name: getattr(options, name) for name in vars(MoEShape())})
+    is_default = options.batch is None and options.prompt is None
+    counts = [*(options.batch or (BATCHES if is_default else ()))]
+    counts += [*(options.prompt or (PROMPTS if is_default else ()))]
+    roofline = measure_roofline(options.device, [torch.bfloat16])
+    facts = {
+        "commit": git_commit(),
+        **host_facts(),
+        "shape": vars(shape),
+        "ceilings": roofline.to_dict(),
+    }
+    device, command = device_name(options.device), shlex.join(["python", *sys.argv])
+    print(json.dumps({"device": device, **facts}), flush=True)
+    print("format   tokens    step ms routing ms   floor ms   ratio  experts     error")
+    timings, rows = [], []
+    for name in options.format or FORMATS:
+        layers = make_layers(shape, name, options.device)
+        for tokens in counts:
+            timing = measure(layers, shape, name, tokens, roofline, options.rounds)
+            timings.append(timing)
+            print(line(timing), flush=True)
+            details = {**facts, **vars(timing), "ratio": round(timing.ratio, 3)}
+            value = round(timing.step_ms, 5)
+            rows.append(make_row(command, "moe_step", value, "ms", device, **details))
+        del layers
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if options.save is not None:
+        append_rows(options.save, rows)
+    return timings
+
+
+if __name__ == "__main__":
+    main()

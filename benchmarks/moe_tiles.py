@@ -1,0 +1,177 @@
+"""Times candidate tiles of the grouped kernels of mixtures of experts on a GPU.
+
+    python benchmarks/moe_tiles.py [--format dense] [--tokens 1] [--layers 8]
+
+One tile is changed at a time, in the experts alone (routing is computed before), each time in a
+CUDA graph of all layers. Printed: one JSON line for each candidate, microseconds a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.moe_step import FORMATS, MoEShape, make_layers, make_step, states  # noqa: E402
+from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
+from modelmill.nn.moe import MoE  # noqa: E402
+from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
+from modelmill.ops.triton.moe import (  # noqa: E402
+    experts,
+    grouped_gemm,
+    grouped_gemm_int4,
+    moe_decode,
+    moe_decode_int4,
+)
+from modelmill.ops.triton.moe.grouped_gemm import GroupedTile  # noqa: E402
+
+TOKENS = (1, 2, 8, 32, 64, 256, 1024, 4096)
+ROUNDS = 7
+DECODE: dict[str, dict[str, tuple[tuple[int, int, int], ...]]] = {
+    "dense": {
+        "GATE_UP_TILE": (
+            (1, 2048, 4), (2, 2048, 4), (4, 2048, 8), (2, 1024, 4), (4, 1024, 4), (8, 512, 4),
+            (1, 2048, 2), (2, 2048, 8), (4, 512, 2), (1, 1024, 2),
+        ),
+        "DOWN_TILE": (
+            (1, 256, 2), (1, 256, 4), (2, 256, 4), (4, 256, 4), (4, 256, 8), (1, 1024, 4),
+            (2, 1024, 8), (1, 1024, 8), (1, 512, 4), (2, 512, 4), (8, 128, 4), (2, 128, 4),
+        ),
+    },
+    "int4": {
+        "GATE_UP_TILE": (
+            (1, 256, 2), (2, 256, 4), (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 128, 4),
+            (8, 64, 4), (2, 256, 2), (16, 64, 4),
+        ),
+        "DOWN_TILE": (
+            (1, 32, 2), (2, 32, 4), (4, 32, 4), (8, 32, 4), (8, 32, 8), (1, 128, 4), (2, 128, 4),
+            (4, 128, 8), (4, 32, 2), (2, 32, 2),
+        ),
+    },
+}  # fmt: skip
+# rows, columns, stages, warps by tokens of a tile
+GROUPED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: (
+        (64, 128, 4, 4), (64, 128, 3, 4), (32, 128, 4, 4), (64, 256, 3, 4), (128, 64, 4, 4),
+        (32, 256, 4, 4), (128, 128, 3, 8), (64, 64, 5, 4),
+    ),
+    32: ((64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 8), (64, 64, 4, 4), (128, 64, 4, 4)),
+    64: ((64, 64, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (64, 128, 3, 4), (128, 64, 3, 8)),
+    128: ((64, 64, 4, 4), (128, 64, 3, 8), (128, 64, 4, 8), (256, 64, 3, 8), (128, 64, 3, 4)),
+}  # fmt: skip
+GROUPED_INT4: dict[int, tuple[tuple[int, int, int], ...]] = {
+    16: ((64, 4, 4), (32, 4, 4), (128, 4, 4), (64, 5, 4), (64, 3, 4), (128, 3, 8)),
+    32: ((64, 4, 4), (128, 4, 4), (128, 3, 8), (64, 3, 4)),
+    64: ((64, 3, 4), (128, 3, 8), (128, 3, 4), (64, 4, 4)),
+    128: ((64, 3, 4), (128, 3, 8), (64, 3, 8)),
+}
+PAIRS, TILES = 0, 1 << 30  # pairs for each expert up to which pairs are computed: always, never
+
+
+class ExpertsTimer:
+    """Times the experts of all layers for some tokens."""
+
+    def __init__(self, layers: Sequence[FusedMoE], shape: MoEShape, tokens: int) -> None:
+        self._step = make_step("cuda")
+        self._x = states(tokens, shape, "cuda")
+        self._layers = layers
+        self._routing = [route(cast(MoE, layer.plain), self._x, self._step) for layer in layers]
+
+    def microseconds(self) -> float:
+        """Median of a layer."""
+
+        def run() -> None:
+            for layer, (weights, ids) in zip(self._layers, self._routing, strict=True):
+                assert layer._stacked is not None, "a GPU's experts are stacked"
+                layer._stacked.run(self._x, weights, ids, None, self._step.ops)
+
+        run()
+        (times,) = time_interleaved([capture_graph(run)], ROUNDS, 1, "cuda")
+        return 1e6 * statistics.median(times) / len(self._layers)
+
+
+@contextmanager
+def grouped(module: Any, tokens: int, tiles: tuple[Any, Any]) -> Iterator[None]:
+    """Sorted tiles of so many tokens, whatever there are."""
+    with (
+        mock.patch.dict(module.TILES, {tokens: tiles}),
+        mock.patch.object(module, "_tokens_per_tile", return_value=tokens),
+        mock.patch.object(experts, "_PAIRS_PER_EXPERT", TILES),
+    ):
+        yield
+
+
+def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, Any]]:
+    """(what is tried, the context that makes it so); first what is chosen today."""
+    yield "default", mock.patch.object(experts, "ROUNDS", 0, create=True)
+    decode = moe_decode_int4 if name == "int4" else moe_decode
+    few = mock.patch.object(decode, "FEW_TOKENS", 1 << 30)
+    if tokens <= 16:
+        for constant, tiles in DECODE["int4" if name == "int4" else "dense"].items():
+            for tile in tiles if tokens <= 2 else tiles[:3]:
+                yield f"pairs {constant} {tile}", _both(
+                    few, mock.patch.object(decode, constant, tile),
+                    mock.patch.object(experts, "_PAIRS_PER_EXPERT", PAIRS),
+                )  # fmt: skip
+    if tokens == 1:
+        return  # always pair by pair
+    average = tokens * shape.top_k / shape.experts
+    module: Any = grouped_gemm_int4 if name == "int4" else grouped_gemm
+    table: dict[int, Any] = GROUPED_INT4 if name == "int4" else GROUPED
+    for size, tiles in table.items():
+        if size / 4 <= max(average, 4) <= size * 4:
+            for tile in tiles:
+                made = tile if name == "int4" else GroupedTile(size, *tile)
+                first, second = module.TILES.get(size, (made, made))
+                yield f"tiles gate_up {size} {tile}", grouped(module, size, (made, second))
+                yield f"tiles down {size} {tile}", grouped(module, size, (first, made))
+
+
+@contextmanager
+def _both(*contexts: Any) -> Iterator[None]:
+    for context in contexts:
+        context.__enter__()
+    try:
+        yield
+    finally:
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)
+
+
+@torch.inference_mode()
+def main(words: Sequence[str] | None = None) -> None:
+    """Time and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--format", action="append", choices=FORMATS)
+    parser.add_argument("--tokens", action="append", type=int)
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args(words)
+    shape = MoEShape(layers=options.layers)
+    for name in options.format or FORMATS:
+        layers = make_layers(shape, name, "cuda")
+        for tokens in options.tokens or TOKENS:
+            timer = ExpertsTimer(layers, shape, tokens)
+            for label, context in candidates(name, tokens, shape):
+                row: dict[str, Any] = {"format": name, "tokens": tokens, "tile": label}
+                try:
+                    with context:
+                        row["us"] = round(timer.microseconds(), 2)
+                except Exception as error:  # a tile that does not fit is a result, too
+                    row["failed"] = " ".join(str(error).split())[:120]
+                print(json.dumps(row), flush=True)
+        del layers
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The weights of a layer's experts, one after another in memory, for the grouped ops.
+
+Each expert stays a module with its own weight, whose tensors are views of the stack: no memory is
+taken twice, and what walks over experts (acceptance, calibration, reports) finds them as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import is_
+from typing import cast
+
+import torch
+
+from modelmill.nn.linear import Linear
+from modelmill.nn.mlp import SiluMul
+from modelmill.nn.moe import Expert, MoE
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.registry import Ops
+from modelmill.weights.base import WeightFormat
+
+OPS = {"dense": "fused_moe", "int8": "int8_fused_moe", "int4": "int4_fused_moe"}
+"""The grouped op of each weight format that has one."""
+
+
+class StackedExperts:
+    """The stacked weights of all experts, as operands of a grouped op.
+
+    Attributes:
+        op: its name.
+    """
+
+    def __init__(self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None:
+        self.op = op
+        self._linears = (*gate_up, *down)
+        parts = stack_weights(gate_up), stack_weights(down)
+        self._operands = {
+            name + ("" if suffix == "weight" else f"_{suffix}"): tensor
+            for name, tensors in zip(("gate_up", "down"), parts, strict=True)
+            for suffix, tensor in tensors.items()
+        }
+        self._group = getattr(gate_up[0].weight, "group_size", 0)
+        self._weights = [linear.weight for linear in self._linears]
+
+    def serves(self, ops: Ops) -> bool:
+        """Whether a backend has the op, and no expert got another weight since."""
+        if ops.backends[self.op] == "torch":
+            return False
+        return all(map(is_, self._weights, [linear.weight for linear in self._linears]))
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared: torch.Tensor | None,
+        ops: Ops,
+    ) -> torch.Tensor:
+        """The weighted sum [T, H] of each token's experts, and of ``shared`` [T, H]."""
+        inputs = FusedMoEInputs(
+            x, topk_weights, topk_ids, shared=shared, group=self._group, **self._operands
+        )
+        return cast(torch.Tensor, getattr(ops, self.op)(inputs))
+
+
+def stack_experts(moe: MoE) -> StackedExperts | None:
+    """Move the weights of all experts into stacks; None where no grouped op computes them."""
+    experts = [cast(Expert, expert) for expert in moe.experts]
+    gate_up = [expert.gate_up_proj for expert in experts]
+    down = [expert.down_proj for expert in experts]
+    op = OPS.get(gate_up[0].weight.format)
+    plain = all(
+        isinstance(expert.act, SiluMul) and linear.bias is None
+        for expert in experts
+        for linear in (expert.gate_up_proj, expert.down_proj)
+    )
+    kinds = {_kind(linear.weight) for linear in (*gate_up, *down)}
+    if op is None or not plain or len(kinds) > 1 or "perm" in gate_up[0].weight.tensors():
+        return None
+    return StackedExperts(op, gate_up, down)
+
+
+def _kind(weight: WeightFormat) -> tuple[object, ...]:
+    """What the weights of a stack have in common: format, groups, tensors and their dtypes."""
+    tensors = weight.tensors()
+    dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
+    return (type(weight), getattr(weight, "group_size", 0), *dtypes)
+
+
+def stack_weights(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
+    """[E, …] of each tensor that the weights store, by suffix; the weights become views of them."""
+    stacks = {}
+    for suffix in linears[0].weight.tensors().keys() - {"sizes"}:
+        parts = [linear.weight.tensors()[suffix] for linear in linears]
+        stack = stacked(parts)
+        if stack is None:
+            stack = torch.stack(parts)
+            for linear, view in zip(linears, stack, strict=True):
+                # every format that has a grouped op is a dataclass with a field for each tensor
+                linear.weight = replace(linear.weight, **{suffix: view})  # type: ignore[type-var]
+        stacks[suffix] = stack
+        del parts  # the former tensors are freed before the next ones are copied
+    return stacks
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The stack that tensors are the views of, in order; None if they are not."""
+    first = parts[0]
+    storage, size = first.untyped_storage().data_ptr(), first.numel()
+    for index, part in enumerate(parts):
+        at = first.storage_offset() + index * size
+        alike = part.shape == first.shape and part.is_contiguous() and part.dtype == first.dtype
+        if not alike or part.storage_offset() != at or part.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(parts), *first.shape), (size, *first.stride()))

@@ -1,0 +1,88 @@
+"""The experts of each token and their weights, from the router's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.declaration import OpDeclaration
+
+
+class FusedTopkInputs(NamedTuple):
+    """The router's logits and how experts are chosen.
+
+    Attributes:
+        logits: [T, E] float32.
+        bias: [E], added to the scores for the choice and not for the weights (arXiv:2408.15664), or
+            None.
+        top_k: experts of a token.
+        sigmoid: whether a score is the sigmoid of a logit; otherwise the softmax of all.
+        renormalize: whether the weights of a token are divided by their sum.
+        scale: factor of the weights.
+        groups: the experts are divided into so many groups, of which a token has ``top_groups``,
+            those with the largest sum of their two largest scores (arXiv:2412.19437, section
+            2.1.2); 1: no groups.
+        top_groups: see ``groups``.
+    """
+
+    logits: torch.Tensor
+    bias: torch.Tensor | None
+    top_k: int
+    sigmoid: bool = False
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+DECLARATION = OpDeclaration(inputs=FusedTopkInputs)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
+
+
+def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts with the largest scores, in descending order.
+
+    Returns:
+        Weights [T, top_k] float32 and ids [T, top_k] int32.
+    """
+    logits = inputs.logits
+    scores = logits.sigmoid() if inputs.sigmoid else logits.softmax(-1)
+    ranked = scores if inputs.bias is None else scores + inputs.bias.to(scores.dtype)
+    if inputs.groups > 1:
+        by_group = ranked.unflatten(1, (inputs.groups, -1))
+        group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+        groups = group_scores.topk(inputs.top_groups, dim=-1, sorted=False).indices
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
+        ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+    ids = ranked.topk(inputs.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if inputs.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * inputs.scale, ids.int()
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  logits are float32
+    """Softmax and sigmoid, with and without bias, renormalization and groups."""
+    shapes: list[tuple[int, int, int, dict[str, Any]]] = [
+        (1, 8, 2, {}),
+        (3, 12, 4, {"renormalize": False}),
+        (2, 16, 3, {"sigmoid": True, "scale": 2.5, "biased": True}),
+        (2, 16, 4, {"sigmoid": True, "biased": True, "groups": 4, "top_groups": 2}),
+        (2, 300, 6, {}),
+    ]
+    if device != "cpu":
+        shapes += [(rows, 128, 8, {}) for rows in (1, 32, 4096)]
+    for rows, experts, top_k, switches in shapes:
+        biased = switches.get("biased", False)
+        rest = {name: value for name, value in switches.items() if name != "biased"}
+        logits = randn(
+            rows, experts, device=device, dtype=torch.float32, seed=rows + experts, scale=2.0
+        )
+        bias = randn(experts, device=device, dtype=torch.float32, seed=experts) if biased else None
+        args = FusedTopkInputs(logits, bias, top_k, **rest)._asdict()
+        moved = nbytes(logits, bias) + 8 * rows * top_k
+        yield Case(f"{rows}x{experts}->{top_k} {' '.join(switches)}".strip(), args, moved)

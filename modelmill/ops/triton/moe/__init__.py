@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, alignment of tokens by expert, and grouped products."""

@@ -1,0 +1,59 @@
+"""Chooses how the experts of a step's tokens are computed: pair by pair, or in sorted tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.kernel_range import HALF
+from modelmill.ops.triton.moe import grouped_gemm, moe_decode
+
+MAX_EXPERTS = 1024
+_PAIRS_PER_EXPERT = 4  # few pairs: at most one for so many experts, which hardly share one
+
+
+def computes_pairs(inputs: FusedMoEInputs) -> bool:
+    """Whether experts are shared by so few tokens that each pair reads its own weights."""
+    tokens, top_k = inputs.topk_ids.shape
+    few = tokens * top_k * _PAIRS_PER_EXPERT <= len(inputs.gate_up)
+    return tokens == 1 or few or inputs.x.dtype == torch.float32
+
+
+def supports_layout(inputs: FusedMoEInputs) -> bool:
+    """16-bit or float32 x with packed rows and routing; weights one expert after another."""
+    x, shared = inputs.x, inputs.shared
+    dtypes = (*HALF, torch.float32)
+    return (
+        x.dtype in dtypes
+        and x.dim() == 2
+        and len(x) > 0
+        and x.stride(1) == 1
+        and inputs.topk_ids.dtype == torch.int32
+        and inputs.topk_ids.is_contiguous()
+        and inputs.topk_weights.is_contiguous()
+        and len(inputs.gate_up) <= MAX_EXPERTS
+        and inputs.gate_up.is_contiguous()
+        and inputs.down.is_contiguous()
+        and (shared is None or (shared.is_contiguous() and shared.dtype == x.dtype))
+    )
+
+
+def supports_scales(inputs: FusedMoEInputs, dtype: torch.dtype) -> bool:
+    """Weights of an 8-bit dtype with packed float32 scales."""
+    scales = (inputs.gate_up_scale, inputs.down_scale)
+    return inputs.gate_up.dtype == inputs.down.dtype == dtype and all(
+        scale is not None and scale.is_contiguous() and scale.dtype == torch.float32
+        for scale in scales
+    )
+
+
+def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run the op with weights of x's dtype or in 8 bits.
+
+    act_dtype: to which 8-bit dtype activations are quantized; None: they are not.
+    """
+    compute: Callable[..., torch.Tensor]
+    compute = moe_decode.run if computes_pairs(inputs) else grouped_gemm.run
+    return compute(inputs, act_dtype)

@@ -1,0 +1,209 @@
+"""Grouped products of many tokens with 4-bit weights, converted to 16 bits in registers.
+
+Computes: inner[position, I] = silu(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ
+Dtypes: x and out bfloat16 or float16; packed int4 codes; float32 sums
+Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
+Range: any M; I and H multiples of 32
+Technique: magic-number dequantization, tensor cores with the weight as left operand, SwiGLU in the
+    epilogue, PDL
+Used by: int4_fused_moe.py
+
+As in int4_linear.py: the low nibbles of 16 bytes are 16 neighbouring columns and the high ones the
+next 16, each chunk of a group is two products, and the code's exponent is taken off with the
+offsets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.triton.common.device import INTERPRETED
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.moe import moe_align_block_size
+from modelmill.ops.triton.moe.grouped_gemm import GROUP, sum_pairs, tile_of_program
+from modelmill.ops.triton.moe.moe_decode import swiglu
+from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT
+
+CHUNK = 128  # most columns of a chunk: two products with 64 columns each
+EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
+_ASSEMBLY = tl.constexpr(not INTERPRETED)
+
+
+def _nibbles_asm(exponent: int) -> str:
+    """PTX that makes 16-bit numbers of four low nibbles ($0, $1) and four high ones ($2, $3)."""
+    return f"""{{
+    .reg .b32 u, v, e;
+    mov.b32 e, {exponent * 0x01010101};
+    and.b32 u, $4, 0x0F0F0F0F;
+    shr.u32 v, $4, 4;
+    and.b32 v, v, 0x0F0F0F0F;
+    prmt.b32 $0, u, e, 0x4140;
+    prmt.b32 $1, u, e, 0x4342;
+    prmt.b32 $2, v, e, 0x4140;
+    prmt.b32 $3, v, e, 0x4342;
+    }}"""
+
+
+_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43))
+_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64))
+# (weight rows, stages, warps) by tokens of a tile: of gate and of up each, and of down
+TILES = {
+    16: ((64, 4, 4), (64, 4, 4)),
+    32: ((64, 4, 4), (64, 4, 4)),
+    64: ((64, 3, 4), (128, 3, 8)),
+}
+
+
+def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
+    """Tokens of a tile: about as many as an expert has on average."""
+    average = inputs.topk_ids.numel() / len(inputs.gate_up)
+    return next((size for size in TILES if average <= size), 64)
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op: alignment, two grouped products and the sum over a token's experts."""
+    x, ids = inputs.x, inputs.topk_ids
+    (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
+    inner_size = inputs.gate_up.shape[1] // 2
+    block = _tokens_per_tile(inputs)
+    order = moe_align_block_size.run(ids, block, experts)
+    inner = torch.empty((len(order[0]), inner_size), dtype=x.dtype, device=x.device)
+    by_pair = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    first, second = TILES[block]
+    for tile, source, out, name in ((first, x, inner, "gate_up"), (second, inner, by_pair, "down")):
+        _launch(inputs, tile, source, out, order, name)
+    return sum_pairs(by_pair, inputs)
+
+
+def _launch(
+    inputs: FusedMoEInputs,
+    tile: tuple[int, int, int],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    order: tuple[torch.Tensor, torch.Tensor],
+    name: str,
+) -> None:
+    """One grouped product, "gate_up" or "down"."""
+    weight, scale, offset = (getattr(inputs, name + part) for part in ("", "_scale", "_offset"))
+    (tokens, top_k), group = inputs.topk_ids.shape, inputs.group
+    (rows, stages, warps), (n, k) = tile, (out.shape[1], x.shape[1])
+    blocks, tiles, chunk = len(order[1]), -(-n // rows), math.gcd(group, CHUNK)
+    pdl = pdl_launch_options(x.device, tokens)
+    fixed = (n, k, x.stride(0), weight.shape[2], scale.shape[2])
+    _launcher(
+        (blocks * tiles, 1, 1),
+        (x, weight, scale, scale if offset is None else offset, *order, out),
+        (blocks, tiles, tokens * top_k, *fixed), fixed,
+        (
+            top_k, name == "gate_up", offset is not None, ZERO_POINT, group, chunk,
+            k % chunk == 0, EXPONENT_BIAS[x.dtype], GROUP, len(order[0]) // blocks, rows,
+            pdl["PDL"],
+        ),
+        {"num_warps": warps, "num_stages": stages, "launch_pdl": pdl["launch_pdl"]},
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["blocks", "tiles", "pairs"])
+def _grouped_kernel(
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, sorted_ptr, experts_ptr, out_ptr,
+    blocks, tiles, pairs, n, k, x_stride, width, groups,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, CODE_BIAS: tl.constexpr,
+    TILE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    block, tile = tile_of_program(tl.program_id(0), blocks, tiles, TILE_GROUP)
+    pdl_wait(PDL)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    if expert >= 0:
+        position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        pair = tl.load(sorted_ptr + position)
+        # positions without a pair compute another one's values, which are not used
+        source = tl.minimum(pair, pairs - 1).to(tl.int64) // TOP_K if GATED else position
+        row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight_row = expert * (2 * n if GATED else n) + tl.minimum(row, n - 1)
+        byte = tl.arange(0, CHUNK // 2)
+        low = byte // 16 * 32 + byte % 16
+        x_at = x_ptr + source[None, :] * x_stride
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        ups = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for start in range(0, k, CHUNK):
+            column = start + low
+            if EVEN:
+                x_low = tl.load(x_at + column[:, None])
+                x_high = tl.load(x_at + (column + 16)[:, None])
+            else:
+                x_low = tl.load(x_at + column[:, None], mask=(column < k)[:, None], other=0.0)
+                x_high = tl.load(
+                    x_at + (column + 16)[:, None], mask=(column + 16 < k)[:, None], other=0.0
+                )
+            sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
+            total += _chunk_product(
+                weight_ptr, scale_ptr, offset_ptr, weight_row, start, width, groups, x_low, x_high,
+                sums, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
+            )  # fmt: skip
+            if GATED:
+                ups += _chunk_product(
+                    weight_ptr, scale_ptr, offset_ptr, weight_row + n, start, width, groups, x_low,
+                    x_high, sums, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
+                )  # fmt: skip
+        element = out_ptr.dtype.element_ty
+        if GATED:
+            target = out_ptr + position[None, :] * n + row[:, None]
+            tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
+        else:
+            target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
+            mask = (row < n)[:, None] & (pair < pairs)[None, :]
+            tl.store(target, total.to(element), mask=mask)
+
+
+@triton.jit
+def _chunk_product(
+    weight_ptr, scale_ptr, offset_ptr, weight_row, start, width, groups, x_low, x_high, sums,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, CODE_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The dequantized product [N, T] of the columns of a chunk, which share a scale."""
+    byte = tl.arange(0, CHUNK // 2)
+    at = weight_ptr + weight_row[:, None] * width + start // 2 + byte[None, :]
+    if EVEN:
+        codes = tl.load(at)
+    else:
+        codes = tl.load(at, mask=(byte < width - start // 2)[None, :], other=0)
+    low, high = _biased_nibbles(codes, x_low.dtype)
+    part = tl.dot(low, x_low, input_precision="ieee")
+    part = tl.dot(high, x_high, part, input_precision="ieee")
+    grid = weight_row * groups + start // GROUP
+    scale = tl.load(scale_ptr + grid).to(tl.float32)
+    if OFFSET:
+        offset = tl.load(offset_ptr + grid).to(tl.float32) - CODE_BIAS * scale
+    else:
+        offset = -(ZERO + CODE_BIAS) * scale
+    return part * scale[:, None] + offset[:, None] * sums[None, :]
+
+
+@triton.jit
+def _biased_nibbles(codes, dtype: tl.constexpr):
+    """The low and the high nibbles of bytes with the exponent's value added, in a 16-bit dtype."""
+    if _ASSEMBLY and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    elif _ASSEMBLY:  # noqa: RET505  Triton needs all branches
+        return tl.inline_asm_elementwise(
+            _NIBBLES_TO_FLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        exponent: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        low = ((codes & 15).to(tl.uint16) | exponent).to(dtype, bitcast=True)
+        return low, ((codes >> 4).to(tl.uint16) | exponent).to(dtype, bitcast=True)
+
+
+_launcher = CachedLauncher(_grouped_kernel)

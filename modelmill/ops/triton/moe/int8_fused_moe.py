@@ -1,0 +1,23 @@
+"""The experts of a mixture with int8 weights.
+
+Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared)
+Dtypes: x and out bfloat16, float16 or float32; int8 weights, float32 scales and sums
+Layout: row-major; weights [E, N, K], scales [E, N]
+Range: any M; E ≤ 1024
+Technique: pair by pair for few tokens (moe_decode.py), else sorted tiles (grouped_gemm.py)
+Ops: int8_fused_moe
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.moe.experts import run as run
+from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
+
+
+def supports(inputs: FusedMoEInputs) -> bool:
+    """Packed operands; int8 weights with float32 scales."""
+    return supports_layout(inputs) and supports_scales(inputs, torch.int8)

@@ -1,0 +1,208 @@
+"""The experts of a few tokens: each program reads a few rows of the chosen experts' matrices.
+
+Computes: inner[pair, I] = silu(gate) · up of each pair of a token and its expert; out[M, H] =
+    Σ topk_weights · (inner · downᵀ) (+ shared)
+Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or e4m3 with a scale
+    for each row, x and inner then also quantized to 8 bits; float32 sums
+Layout: row-major; weights [E, N, K], the pairs of a token next to each other
+Range: any M, meant for few; any I and H
+Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down), PDL
+Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
+
+Nothing but the weights of the chosen experts is read from memory, each once for every token that
+has the expert. A token's experts are summed in one program in the order of its slots, without
+atomics: the result does not depend on which program comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.quant_types import ActQuantSpec
+from modelmill.ops.triton.common.device import power_of_two
+from modelmill.ops.triton.common.dtype_convert import to_float32
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.norm_quantize import quantize
+
+Tile = tuple[int, int, int]
+# (rows, columns, warps) of a program: of gate and of up each, and of down
+FEW_TOKENS = 4
+GATE_UP_TILE: Tile = (2, 2048, 4)
+DOWN_TILE: Tile = (2, 256, 4)
+MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
+
+
+def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
+    """The tile with fewer columns for a narrow matrix."""
+    rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
+    return rows, min(columns, max(16, power_of_two(width))), warps
+
+
+def quantize_rows(
+    x: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """X [M, K] in 8 bits with a scale for each row; as it is where ``dtype`` is None."""
+    return (x, None) if dtype is None else quantize.run(x, ActQuantSpec(dtype))
+
+
+def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Run the op with two launches, and one before each where activations are quantized.
+
+    act_dtype: int8 or e4m3; None: the products take activations as they are.
+    """
+    ids, dtype = inputs.topk_ids, inputs.x.dtype
+    (tokens, hidden), top_k = inputs.x.shape, ids.shape[1]
+    inner_size = inputs.gate_up.shape[1] // 2
+    x, x_scale = quantize_rows(inputs.x, act_dtype)
+    inner = torch.empty((tokens * top_k, inner_size), dtype=dtype, device=x.device)
+    out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
+    pdl = pdl_launch_options(x.device, tokens)
+    gate_up, down = inputs.gate_up, inputs.down
+
+    rows, columns, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
+    scale = inputs.gate_up_scale
+    blocks = -(-inner_size // rows)
+    sizes = (inner_size, hidden, blocks, x.stride(0), gate_up.stride(0), gate_up.stride(1))
+    _gate_up_launcher(
+        (tokens * top_k * blocks, 1, 1),
+        (x, x if x_scale is None else x_scale, gate_up, x if scale is None else scale, ids, inner),
+        sizes, sizes,
+        (
+            top_k, x_scale is not None, scale is not None, hidden % columns == 0, rows,
+            columns, pdl["PDL"],
+        ),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
+    )  # fmt: skip
+
+    inner, inner_scale = quantize_rows(inner, act_dtype)
+    rows, columns, warps = _tile_config(DOWN_TILE, tokens, inner_size)
+    scale, shared = inputs.down_scale, inputs.shared
+    down_sizes = (hidden, inner_size, down.stride(0), down.stride(1))
+    _down_launcher(
+        (-(-hidden // rows), tokens, 1),
+        (
+            inner, inner if inner_scale is None else inner_scale, down,
+            inner if scale is None else scale, ids, inputs.topk_weights,
+            inner if shared is None else shared, out,
+        ),
+        down_sizes, down_sizes,
+        (
+            top_k, power_of_two(top_k), inner_scale is not None, scale is not None,
+            shared is not None, inner_size % columns == 0, rows, columns, pdl["PDL"],
+        ),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, ids_ptr, out_ptr,
+    inner, k, blocks, x_stride, expert_stride, stride,
+    TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last one: a load without a mask is faster
+    weight_row = tl.minimum(row, inner - 1)
+    column = tl.arange(0, BLOCK_K)
+    pdl_wait(PDL)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    gate_at = weight_ptr + expert * expert_stride + weight_row[:, None] * stride + column[None, :]
+    up_at = gate_at + inner.to(tl.int64) * stride
+    x_ptr += pair // TOP_K * x_stride
+    gates = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN:
+            g = tl.load(gate_at + start, eviction_policy="evict_first")
+            u = tl.load(up_at + start, eviction_policy="evict_first")
+            x = tl.load(x_ptr + start + column)
+        else:
+            inside = column < k - start
+            g = tl.load(gate_at + start, mask=inside[None, :], other=0.0)
+            u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
+            x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
+        x32 = x.to(tl.float32)[None, :]
+        gates += _sum_of_8(to_float32(g) * x32)
+        ups += _sum_of_8(to_float32(u) * x32)
+    gate = tl.sum(gates, axis=1)
+    up = tl.sum(ups, axis=1)
+    if SCALE:
+        scale_at = scale_ptr + expert * (2 * inner) + weight_row
+        gate *= tl.load(scale_at)
+        up *= tl.load(scale_at + inner)
+    if X_SCALE:
+        x_scale = tl.load(x_scale_ptr + pair // TOP_K)
+        gate *= x_scale
+        up *= x_scale
+    target = out_ptr + pair * inner + row
+    tl.store(target, swiglu(gate, up, out_ptr.dtype.element_ty), mask=row < inner)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
+    n, k, expert_stride, stride,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = tl.minimum(row, n - 1)
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    live = slot < TOP_K
+    column = tl.arange(0, BLOCK_K)
+    pair = token * TOP_K + slot
+    pdl_wait(PDL)
+    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
+    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
+    weight_at += (expert * expert_stride)[None, :, None]
+    inner_at = inner_ptr + pair[:, None] * k + column[None, :]
+    total = tl.zeros([BLOCK_N, SLOTS, BLOCK_K // 8], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        there = live[:, None] & (column < k - start)[None, :]
+        if EVEN and SLOTS == TOP_K:
+            w = tl.load(weight_at + start, eviction_policy="evict_first")
+            x = tl.load(inner_at + start)
+        else:
+            w = tl.load(weight_at + start, mask=there[None, :, :], other=0.0)
+            x = tl.load(inner_at + start, mask=there, other=0.0)
+        product = to_float32(w) * x.to(tl.float32)[None, :, :]
+        parts = tl.reshape(product, [BLOCK_N, SLOTS, BLOCK_K // 8, 8])
+        total += tl.sum(parts, axis=3)
+    out = tl.sum(total, axis=2)
+    if SCALE:
+        out *= tl.load(scale_ptr + (expert * n)[None, :] + weight_row[:, None])
+    if X_SCALE:
+        out *= tl.load(inner_scale_ptr + pair, mask=live, other=0.0)[None, :]
+    element = out_ptr.dtype.element_ty
+    out = tl.sum(out.to(element).to(tl.float32) * routing[None, :], axis=1)
+    if SHARED:
+        out += tl.load(shared_ptr + token * n + weight_row).to(tl.float32)
+    tl.store(out_ptr + token * n + row, out.to(element), mask=row < n)
+
+
+@triton.jit
+def _sum_of_8(product):
+    """[N, K] → [N, K / 8]: the columns that one thread holds."""
+    return tl.sum(tl.reshape(product, [product.shape[0], product.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def swiglu(gate, up, element: tl.constexpr):
+    """silu(gate) · up of float32 values that are rounded to a dtype first, in that dtype."""
+    gate = gate.to(element).to(tl.float32)
+    up = up.to(element).to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(element)
+
+
+_gate_up_launcher, _down_launcher = CachedLauncher(_gate_up_kernel), CachedLauncher(_down_kernel)

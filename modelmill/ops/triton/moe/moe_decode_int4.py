@@ -1,0 +1,266 @@
+"""The experts of a few tokens with 4-bit weights: each program reads rows of the chosen experts.
+
+Computes: inner[pair, I] = silu(gate) · up of each pair of a token and its expert; out[M, H] =
+    Σ topk_weights · (inner · downᵀ) (+ shared)
+Dtypes: x and out bfloat16, float16 or float32; packed int4 codes; float32 sums
+Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
+Range: any M, meant for few; I and H multiples of 32
+Technique: magic-number dequantization of whole 32-bit words by byte permutations (PTX), all experts
+    of a token in one program (down), PDL
+Used by: grouped_gemm_int4.py, int4_fused_moe.py
+
+A word holds columns of two halves of 32: its low nibbles four neighbours, its high ones the four 16
+columns further on. A nibble moved to bit 16 and combined with the exponent of 128 is the float32
+128 + code: one byte permutation of a word whose other nibbles are masked. This adds 128 times the
+sum of x, which the offsets need anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.triton.common.device import INTERPRETED, power_of_two
+from modelmill.ops.triton.common.fast_launch import CachedLauncher
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.moe.moe_decode import FEW_TOKENS, Tile, swiglu
+
+ZERO_POINT = 8  # the code of 0 in a symmetric weight
+WORD_COLUMNS = 8
+_ASSEMBLY = tl.constexpr(not INTERPRETED)
+# bytes 2 of the results are the nibbles, bytes 3 the exponent
+_LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
+    .reg .b32 u;
+    and.b32 u, $4, 0x0F0F0F0F;
+    prmt.b32 $0, u, 0x43000000, 0x7044;
+    prmt.b32 $1, u, 0x43000000, 0x7144;
+    prmt.b32 $2, u, 0x43000000, 0x7244;
+    prmt.b32 $3, u, 0x43000000, 0x7344;
+    }""")
+# (rows, words, warps) of a program: of gate and of up each, and of down
+GATE_UP_TILE: Tile = (8, 256, 4)
+DOWN_TILE: Tile = (4, 32, 4)
+MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32 alone comes here with many
+
+
+def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
+    """The tile with fewer words for a narrow matrix."""
+    rows, words, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
+    return rows, min(words, max(4, power_of_two(width // WORD_COLUMNS))), warps
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op with two launches."""
+    x, ids, group = inputs.x, inputs.topk_ids, inputs.group
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    inner_size = inputs.gate_up.shape[1] // 2
+    inner = torch.empty((tokens * top_k, inner_size), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    pdl = pdl_launch_options(x.device, tokens)
+
+    rows, words, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
+    weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
+    assert scale is not None, "see supports"
+    blocks = -(-inner_size // rows)
+    sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // 4)
+    _gate_up_launcher(
+        (tokens * top_k * blocks, 1, 1),
+        (x, weight.view(torch.int32), scale, scale if offset is None else offset, ids, inner),
+        sizes, sizes,
+        (
+            top_k, offset is not None, ZERO_POINT, group, hidden % (words * WORD_COLUMNS) == 0,
+            rows, words, pdl["PDL"],
+        ),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
+    )  # fmt: skip
+
+    rows, words, warps = _tile_config(DOWN_TILE, tokens, inner_size)
+    weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
+    assert scale is not None, "see supports"
+    shared = inputs.shared
+    down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // 4)
+    _down_launcher(
+        (-(-hidden // rows), tokens, 1),
+        (
+            inner, weight.view(torch.int32), scale, scale if offset is None else offset, ids,
+            inputs.topk_weights, inner if shared is None else shared, out,
+        ),
+        down_sizes, down_sizes,
+        (
+            top_k, power_of_two(top_k), offset is not None, ZERO_POINT, group,
+            shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
+        ),
+        {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, inner, k, blocks, x_stride, groups,
+    stride,
+    TOP_K: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pair = (tl.program_id(0) // blocks).to(tl.int64)
+    row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last one
+    weight_row = tl.minimum(row, inner - 1)
+    pdl_wait(PDL)
+    expert = tl.load(ids_ptr + pair).to(tl.int64) + tl.arange(0, 1)
+    x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
+    inside = tl.arange(0, 1) == 0
+    weight_at = weight_ptr + expert * (2 * inner * stride)
+    scale_at = scale_ptr + expert * (2 * inner * groups)
+    offset_at = offset_ptr + expert * (2 * inner * groups)
+    gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
+    ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
+    for start in range(0, k // 8, WORDS):
+        x = _load_x(x_at, inside, start, k, EVEN, WORDS)
+        gates += _products(
+            x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, stride,
+            OFFSET, ZERO, GROUP, EVEN, WORDS,
+        )  # fmt: skip
+        ups += _products(
+            x, weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, stride,
+            OFFSET, ZERO, GROUP, EVEN, WORDS,
+        )  # fmt: skip
+    gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
+    up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
+    target = out_ptr + pair * inner + row
+    tl.store(target, swiglu(gate, up, out_ptr.dtype.element_ty), mask=row < inner)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr, weight_ptr, scale_ptr, offset_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
+    n, k, groups, stride,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = tl.minimum(row, n - 1)
+    token = tl.program_id(1).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    live = slot < TOP_K
+    pair = token * TOP_K + slot
+    pdl_wait(PDL)
+    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
+    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    weight_at = weight_ptr + expert * (n * stride)
+    scale_at = scale_ptr + expert * (n * groups)
+    offset_at = offset_ptr + expert * (n * groups)
+    total = tl.zeros([BLOCK_N, SLOTS, WORDS // 4], tl.float32)
+    for start in range(0, k // 8, WORDS):
+        x = _load_x(inner_ptr + pair * k, live, start, k, EVEN and SLOTS == TOP_K, WORDS)
+        total += _products(
+            x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, stride,
+            OFFSET, ZERO, GROUP, EVEN and SLOTS == TOP_K, WORDS,
+        )  # fmt: skip
+    element = out_ptr.dtype.element_ty
+    out = tl.sum(total, axis=2).to(element).to(tl.float32)
+    out = tl.sum(out * routing[None, :], axis=1)
+    if SHARED:
+        out += tl.load(shared_ptr + token * n + weight_row).to(tl.float32)
+    tl.store(out_ptr + token * n + row, out.to(element), mask=row < n)
+
+
+@triton.jit
+def _load_x(x_at, live, start, k, EVEN: tl.constexpr, WORDS: tl.constexpr):
+    """The columns of words in float32: eight of [S, WORDS], and their sums by runs [S, WORDS / 4].
+
+    x_at: [S] rows of x; live: [S].
+    """
+    word = start + tl.arange(0, WORDS)
+    column = word // 4 * 32 + word % 4 * 4
+    source = x_at[:, None, None] + column[None, :, None] + tl.arange(0, 4)[None, None, :]
+    if EVEN:
+        low = tl.load(source).to(tl.float32)
+        high = tl.load(source + 16).to(tl.float32)
+    else:
+        there = (live[:, None] & (word * 8 < k)[None, :])[:, :, None]
+        low = tl.load(source, mask=there, other=0.0).to(tl.float32)
+        high = tl.load(source + 16, mask=there, other=0.0).to(tl.float32)
+    x0, x1, x2, x3 = _split4(low)
+    x4, x5, x6, x7 = _split4(high)
+    sums = tl.sum(low + high, axis=2)
+    sums = tl.sum(tl.reshape(sums, [sums.shape[0], WORDS // 4, 4]), axis=2)
+    return x0, x1, x2, x3, x4, x5, x6, x7, sums
+
+
+@triton.jit
+def _products(
+    x, weight_at, scale_at, offset_at, row, live, start, k, groups, stride,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
+
+    x: of _load_x; weight_at, scale_at, offset_at: [S] matrices; row: [N] rows of each; live: [S].
+    """
+    RUNS: tl.constexpr = WORDS // 4
+    word = start + tl.arange(0, WORDS)
+    run = start // 4 + tl.arange(0, RUNS)
+    local = (row * stride)[:, None, None] + word[None, None, :]
+    grid = (row * groups)[:, None, None] + (run * 32 // GROUP)[None, None, :]
+    words_at = weight_at[None, :, None] + local
+    scales_at = scale_at[None, :, None] + grid
+    if EVEN:
+        words = tl.load(words_at, eviction_policy="evict_first")
+        scale = tl.load(scales_at).to(tl.float32)
+    else:
+        words_there = (live[:, None] & (word * 8 < k)[None, :])[None, :, :]
+        runs_there = (live[:, None] & (run * 32 < k)[None, :])[None, :, :]
+        words = tl.load(words_at, mask=words_there, other=0)
+        scale = tl.load(scales_at, mask=runs_there, other=0.0).to(tl.float32)
+    if OFFSET:
+        offsets_at = offset_at[None, :, None] + grid
+        if EVEN:
+            offset = tl.load(offsets_at).to(tl.float32)
+        else:
+            offset = tl.load(offsets_at, mask=runs_there, other=0.0).to(tl.float32)
+        offset = tl.fma(scale, -128.0, offset)
+    else:
+        offset = -(ZERO + 128) * scale
+    x0, x1, x2, x3, x4, x5, x6, x7, sums = x
+    c0, c1, c2, c3 = _codes(words)
+    part = tl.fma(c1, x1[None, :, :], c0 * x0[None, :, :])
+    part = tl.fma(c3, x3[None, :, :], tl.fma(c2, x2[None, :, :], part))
+    c4, c5, c6, c7 = _codes(words >> 4)
+    part = tl.fma(c5, x5[None, :, :], tl.fma(c4, x4[None, :, :], part))
+    part = tl.fma(c7, x7[None, :, :], tl.fma(c6, x6[None, :, :], part))
+    part = tl.sum(tl.reshape(part, [part.shape[0], part.shape[1], RUNS, 4]), axis=3)
+    return tl.fma(part, scale, offset * sums[None, :, :])
+
+
+@triton.jit
+def _codes(words):
+    """128 + the code in the low nibble of each byte: four float32."""
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            _LOW_NIBBLES_TO_FLOAT32, "=r,=r,=r,=r,r", [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505  Triton needs both branches
+        return _code(words << 16), _code(words << 8), _code(words), _code(words >> 8)
+
+
+@triton.jit
+def _code(shifted):
+    """128 + the code in bits 16 to 19, as float32."""
+    return ((shifted & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split4(x):
+    """[S, W, 4] → four of [S, W]."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+_gate_up_launcher, _down_launcher = CachedLauncher(_gate_up_kernel), CachedLauncher(_down_kernel)

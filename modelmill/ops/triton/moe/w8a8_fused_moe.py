@@ -1,0 +1,29 @@
+"""The experts of a mixture with weights and activations in int8.
+
+Computes: out[M, H] = Σ topk_weights · down(quantize(silu(gate) · up)) (+ shared), of quantize(x)
+Dtypes: x and out bfloat16, float16 or float32; int8 weights, float32 scales
+Layout: row-major; weights [E, N, K], scales [E, N]
+Range: any M; E ≤ 1024
+Technique: rows quantized by quantize.py; pair by pair for few tokens (moe_decode.py), else sorted
+    tiles (grouped_gemm.py)
+Ops: w8a8_fused_moe
+"""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.triton.common.device import available as available
+from modelmill.ops.triton.moe import experts
+from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
+
+
+def supports(inputs: FusedMoEInputs) -> bool:
+    """Packed operands; int8 weights with float32 scales."""
+    return supports_layout(inputs) and supports_scales(inputs, torch.int8)
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return experts.run(inputs, torch.int8)

@@ -1,0 +1,43 @@
+"""The experts of a mixture with weights and activations in int8.
+
+Every token's x, and every pair's product with the gate, has its own scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops.case import Case
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.int8_fused_moe import cases_in_8_bits
+from modelmill.ops.int8_fused_moe import dequantize_rows as dequantize_rows
+from modelmill.ops.quant_types import quantize_per_row
+
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+
+# a value at the border of two codes may take either one
+TOLERANCE = {torch.float32: 6e-2, torch.float16: 6e-2, torch.bfloat16: 2e-1}
+
+
+def w8a8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Compute ``fused_moe`` with quantized activations, weights int8 and scales [E, N] float32.
+
+    Returns:
+        [T, H] of x's dtype.
+    """
+    return experts_reference(inputs, dequantize_rows, _round)
+
+
+def _round(x: torch.Tensor) -> torch.Tensor:
+    """X [M, K] rounded to int8 and back, each row with its own scale."""
+    values, scale = quantize_per_row(x, torch.int8)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return values.to(wide) * scale[:, None].to(wide)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The shapes of fused_moe."""
+    yield from cases_in_8_bits(device, dtype, torch.int8)

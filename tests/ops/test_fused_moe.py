@@ -1,0 +1,127 @@
+"""Routing and grouped products of experts: blocks of tokens, faulty logits, whole mixtures."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.ops import registry
+from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.moe_align_block_size import NO_EXPERT, max_blocks, moe_align_block_size
+from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
+
+GROUPED = ("router_gemm", "fused_topk", "fused_moe", "int8_fused_moe", "int4_fused_moe")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 8), st.integers(0, 1 << 30))
+def test_blocks_hold_the_pairs_of_one_expert_in_order(
+    tokens: int, top_k: int, more: int, seed: int
+) -> None:
+    experts, draw = top_k + more, torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=draw)[:top_k] for _ in range(tokens)])
+    block = 4
+    order, owners = moe_align_block_size(ids.int(), block, experts)
+    assert len(owners) == max_blocks(tokens * top_k, block, experts)
+    by_expert: dict[int, list[int]] = {}
+    for part, owner in zip(order.split(block), owners.tolist(), strict=True):
+        pairs = [pair for pair in part.tolist() if pair < tokens * top_k]
+        assert bool(pairs) == (owner != NO_EXPERT)
+        by_expert.setdefault(owner, []).extend(pairs)
+    by_expert.pop(NO_EXPERT, None)
+    assert list(by_expert) == sorted(by_expert)
+    flat = ids.flatten().tolist()
+    expected = {e: [i for i, each in enumerate(flat) if each == e] for e in sorted(set(flat))}
+    assert by_expert == expected
+
+
+@pytest.mark.parametrize("block", [1, 3, 4])
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_the_bound_of_the_blocks_is_reached_and_never_passed(block: int, experts: int) -> None:
+    for pairs in range(1, 11):
+        spreads = itertools.product(range(pairs + 1), repeat=experts)
+        needed = [
+            sum(-(-count // block) for count in spread)
+            for spread in spreads
+            if sum(spread) == pairs
+        ]
+        assert max(needed) == max_blocks(pairs, block, experts)
+
+
+# −∞ − −∞ is expected; NumPy warns
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("backend", ["triton"])
+def test_logits_that_are_not_numbers_still_choose_experts(backend: str) -> None:
+    """An id outside of the experts would be an address outside of the weights."""
+    module = registry.implementations("fused_topk", [backend]).get(backend)
+    if module is None or module.available("cpu") is not None:
+        pytest.skip("Triton's interpreter is not available")
+    logits = torch.full((3, 20), float("nan"))
+    logits[1, 4] = 2.0
+    logits[2] = float("-inf")
+    _, ids = module.run(FusedTopkInputs(logits, None, 5))
+    for row in ids.tolist():
+        assert len(set(row)) == 5
+        assert set(row) <= set(range(20))
+
+
+@pytest.fixture(scope="module")
+def grouped_step() -> Any:
+    """A step on the CPU with the grouped ops of Triton's interpreter."""
+    modules = [registry.implementations(op, ["triton"]).get("triton") for op in GROUPED]
+    if any(module is None or module.available("cpu") is not None for module in modules):
+        pytest.skip("Triton's interpreter is not available")
+    return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4"])
+def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped_step: Any) -> None:
+    router = RouterConfig(EXPERTS, 3, renormalize=False, scale=1.5)
+    shared = MLPSpec(HIDDEN, 2 * INNER)
+    spec = MoESpec(router, MLPSpec(HIDDEN, INNER - 16), shared, shared_gate=True)
+    moe = filled(spec, weight_format)
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = moe(x, STEP)
+    fused = FusedMoE(moe, stacks=True)
+    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(moe(x, STEP), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_a_cuda_graph_replays_another_routing(weight_format: str, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    moe = filled(MoESpec(RouterConfig(16, 4), MLPSpec(256, 128)), weight_format)
+    for module in moe.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            moved = weight.to("cuda")
+            module.weight = moved.bfloat16() if isinstance(moved, torch.Tensor) else moved
+    if weight_format == "dense":
+        for expert in moe.experts:
+            for linear in (expert.gate_up_proj, expert.down_proj):
+                linear.weight = type(linear.weight)(linear.weight.weight.bfloat16())
+    step: Any = SimpleNamespace(ops=registry.select_backends("cuda"))
+    fused = FusedMoE(moe)
+    states = [torch.randn(tokens, 256, generator=draw).bfloat16().cuda() for _ in range(2)]
+    static = states[0].clone()
+    fused(static, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused(static, step)
+    for x in states:
+        static.copy_(x)
+        graph.replay()
+        expected = moe(x, step)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=3e-2)
