@@ -160,7 +160,7 @@ class CheckpointLayout:
 
     Attributes:
         names: The checkpoint's names of a layer's modules.
-        layers, embed, positions, norm, head: Its names outside.
+        layers, embed, positions, embed_norm, norm, head: Its names outside.
         grouped_qkv: Whether rows of q, k and v are stored by KV head.
         neighbours: Whether channels 2i and 2i + 1 of q and k rotate together.
         norms_less_one: Whether norms are stored less 1 (Gemma).
@@ -172,6 +172,7 @@ class CheckpointLayout:
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
     positions: str = ""
+    embed_norm: str = ""
     norm: str = "model.norm"
     head: str = "lm_head"
     grouped_qkv: bool = False
@@ -185,6 +186,9 @@ class CheckpointLayout:
         out = [Rule("embed.weight", (f"{self.embed}.weight",))]
         if self.positions:
             out.append(Rule("embed.positions", (f"{self.positions}.weight",)))
+        if config.embedding_norm:
+            tensors = config.norm_config.tensors
+            out += [Rule(f"embed.norm.{t}", (f"{self.embed_norm}.{t}",)) for t in tensors]
         out += [
             Rule(
                 f"norm.{tensor}",

@@ -69,6 +69,7 @@ def _computes_layer(layer: nn.Module) -> bool:
         and spec.qkv_norm is None
         and spec.scale is None
         and not spec.local_rope
+        and not spec.modifies_scores
     )
 
 
