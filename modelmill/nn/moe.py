@@ -34,6 +34,7 @@ class RouterConfig:
         top_groups: See ``groups``.
         selection_bias: Whether a learned bias is added to the scores for the choice, and not for
             the weights (arXiv:2408.15664).
+        bias: Whether the logits have a learned bias.
     """
 
     experts: int
@@ -44,20 +45,24 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     selection_bias: bool = False
+    bias: bool = False
 
 
 class Router(nn.Module):
-    """x Wᵀ in float32: [T, H] → [T, E]. The matrix is small and is never quantized."""
+    """x Wᵀ + b in float32: [T, H] → [T, E]. The matrix is small and is never quantized."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
-    def __init__(self, hidden: int, experts: int) -> None:
+    def __init__(self, hidden: int, experts: int, bias: bool = False) -> None:
         super().__init__()
         self.register_buffer("weight", torch.empty(experts, hidden, device="meta"))
+        self.register_buffer("bias", torch.empty(experts, device="meta") if bias else None)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
-        return x.float() @ self.weight.float().T
+        logits = x.float() @ self.weight.float().T
+        return logits if self.bias is None else logits + self.bias.float()
 
 
 class TopKRouting(nn.Module):
@@ -110,7 +115,7 @@ class Expert(GatedMLP):
     """A gated MLP for the tokens that have it."""
 
     def __init__(self, spec: MLPSpec, index: int) -> None:
-        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation)
+        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation, spec.clamp)
         self.tokens = ExpertTokens(index)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -161,7 +166,7 @@ class MoE(nn.Module):
         self, router: RouterConfig, expert: MLPSpec, shared: MLPSpec | None, *, shared_gate: bool
     ) -> None:
         super().__init__()
-        self.router = Router(expert.hidden, router.experts)
+        self.router = Router(expert.hidden, router.experts, router.bias)
         self.routing = TopKRouting(router)
         self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.make()
