@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from modelmill.nn.alibi import AlibiConfig
+
 Change = Callable[[Any], Any]
 Logits = Callable[..., torch.Tensor]
 """(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
@@ -103,6 +105,7 @@ class FamilyCase:
         gguf: Its GGUF, where llama.cpp writes one that is read.
         kv_tolerance: Of logits with int8 pages, as a share of their root mean square.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
+        attention: transformers' implementation of attention.
     """
 
     model_type: str
@@ -114,6 +117,7 @@ class FamilyCase:
     kv_tolerance: float = 0.05
     make: Callable[[dict[str, Any], Path], Logits] | None = None
     gguf: GgufCase | None = None
+    attention: str = "eager"
 
     def raw(self, **changes: Any) -> dict[str, Any]:
         """A config.json; a value of ``None`` leaves its key out."""
@@ -122,11 +126,12 @@ class FamilyCase:
 
     def save(self, folder: Path, **changes: Any) -> Logits:
         """Write a seeded checkpoint; returns the independent implementation."""
-        make = self.make or save_transformers
-        return make(self.raw(**changes), folder)
+        if self.make is None:
+            return save_transformers(self.raw(**changes), folder, self.attention)
+        return self.make(self.raw(**changes), folder)
 
 
-def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
+def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Any:
     """The transformers model of a config.json, seeded, weights spread enough to show faults."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +139,7 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(raw))
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
     draw = torch.Generator().manual_seed(0)
     less_one = raw["model_type"].startswith("gemma")  # its norms' weights are stored less 1
     with torch.no_grad():
@@ -145,9 +150,9 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
     return model
 
 
-def save_transformers(raw: dict[str, Any], folder: Path) -> Logits:
+def save_transformers(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Logits:
     """Write a seeded checkpoint of the transformers class, under the config.json ``raw``."""
-    model = transformers_model(raw, folder)
+    model = transformers_model(raw, folder, attention)
     model.save_pretrained(folder)  # under the names of published files
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -229,4 +234,28 @@ QK = ("attn.q_proj", "attn.k_proj")
 ROTARY = ("attn.rope_cache.q", "attn.rope_cache.k")
 ROPE_FAULT = fault(ROTARY, rope=based(2.0))
 EPS_FAULT = fault("attn_norm.eps", eps=times(10))
+
+
+class ReversedSlopes(AlibiConfig):
+    """ALiBi with the slopes in the other order."""
+
+    def slopes(self, heads: int) -> list[float]:
+        return super().slopes(heads)[::-1]
+
+
+class EvenSlopes(AlibiConfig):
+    """ALiBi with the even ones of the finer slopes, as for a power of two of heads."""
+
+    def slopes(self, heads: int) -> list[float]:
+        power = 1 << (heads - 1).bit_length()
+        return super().slopes(power)[:heads]
+
+
+ALIBI_FAULTS = {
+    "no ALiBi": fault("attn.core", alibi=None),
+    "slopes in the other order": fault("attn.core", alibi=ReversedSlopes()),
+    "slopes of the next power of two": fault("attn.core", alibi=EvenSlopes()),
+    "slopes x 1.5": fault("attn.core", alibi=AlibiConfig(scale=1.5)),
+    "another largest exponent": fault("attn.core", alibi=AlibiConfig(bias_max=16.0)),
+}
 LLAMA_FAULTS = {"RoPE base x 2": ROPE_FAULT, "eps x 10": EPS_FAULT}
