@@ -91,6 +91,20 @@ def rms_facts(raw: dict[str, Any]) -> dict[str, Any]:
     return {"attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-5)}
 
 
+def gemma_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """What all GGUFs of Gemma have."""
+    sizes = {f"attention.{part}_length": raw["head_dim"] for part in ("key", "value")}
+    return {**sizes, "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-6)}
+
+
+def norms_plus_one(
+    raw: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gemma's tensors as the converter writes them."""
+    del raw
+    return {name: each + 1 if "norm" in name else each for name, each in tensors.items()}
+
+
 @dataclass(frozen=True)
 class FamilyCase:
     """One family.

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ROPE_FAULT, ROPES, SMALL, FamilyCase, fault, times
+from tests.models.family_cases import (
+    ROPE_FAULT,
+    ROPES,
+    SMALL,
+    FamilyCase,
+    GgufCase,
+    fault,
+    gemma_facts,
+    norms_plus_one,
+    times,
+)
 
 CASE = FamilyCase(
     "gemma2",
@@ -34,4 +44,14 @@ CASE = FamilyCase(
         "scores x 1.5": fault("attn.core", attention_scale=times(1.5)),
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
     },
+    gguf=GgufCase(
+        "gemma2",
+        lambda raw: gemma_facts(raw) | {
+            "attention.sliding_window": raw["sliding_window"],
+            "attn_logit_softcapping": raw["attn_logit_softcapping"],
+            "final_logit_softcapping": raw["final_logit_softcapping"],
+        },
+        changes={"query_pre_attn_scalar": 16},  # not in the file: the channels of a head
+        tensors=norms_plus_one,
+    ),
 )  # fmt: skip
