@@ -40,6 +40,32 @@ def check_method(settings: Any, path: Path) -> None:
         )
 
 
+def layouts_of_config(
+    config: Mapping[str, Any], infos: Mapping[str, TensorInfo]
+) -> dict[str, QuantLayout]:
+    """Return the layouts of the experts' matrices that a config says to be in MXFP4."""
+    settings = config.get("quantization_config")
+    if config.get("model_type") != MODEL_TYPE or not settings:
+        return {}
+    return {
+        name: _layout(*info.shape)
+        for name, info in infos.items()
+        if ".experts." in name and name.endswith(".weight")
+    }
+
+
+def _layout(rows: int, columns: int) -> QuantLayout:
+    return QuantLayout(
+        label="MXFP4",
+        bits=4,
+        rows=rows,
+        columns=columns,
+        group_size=BLOCK_COLUMNS,
+        has_offset=False,
+        scale_dtype=torch.uint8,
+    )
+
+
 @dataclass(frozen=True)
 class _Part:
     """One expert's matrix or bias in a stack.
@@ -132,15 +158,7 @@ class GptOssExperts:
                 f"{part.stem}_blocks {list(stored.shape)} and _scales {list(scales.shape)} do not "
                 "fit"
             )
-        return QuantLayout(
-            label="MXFP4",
-            bits=4,
-            rows=stored.shape[1] // part.step,
-            columns=stored.shape[2] * BLOCK_COLUMNS,
-            group_size=BLOCK_COLUMNS,
-            has_offset=False,
-            scale_dtype=torch.uint8,
-        )
+        return _layout(stored.shape[1] // part.step, stored.shape[2] * BLOCK_COLUMNS)
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return the codes and scales of a matrix in MXFP4."""

@@ -215,7 +215,7 @@ class Attention(nn.Module):
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
         self.rope_cache.heads = heads[1] - heads[0]
-        self.core.heads = heads
+        self.core.take_heads(heads)
         if self.spec.qkv_norm is not None:
             self.qkv_norm.take_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
@@ -298,6 +298,10 @@ class AttentionCore(nn.Module):
             self._score_mods(q.device) if self._modifies_scores else None,
         )
         return self._op(step.ops.paged_attention, inputs)
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
 
     def _score_mods(self, device: torch.device) -> ScoreMods:
         """The rank's soft cap, slopes and sinks; the same object in each call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.builder.config_only import checkpoint_of_config
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.gpt_oss_experts import GptOssExperts
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.config import RunConfig
+from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.models import gpt_oss
 from modelmill.nn.attention import AttentionCore
@@ -50,9 +53,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[li
             expanded = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             getattr(layer.mlp.experts, name).data.copy_(expanded)
     model.save_pretrained(folder)
-    kept = {k: v for k, v in load_file(folder / "model.safetensors").items()
+    others = {k: v for k, v in load_file(folder / "model.safetensors").items()
             if not k.endswith(("gate_up_proj", "down_proj"))}  # fmt: skip
-    save_file(kept | stacks, folder / "model.safetensors")
+    save_file(others | stacks, folder / "model.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": SETTINGS}))
 
@@ -190,3 +193,15 @@ def test_scales_that_do_not_fit_are_refused(packed: Any) -> None:
 
     with pytest.raises(CorruptCheckpoint, match="down_proj_blocks"):
         GptOssExperts(Loaded()).quant_layout(f"{stem}.0.down_proj.weight")
+
+
+def test_a_config_alone_says_what_is_kept(tmp_path: Path) -> None:
+    """Experts in MXFP4, 4.25 bits a weight; all else in the engine's dtype."""
+    raw = CASES["gpt_oss"].raw(**SIZES) | {"quantization_config": SETTINGS}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu"))
+    packed = [each for each in plan.tensors if each.weight_format == "mxfp4"]
+    assert len(packed) == 3 * 5 * 2
+    stored = [info for each in packed for info in each.stored_info.items()]
+    bits = sum(8 * math.prod(shape) for name, (shape, _) in stored if not name.endswith("sizes"))
+    assert bits == 4.25 * sum(math.prod(each.shape) for each in packed)

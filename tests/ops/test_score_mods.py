@@ -45,22 +45,23 @@ def by_definition(inputs: PagedAttentionInputs) -> torch.Tensor:
         for i in range(queries):
             position = context - queries + i
             for head in range(HEADS):
-                seen = range(max(0, position + 1 - (inputs.window or context)), position + 1)
+                visible = range(max(0, position + 1 - (inputs.window or context)), position + 1)
                 scores = (
-                    keys[seen.start : seen.stop, head // 3] @ inputs.q[first + i, head].double()
+                    keys[visible.start : visible.stop, head // 3]
+                    @ inputs.q[first + i, head].double()
                 )
                 scores = scores * inputs.scale
                 if mods.softcap is not None:
                     scores = mods.softcap * torch.tanh(scores / mods.softcap)
                 if mods.alibi_slopes is not None:
                     scores = scores + float(mods.alibi_slopes[head]) * (
-                        torch.tensor(seen) - position
+                        torch.tensor(visible) - position
                     )
                 weights = scores.exp()
                 total = float(weights.sum())
                 if mods.sinks is not None:
                     total += math.exp(float(mods.sinks[head]))
-                rows.append(weights @ values[seen.start : seen.stop, head // 3] / total)
+                rows.append(weights @ values[visible.start : visible.stop, head // 3] / total)
     return torch.stack(rows).view(-1, HEADS * inputs.q.shape[2])
 
 
