@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import nn
@@ -166,6 +166,7 @@ class CheckpointLayout:
         norms_less_one: Whether norms are stored less 1 (Gemma).
         ignored: Regular expressions of tensors that are not used.
         experts_stacked: Whether the tensors of all experts are one, [E, …].
+        tensors: Tensors of a layer with sources of their own.
     """
 
     names: CheckpointNames
@@ -180,6 +181,7 @@ class CheckpointLayout:
     norms_less_one: bool = False
     ignored: tuple[str, ...] = IGNORED_BUFFERS
     experts_stacked: bool = False
+    tensors: RuleSources = field(default_factory=lambda: NO_SOURCES)
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
@@ -205,7 +207,9 @@ class CheckpointLayout:
         steps = self._row_steps(config)
         for i in range(config.layers):
             places = f"layers.{i}", f"{self.layers}.{i}"
-            out += layer_rules(config.layer_spec(i), self.names, *places, steps=steps)
+            out += layer_rules(
+                config.layer_spec(i), self.names, *places, tensors=self.tensors, steps=steps
+            )
         return out
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
@@ -233,6 +237,9 @@ class CheckpointLayout:
         if rope and config.qkv_norm is not None:
             norm_heads = 2 if config.qkv_norm.kind == SHARED_LAYER_NORM else heads
             out["attn.qkv_norm"] = rope.replace(f":{heads}/", f":{norm_heads}/")
+        if rope and config.qk_norm:
+            step = rope.replace(f":{heads}/", ":1/")
+            out |= dict.fromkeys(("attn.rope_cache.q_norm", "attn.rope_cache.k_norm"), step)
         if self.norms_less_one:
             out |= {path: "plus_one" for path in self.names if "norm" in path or "post" in path}
         return out
