@@ -112,6 +112,10 @@ class AttentionSpec:
         producer = RowProducer("attn.qkv_proj", "v", self.groups)
         return SiteSpec("qkv"), SiteSpec("o", None if self.qkv_clip is not None else producer)
 
+    def make(self, cache_index: int) -> Attention:
+        """The module."""
+        return Attention(self, cache_index)
+
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -19,6 +19,7 @@ from modelmill.nn.embedding import (
     NormedEmbedding,
     TokenEmbedding,
 )
+from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_parts import LayerParts
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.layer_stack import kv_shape
@@ -61,6 +62,7 @@ class DecoderConfig:
         sinks: Whether attention has a learned logit per head beside the keys'.
         embedding_norm: Whether the embeddings are normed.
         qkv_clip: Bound of the absolute values of q, k and v, or None.
+        latent_attention: In the place of the usual attention, or None.
         moe: The mixture of experts in the place of the MLP; None: there is none.
         dense_layers: Layers that have an MLP all the same.
         first_position_row: The learned position table's row of position 0; None: no such table.
@@ -107,9 +109,12 @@ class DecoderConfig:
     sinks: bool = False
     embedding_norm: bool = False
     qkv_clip: float | None = None
+    latent_attention: LatentAttentionSpec | None = None
 
-    def attention_spec(self, layer: int) -> AttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
         """The attention of layer ``layer``."""
+        if self.latent_attention is not None:
+            return self.latent_attention
         window = self.windows[layer] if self.windows else None
         return AttentionSpec(
             self.hidden,

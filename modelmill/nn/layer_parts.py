@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_spec import ModuleSpec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -26,7 +27,7 @@ class LayerParts:
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
     """
 
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     mlp: MLPSpec | MoESpec
     norm: NormConfig
     branch_scale: float | None = None

@@ -29,8 +29,8 @@ class RouterConfig:
             over the chosen logits alone is the same.
         scale: Factor of the weights.
         groups: The experts are divided into so many groups, of which a token has ``top_groups``,
-            those with the largest sum of their two largest scores (arXiv:2412.19437, section
-            2.1.2); 1: no groups.
+            those with the largest sum of their ``group_scores`` largest scores: two in DeepSeek-V3
+            (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2; 1: no groups.
         top_groups: See ``groups``.
         selection_bias: Whether a learned bias is added to the scores for the choice, and not for
             the weights (arXiv:2408.15664).
@@ -46,6 +46,7 @@ class RouterConfig:
     top_groups: int = 1
     selection_bias: bool = False
     bias: bool = False
+    group_scores: int = 2
 
 
 class Router(nn.Module):
@@ -92,7 +93,7 @@ class TopKRouting(nn.Module):
         ranked = scores if self.selection_bias is None else scores + self.selection_bias.float()
         if config.groups > 1:
             by_group = ranked.unflatten(1, (config.groups, -1))
-            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+            group_scores = by_group.topk(config.group_scores, dim=-1).values.sum(-1)
             groups = group_scores.topk(config.top_groups, dim=-1, sorted=False).indices
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
             ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts
 from modelmill.nn.layer_spec import INPUTS, LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
@@ -25,7 +25,7 @@ class PostNormLayer(nn.Module):
         super().__init__()
         self.spec = self.layer_spec(parts)
         self.add = ResidualAdd(reduces=False)
-        self.attn = Attention(parts.attention, cache_index)
+        self.attn = parts.attention.make(cache_index)
         self.attn_post = parts.norm.make_single(reduces=True)
         self.attn_add = ResidualAdd(reduces=False)
         self.mlp = parts.mlp.make()

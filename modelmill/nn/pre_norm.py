@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
 from modelmill.nn.layer_spec import INPUTS, ROPE, LayerSpec
 from modelmill.nn.step import Step
@@ -32,7 +32,7 @@ class PreNormLayer(nn.Module):
         super().__init__()
         self.spec = self.layer_spec(parts)
         self.attn_norm = parts.norm.make()
-        self.attn = Attention(parts.attention, cache_index)
+        self.attn = parts.attention.make(cache_index)
         self.mlp_norm = parts.norm.make()
         self.mlp = parts.mlp.make()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.step import Step
@@ -38,7 +38,7 @@ class SandwichLayer(nn.Module):
         # the norms behind the branches have added up the ranks' partial sums
         reduces = not self.returns_whole_branch
         self.attn_norm = parts.norm.make(reduces=reduces)
-        self.attn = Attention(parts.attention, cache_index)
+        self.attn = parts.attention.make(cache_index)
         self.attn_post = self.post_module(parts)
         self.mlp_norm = parts.norm.make(reduces=reduces)
         self.mlp = parts.mlp.make()

@@ -21,6 +21,7 @@ Change = Callable[[Any], Any]
 Logits = Callable[..., torch.Tensor]
 """(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
 
+NULL: Any = object()
 VOCAB = 120
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -134,9 +135,10 @@ class FamilyCase:
     attention: str = "eager"
 
     def raw(self, **changes: Any) -> dict[str, Any]:
-        """A config.json; a value of ``None`` leaves its key out."""
+        """A config.json; ``None`` leaves a key out, ``NULL`` is its null."""
         merged = {"model_type": self.model_type, "pad_token_id": 0, **self.base, **changes}
-        return {key: value for key, value in merged.items() if value is not None}
+        present = {key: value for key, value in merged.items() if value is not None}
+        return {key: None if value is NULL else value for key, value in present.items()}
 
     def save(self, folder: Path, **changes: Any) -> Logits:
         """Write a seeded checkpoint; returns the independent implementation."""

@@ -66,7 +66,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         """Run a layer's MLP, or its experts."""
         if index < self.first_experts:
             return self.mlp(r, normed)
-        scores = r.linear("router", normed).sigmoid()
+        scores = self.score(r.linear("router", normed))
         bias = self.selection_bias(index)
         routing = torch.stack([self._choose(row, bias) for row in scores])
         for expert in range(self.num_experts):
@@ -80,6 +80,14 @@ class GroupedExpertsMixin(PlainDecoderReference):
             total[tokens] += out * routing[tokens, expert, None]
         return r.record("mlp_out", total + self._gated(r, "shared_expert", normed), normed)
 
+    def score(self, logits: Tensor) -> Tensor:
+        """Return the experts' scores."""
+        return logits.sigmoid()
+
+    def group_strength(self, scores: list[float]) -> float:
+        """Return what a group is chosen by: the sum of its two best scores."""
+        return sum(sorted(scores, reverse=True)[:2])
+
     def selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.gate.e_score_correction_bias")
@@ -89,7 +97,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         ranked = (scores + bias).tolist()
         size = self.num_experts // self.groups
         parts = [range(g * size, (g + 1) * size) for g in range(self.groups)]
-        strength = [sum(sorted((ranked[e] for e in part), reverse=True)[:2]) for part in parts]
+        strength = [self.group_strength([ranked[e] for e in part]) for part in parts]
         best = sorted(range(self.groups), key=lambda g: -strength[g])[: self.top_groups]
         allowed = [e for g in best for e in parts[g]]
         chosen = sorted(allowed, key=lambda e: -ranked[e])[: self.top_k]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.models.family_cases import (
+    NULL,
     ROPE_FAULT,
     ROPES,
     SMALL,
@@ -27,6 +28,7 @@ CASE = FamilyCase(
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"query_pre_attn_scalar": None}, {"attention_bias": True}, {"hidden_activation": "silu"},
         {"attn_logit_softcapping": 1.5}, {"attn_logit_softcapping": None},
+        {"attn_logit_softcapping": NULL, "final_logit_softcapping": NULL},
         {"final_logit_softcapping": 9.0}, {"final_logit_softcapping": None},
     ),
     {"is_encoder_decoder": True, "hidden_activation": "quick_gelu", "layer_types": ["mamba"],
