@@ -30,8 +30,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.provenance import git_commit, host_facts  # noqa: E402
 from benchmarks.weight_formats import weight_quantizer  # noqa: E402
+from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402

@@ -15,7 +15,9 @@ from torch import nn
 
 from modelmill.builder.model_config import find_family, read_model_config
 from modelmill.checkpoint.container import TensorInfo
+from modelmill.checkpoint.gpt_oss_experts import layouts_of_config
 from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.quant_layout import QuantLayout
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
 from modelmill.checkpoint.text_half import text_half_config
@@ -32,9 +34,15 @@ class ConfigContainer:
     The shapes of sources that are concatenated are not known one by one, only that of the result.
     """
 
-    def __init__(self, infos: dict[str, TensorInfo], config_file: Path) -> None:
+    def __init__(
+        self,
+        infos: dict[str, TensorInfo],
+        config_file: Path,
+        layouts: Mapping[str, QuantLayout] | None = None,
+    ) -> None:
         self.metadata: dict[str, Any] = {}
         self._infos, self._config_file = infos, config_file
+        self._layouts = layouts or {}
 
     def names(self) -> list[str]:
         """Return every tensor's name."""
@@ -43,6 +51,10 @@ class ConfigContainer:
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape, dtype and size."""
         return self._infos[name]
+
+    def quant_layout(self, name: str) -> QuantLayout | None:
+        """Return how a matrix is stored in few bits; None if it is not."""
+        return self._layouts.get(name)
 
     def get(self, name: str) -> torch.Tensor:
         """Raise CheckpointError: there are no weights."""
@@ -85,7 +97,8 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         if rule.target in shapes:
             shape = shapes[rule.target]
             infos |= source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
-    checkpoint.raw = checkpoint.view = ConfigContainer(infos, file)
+    layouts = layouts_of_config(config, infos)
+    checkpoint.raw = checkpoint.view = ConfigContainer(infos, file, layouts)
     return checkpoint
 
 

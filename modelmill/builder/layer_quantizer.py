@@ -109,7 +109,7 @@ class LayerQuantizer:
     def calibration(self) -> CalibrationState:
         """Return the calibration tokens; the first layer embeds them."""
         if self._calibration is None:
-            embed = [planned for planned in self.plan.tensors if planned.module == "embed"]
+            embed = [each for each in self.plan.tensors if each.module.partition(".")[0] == "embed"]
             self._load(embed, self._read)
             ops = registry.select_backends(self.device, self.plan.config.kernels)
             ids = [sample.ids for sample in self.samples]

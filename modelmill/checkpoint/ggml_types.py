@@ -147,6 +147,13 @@ def _q6_k(b: torch.Tensor) -> torch.Tensor:
     return (scale[..., None] * _split_groups(quants.float() - 32, 16)).flatten(1)
 
 
+def _mxfp4(b: torch.Tensor) -> torch.Tensor:
+    codes = _fields(b[:, 1:], 16, 4)
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((positive, -positive))[codes.long()]
+    return torch.ldexp(values, b[:, :1].int() - 127)
+
+
 def _q8_k(b: torch.Tensor) -> torch.Tensor:
     return b[:, :4].contiguous().view(torch.float32) * _as_int8(b[:, 4:260])
 
@@ -183,7 +190,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     30: GgmlType("BF16", 1, 2, torch.bfloat16),
     34: GgmlType("TQ1_0", 256, 54),
     35: GgmlType("TQ2_0", 256, 66),
-    39: GgmlType("MXFP4", 32, 17),
+    39: GgmlType("MXFP4", 32, 17, dequantize=_mxfp4),
     40: GgmlType("NVFP4", 64, 36),
     41: GgmlType("Q1_0", 128, 18),
 }

@@ -25,6 +25,7 @@ class GgufArchitecture:
         transposed: whether matrices are transposed.
         grouped_qkv: whether the family has q, k and v of "blk.attn_qkv" by KV head.
         variant: a tensor, and the names where the file has it.
+        norms_plus_one: whether norms are stored plus 1 (Gemma's).
         model_type: the family; empty: named as the architecture.
         read_config: reads the keys; None: ``gguf_config`` does.
     """
@@ -35,6 +36,7 @@ class GgufArchitecture:
     transposed: bool = False
     grouped_qkv: bool = False
     variant: tuple[str, dict[str, str]] | None = None
+    norms_plus_one: bool = False
     model_type: str = ""
     read_config: ConfigReader | None = None
 
@@ -60,6 +62,12 @@ POST_NORM_NAMES = {
     "output_norm": "model.norm",
     "blk.attn_q_norm": "self_attn.q_norm",
     "blk.attn_k_norm": "self_attn.k_norm",
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_NAMES = {
+    **LLAMA_NAMES,
+    "blk.ffn_norm": "pre_feedforward_layernorm",
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -114,6 +122,10 @@ FALCON_TWO_NORM_NAMES = {
     "blk.attn_norm_2": "ln_attn",
 }
 STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "mlp.c_proj"}
+
+
+# the depth of the only models whose scores are scaled by another number than a head's channels
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
 def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
@@ -298,7 +310,48 @@ def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
+def _gemma(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {**_rms(keys), "head_dim": head_dim(keys)}
+
+
+def _gemma2(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Gemma 2; the factor of the scores is not in the file, llama.cpp has it by depth."""
+    return {
+        **_gemma(keys),
+        "attn_logit_softcapping": keys.get_positive_float("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.get_positive_float("final_logit_softcapping", 30.0),
+        "sliding_window": keys.get_count("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _query_scalar(keys, GEMMA2_27B_LAYERS),
+    }
+
+
+def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Gemma 3; every sixth layer has full attention, as llama.cpp has it fixed."""
+    config = _gemma(keys)
+    if "final_logit_softcapping" in keys:
+        config["final_logit_softcapping"] = keys.get_positive_float("final_logit_softcapping")
+    return {
+        **config,
+        "rope_local_base_freq": keys.get_positive_float("rope.freq_base_swa", 10000.0),
+        "sliding_window": keys.get_count("attention.sliding_window"),
+        "sliding_window_pattern": keys.get_count("attention.sliding_window_pattern", 6),
+        "query_pre_attn_scalar": _query_scalar(keys, GEMMA3_27B_LAYERS),
+    }
+
+
+def _query_scalar(keys: ArchitectureKeys, largest: int) -> int:
+    """The number whose root divides the scores: channels of a head; in 27B, width by heads."""
+    if keys.get_count("block_count") == largest:
+        return keys.get_count("embedding_length") // keys.get_count("attention.head_count")
+    return head_dim(keys)
+
+
 FURTHER_ARCHITECTURES = {
+    "gemma": GgufArchitecture(LLAMA_NAMES, norms_plus_one=True, read_config=_gemma),
+    "gemma2": GgufArchitecture(GEMMA_NAMES, norms_plus_one=True, read_config=_gemma2),
+    "gemma3": GgufArchitecture(
+        GEMMA_NAMES, norms_plus_one=True, model_type="gemma3_text", read_config=_gemma3
+    ),
     "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
     "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
     "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),

@@ -196,6 +196,8 @@ class GgufAsHf:
         elif architecture.grouped_qkv and base == "blk.attn_qkv":
             heads = self.config["num_attention_heads"]
             undo = _regroup(heads, self.config.get("num_kv_heads", heads))
+        elif architecture.norms_plus_one and base.endswith("_norm"):
+            undo = _minus_one
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
@@ -266,6 +268,10 @@ def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor
         return torch.cat(parts, 1).reshape(tensor.shape)
 
     return undo
+
+
+def _minus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor - 1
 
 
 def _transpose(tensor: torch.Tensor) -> torch.Tensor:

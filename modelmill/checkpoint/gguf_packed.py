@@ -1,8 +1,8 @@
-"""GGUF's Q4_0, Q4_1 and Q8_0 without expansion: blocks of 32 columns become groups of 32.
+"""GGUF's Q4_0, Q4_1, Q8_0 and MXFP4 without expansion: blocks of 32 columns become groups of 32.
 
-Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes. In
-the 4-bit formats byte j holds column j in its low half and column j + 16 in its high half. The
-other formats have scales of scales.
+Q4_0: a float16 scale, 16 bytes; Q4_1: scale, minimum, 16 bytes; Q8_0: scale, 32 signed bytes;
+MXFP4: an exponent of one byte, 16 bytes. In the 4-bit formats byte j holds column j in its low half
+and column j + 16 in its high half. The other formats have scales of scales.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from modelmill.checkpoint.container import TensorInfo
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 
 BLOCK_COLUMNS = 32
-BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "MXFP4": 4}
 
 
 def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | None:
@@ -31,14 +31,17 @@ def gguf_quant_layout(info: TensorInfo, *, transposed: bool) -> QuantLayout | No
         columns=columns,
         group_size=BLOCK_COLUMNS,
         has_offset=info.dtype == "Q4_1",
-        scale_dtype=torch.float16,
+        scale_dtype=torch.uint8 if info.dtype == "MXFP4" else torch.float16,
         transposed=transposed,
     )
 
 
 def unpack_gguf_blocks(type_name: str, blocks: torch.Tensor) -> PackedMatrix:
     """Unpack blocks uint8 [N, K/32, bytes]."""
-    scale, at = _read_float16(blocks, 0), 2
+    if type_name == "MXFP4":
+        scale, at = blocks[:, :, 0].contiguous(), 1
+    else:
+        scale, at = _read_float16(blocks, 0), 2
     offset = None
     if type_name == "Q4_1":
         offset, at = _read_float16(blocks, 2), 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint import blip2
+from modelmill.checkpoint import blip2, gpt_oss_experts
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.delta import DeltaContainer
 from modelmill.checkpoint.gguf import GgufFile
@@ -314,7 +314,10 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         if not alone and "quantization_config" not in config and (folder / name).is_file():
             config["quantization_config"] = {"quant_method": method, **read_json(folder / name)}
     view = weights
-    if quantization := config.get("quantization_config"):
+    if config.get("model_type") == gpt_oss_experts.MODEL_TYPE:
+        gpt_oss_experts.check_method(config.get("quantization_config"), path)
+        view = gpt_oss_experts.GptOssExperts(weights)
+    elif quantization := config.get("quantization_config"):
         transposed = config.get("model_type") == "gpt2"
         scheme = find_scheme(quantization, path)
         view = PrequantizedContainer(weights, scheme, transposed=transposed)

@@ -1,8 +1,8 @@
 """The quantization layout of a matrix: integers, scales and their groups, without expansion.
 
-weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k. Containers
-with such matrices have ``quant_layout(name)`` (known before a value is read) and
-``read_packed(name)``.
+weight[n, k] = scale[n, g] · code[n, k] + offset[n, g], where g is the group of column k; MXFP4's
+codes and scales are floats (``weights.mxfp4``). Containers with such matrices have
+``quant_layout(name)`` (known before a value is read) and ``read_packed(name)``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
+from modelmill.weights.mxfp4 import Mxfp4Weight
 
 GROUP_SIZE_MULTIPLE = 32
 """Group sizes must be multiples of this for a matrix to be kept."""
@@ -31,7 +32,7 @@ class QuantLayout:
         group_size: columns that share a scale.
         has_offset: whether there are offsets; without them 4-bit codes are centred at 8, 8-bit ones
             at 0.
-        scale_dtype: the dtype that represents scales and offsets exactly.
+        scale_dtype: the dtype that represents scales and offsets exactly; uint8: MXFP4's exponents.
         perm_digest: a digest of the column permutation; empty without one.
         transposed: the name refers to the transpose, [columns, rows].
     """
@@ -49,6 +50,8 @@ class QuantLayout:
     @property
     def weight_format(self) -> str:
         """Return the weight format that stores it (weights/<format>.py)."""
+        if self.scale_dtype is torch.uint8:
+            return "mxfp4"
         if self.bits == 4:
             return "int4"
         plain = self.group_size >= self.columns and not self.has_offset and self.perm_digest is None
@@ -81,6 +84,8 @@ class PackedMatrix:
 
     def dequantize(self, group_size: int) -> torch.Tensor:
         """Return [N, K] float32, columns in the order of the inputs."""
+        if self.scale.dtype is torch.uint8:
+            return Mxfp4Weight.from_codes(self.codes, self.scale).dense()
         four = self.codes.dtype is torch.uint8
         columns = self.codes.shape[1]
         scale = self.scale.float().repeat_interleave(group_size, 1)[:, :columns]

@@ -130,6 +130,11 @@ def factor(raw: Mapping[str, Any], key: str, default: float = 1.0) -> float | No
     return None if value == 1.0 else value
 
 
+def optional_cap(raw: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
+    """A bound that scores or logits approach; None for null, and where ``default`` is None."""
+    return None if raw.get(key, default) is None else positive_float(raw, key, default=default)
+
+
 TRAINED_LEN_KEY = "original_max_position_embeddings"
 
 SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

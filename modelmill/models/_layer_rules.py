@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import nn
@@ -160,7 +160,7 @@ class CheckpointLayout:
 
     Attributes:
         names: The checkpoint's names of a layer's modules.
-        layers, embed, positions, norm, head: Its names outside.
+        layers, embed, positions, embed_norm, norm, head: Its names outside.
         grouped_qkv: Whether rows of q, k and v are stored by KV head.
         neighbours: Whether channels 2i and 2i + 1 of q and k rotate together.
         norms_less_one: Whether norms are stored less 1 (Gemma).
@@ -168,12 +168,14 @@ class CheckpointLayout:
         experts_stacked: Whether the tensors of all experts are one, [E, …].
         whole_norms: Norms that are stored as they are, where the others are less 1.
         grouped_state: Whether the rows of a recurrence are stored by head of keys.
+        tensors: Tensors of a layer with sources of their own.
     """
 
     names: CheckpointNames
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
     positions: str = ""
+    embed_norm: str = ""
     norm: str = "model.norm"
     head: str = "lm_head"
     grouped_qkv: bool = False
@@ -183,12 +185,16 @@ class CheckpointLayout:
     experts_stacked: bool = False
     whole_norms: frozenset[str] = frozenset()
     grouped_state: bool = False
+    tensors: RuleSources = field(default_factory=lambda: NO_SOURCES)
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
         out = [Rule("embed.weight", (f"{self.embed}.weight",))]
         if self.positions:
             out.append(Rule("embed.positions", (f"{self.positions}.weight",)))
+        if config.embedding_norm:
+            tensors = config.norm_config.tensors
+            out += [Rule(f"embed.norm.{t}", (f"{self.embed_norm}.{t}",)) for t in tensors]
         out += [
             Rule(
                 f"norm.{tensor}",
@@ -205,7 +211,9 @@ class CheckpointLayout:
         steps = self._row_steps(config)
         for i in range(config.layers):
             places = f"layers.{i}", f"{self.layers}.{i}"
-            out += layer_rules(config.layer_spec(i), self.names, *places, steps=steps)
+            out += layer_rules(
+                config.layer_spec(i), self.names, *places, tensors=self.tensors, steps=steps
+            )
         return out
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:

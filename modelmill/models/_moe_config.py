@@ -7,8 +7,9 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import positive_int
-from modelmill.nn.moe import RouterConfig
+from modelmill.models._hf_config import boolean, positive_float, positive_int
+from modelmill.models._layer_rules import RuleSource
+from modelmill.nn.moe import SIGMOID, RouterConfig
 
 MAX_EXPERTS = 4096
 EXPERT_KEYS = ("num_experts", "num_local_experts")
@@ -18,6 +19,15 @@ EXPERT_NAMES = {
     "mlp.experts.*.gate_up_proj": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
     "mlp.experts.*.down_proj": ("mlp.experts.*.down_proj",),
 }
+# those of DeepSeek's files besides
+SHARED_EXPERT_NAMES = {
+    "mlp.shared_expert.gate_up_proj": (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+    ),
+    "mlp.shared_expert.down_proj": ("mlp.shared_experts.down_proj",),
+}
+SELECTION_BIAS = {"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))}
 
 SHARED = "mlp.shared_expert"
 # those of the shared expert and its gate
@@ -51,6 +61,74 @@ def router_config(
             "correct one of them"
         )
     return RouterConfig(count, chosen, renormalize=renormalize)
+
+
+def grouped_router(
+    raw: Mapping[str, Any],
+    *,
+    experts: int,
+    top_k: int,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    renormalize: bool = True,
+) -> RouterConfig:
+    """The router of DeepSeek-V3 and GLM-4.5: sigmoids, groups of experts, a bias of the choice.
+
+    Args:
+        raw: The config.
+        experts: How many experts there are where config.json is silent; likewise the others.
+        top_k: How many each token has.
+        groups: The groups that the experts are in.
+        top_groups: How many of them each token has.
+        scale: The factor of the weights.
+        renormalize: Whether the weights of a token's experts sum to 1 before that.
+
+    Raises:
+        CheckpointError: for groups that do not divide the experts, or have too few of them.
+    """
+    count = positive_int(raw, "n_routed_experts", default=experts, max_value=MAX_EXPERTS)
+    chosen = positive_int(raw, "num_experts_per_tok", default=top_k, max_value=MAX_EXPERTS)
+    parts = positive_int(raw, "n_group", default=groups, max_value=MAX_EXPERTS)
+    chosen_parts = positive_int(raw, "topk_group", default=top_groups, max_value=MAX_EXPERTS)
+    if count % parts or chosen_parts > parts or (parts > 1 and count // parts < 2):
+        raise CheckpointError(
+            f"config.json: n_group={parts} and topk_group={chosen_parts} do not fit "
+            f"n_routed_experts={count}: groups are of one size, from 2 up, and not more of them "
+            "are chosen than there are"
+        )
+    if chosen > count // parts * chosen_parts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok={chosen} is more than the "
+            f"{count // parts * chosen_parts} experts of {chosen_parts} groups (n_routed_experts, "
+            "n_group, topk_group); correct one of them"
+        )
+    return RouterConfig(
+        count,
+        chosen,
+        scores=SIGMOID,
+        renormalize=boolean(raw, "norm_topk_prob", renormalize),
+        scale=positive_float(raw, "routed_scaling_factor", default=scale),
+        groups=parts,
+        top_groups=chosen_parts,
+        selection_bias=True,
+    )
+
+
+def leading_dense_layers(raw: Mapping[str, Any], layers: int, default: int) -> frozenset[int]:
+    """The first ``first_k_dense_replace`` layers, which have a plain MLP.
+
+    Raises:
+        CheckpointError: for more of them than there are layers.
+    """
+    value = raw.get("first_k_dense_replace")
+    count = default if value is None else value
+    if type(count) is not int or not 0 <= count <= layers:
+        raise CheckpointError(
+            f"config.json: first_k_dense_replace must be an integer from 0 to {layers} "
+            f"(num_hidden_layers), not {quote(count, 60)}"
+        )
+    return frozenset(range(count))
 
 
 def dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:

@@ -1,18 +1,20 @@
-"""Baichuan and Baichuan 2, 7B: LLaMA with q, k and v in one matrix; Baichuan 2 norms the head.
+"""Baichuan and Baichuan 2: LLaMA with q, k and v in one matrix; Baichuan 2 norms the head.
 
-The 13B models, whose config.json has no ``max_position_embeddings``, add ALiBi to the scores; they
-are refused. A ``z_loss_weight`` is what tells a Baichuan 2 by, or its vocabulary.
+The 13B models, whose config.json has no ``max_position_embeddings``, have ALiBi in the place of the
+rotation. A ``z_loss_weight`` is what tells a Baichuan 2 by, or its vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
+from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
@@ -25,15 +27,18 @@ BAICHUAN2_VOCAB = 125696
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BaichuanConfig."""
-    if raw.get("max_position_embeddings") is None:
-        raise CheckpointError(
-            "config.json: max_position_embeddings is missing: this is a Baichuan 13B, whose ALiBi "
-            "is not computed; a 7B has it"
-        )
     loss = raw.get("z_loss_weight")
     normed = loss is not None or raw.get("vocab_size") == BAICHUAN2_VOCAB
-    return _llama_common.config_from_hf(raw, positions=4096, normed_head=normed)
+    config = _llama_common.config_from_hf(raw, positions=4096, normed_head=normed)
+    if raw.get("max_position_embeddings") is not None:
+        return config
+    for key in ("rope_scaling", "rope_theta"):  # a 7B that lost its key would be computed wrongly
+        require_value(raw, key, (None,), None)
+    longest = positive_int(raw, "model_max_length", default=4096)
+    return replace(
+        config, rope=None, alibi=AlibiConfig(), max_len=longest, max_extended_len=MAX_SIZE
+    )
 
 
 class Model(Decoder):
-    """The plain decoder."""
+    """The plain decoder, with or without ALiBi."""

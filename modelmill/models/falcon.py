@@ -1,6 +1,7 @@
-"""Falcon 7B, 40B, 180B and Falcon 2: parallel layers, few KV heads, q, k and v in one matrix.
+"""Falcon 7B, 40B, 180B, Falcon 2 and Falcon-RW: few KV heads, q, k and v in one matrix.
 
-Falcon-RW's ALiBi is refused.
+Falcon-RW has ALiBi in the place of the rotation; its bias is scaled as the scores are. transformers
+rounds it to bfloat16, here it is exact.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._hf_config import MAX_SIZE, activation, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -38,7 +40,6 @@ LAYOUT = CheckpointLayout(
 )
 TWO_NORM_NAMES = {**CHECKPOINT_NAMES, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 ignored_tensors = LAYOUT.ignored_tensors
-SUPPORTED_VALUES = {"alibi": (False,)}
 UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
 
@@ -60,7 +61,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
         "head_dim": None,
     }
-    return _llama_common.config_from_hf(
+    config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
         eps_key="layer_norm_epsilon",
         eps=1e-5,
@@ -73,6 +74,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
+    )
+    if not boolean(raw, "alibi", False):
+        return config
+    return replace(
+        config,
+        rope=None,
+        alibi=AlibiConfig(scale=config.head_dim**-0.5),
+        max_extended_len=MAX_SIZE,
     )
 
 
@@ -94,4 +103,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
 
 
 class Model(Decoder):
-    """The decoder with parallel layers."""
+    """The decoder with parallel layers, or ALiBi."""

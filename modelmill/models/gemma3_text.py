@@ -16,21 +16,18 @@ from modelmill.models._hf_config import (
     activation,
     boolean,
     num_layers,
+    optional_cap,
     positive_float,
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models.gemma2 import NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-NORM_NAMES = {
-    "attn_post": ("post_attention_layernorm",),
-    "mlp_norm": ("pre_feedforward_layernorm",),
-    "mlp_post": ("post_feedforward_layernorm",),
-}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
@@ -49,7 +46,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig:
     """The config with one of the two rotations."""
-    bias, cap = boolean(raw, "attention_bias", False), raw.get("final_logit_softcapping")
+    bias = boolean(raw, "attention_bias", False)
     return _llama_common.config_from_hf(
         rotated,
         positions=131072,
@@ -61,7 +58,7 @@ def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig
         out_bias=bias,
         attention_scale=positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
         embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
-        logit_softcap=None if cap is None else positive_float(raw, "final_logit_softcapping"),
+        logit_softcap=optional_cap(raw, "final_logit_softcapping"),
     )
 
 

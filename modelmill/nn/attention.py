@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.layer_spec import (
     ROPE,
     CacheSpec,
@@ -27,6 +28,7 @@ from modelmill.ops.binding import OpBinding
 from modelmill.ops.causal_conv import exact_sigmoid
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.rope_cache import RopeCacheInputs
+from modelmill.ops.score_mods import ScoreMods
 from modelmill.parallel.shard import Range
 
 
@@ -67,6 +69,10 @@ class AttentionSpec:
         local_rope: Whether it takes the rotation of layers with a window.
         gated: Whether each channel of the output is multiplied by the sigmoid of a projection of
             the input (arXiv:2505.06708).
+        softcap: Bound that the scores approach (Gemma 2), or None.
+        alibi: A bias by distance, or None.
+        sinks: Whether softmax has a learned logit per head beside the keys' (gpt-oss).
+        qkv_clip: Bound of the absolute values of q, k and v (MPT), or None.
     """
 
     hidden: int
@@ -83,6 +89,15 @@ class AttentionSpec:
     qkv_norm: QKVNormConfig | None = None
     local_rope: bool = False
     gated: bool = False
+    softcap: float | None = None
+    alibi: AlibiConfig | None = None
+    sinks: bool = False
+    qkv_clip: float | None = None
+
+    @property
+    def modifies_scores(self) -> bool:
+        """Whether more is done to the scores than to scale and mask them."""
+        return self.softcap is not None or self.alibi is not None or self.sinks
 
     @property
     def groups(self) -> HeadGroups:
@@ -97,7 +112,9 @@ class AttentionSpec:
     @property
     def site_specs(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
-        return SiteSpec("qkv"), SiteSpec("o", RowProducer("attn.qkv_proj", "v", self.groups))
+        # v is not linear in its rows where it is clipped
+        producer = RowProducer("attn.qkv_proj", "v", self.groups)
+        return SiteSpec("qkv"), SiteSpec("o", None if self.qkv_clip is not None else producer)
 
     def make(self, cache_index: int) -> Attention:
         """The module; ``cache_index``: its place among the layers with a KV cache."""
@@ -108,6 +125,8 @@ class AttentionSpec:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = Part("q", q, "q_heads"), Part("k", kv, "kv_heads"), Part("v", kv, "kv_heads")
         normed = self.qkv_norm is not None
+        clipped = self.qkv_clip is not None
+        assert not (normed and clipped), "no family has both"
         changes = self.rotates or self.qk_norm or normed
         return (
             LinearSpec(
@@ -120,13 +139,14 @@ class AttentionSpec:
             ),
             *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
+            *((QKV_CLIP_SPEC,) if clipped else ()),
             CacheSpec(
                 path="attn.rope_cache",
-                reads=("qkv_normed" if normed else "qkv", ROPE),
+                reads=("qkv_normed" if normed else "qkv_clipped" if clipped else "qkv", ROPE),
                 writes=("q",),
-                reference=("q_rot" if changes else "q",),
-                keys="k_rot" if changes else "k",
-                values="v",
+                reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
+                keys="k_rot" if changes else "k_clipped" if clipped else "k",
+                values="v_clipped" if clipped else "v",
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
                 arithmetic="rotary" if changes else "residual",
@@ -138,6 +158,7 @@ class AttentionSpec:
                 writes=("attn",),
                 reference=("attn",),
                 arithmetic="attention",
+                tensors=("sinks",) if self.sinks else (),
                 op="paged_attention",
             ),
             *(OUTPUT_GATE_SPECS if self.gated else ()),
@@ -178,6 +199,25 @@ class OutputGate(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Gate each channel."""
         return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
+QKV_CLIP_SPEC = ModuleSpec(
+    path="attn.qkv_clip",
+    reads=("qkv",),
+    writes=("qkv_clipped",),
+    reference=("q_clipped", "k_clipped", "v_clipped"),
+    op="clamp",
+)
+
+
+class QKVClip(nn.Module):
+    """q, k and v bounded to [−bound, bound]."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, (heads + 2·kv_heads)·D] → the same shape."""
+        return qkv.clamp(-self.bound, self.bound)
 
 
 class Attention(nn.Module):
@@ -192,6 +232,7 @@ class Attention(nn.Module):
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
         if spec.qkv_norm is not None:
             self.qkv_norm = spec.qkv_norm.make(spec.groups)
+        self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
@@ -204,6 +245,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x, step)
         if self.spec.qkv_norm is not None:
             qkv = self.qkv_norm(qkv, step)
+        if self.qkv_clip is not None:
+            qkv = self.qkv_clip(qkv, step)
         q = self.rope_cache(qkv, rope, step)
         out = self.core(q, step)
         if self.spec.gated:
@@ -213,6 +256,7 @@ class Attention(nn.Module):
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
         self.rope_cache.heads = heads[1] - heads[0]
+        self.core.take_heads(heads)
         if self.spec.qkv_norm is not None:
             self.qkv_norm.take_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
@@ -257,13 +301,25 @@ class RopeAndCache(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """Attention of each query over its sequence's pages."""
+    """Attention of each query over its sequence's pages.
+
+    Sinks and slopes are those of all heads, also on a rank that computes some of them.
+    """
+
+    sinks: torch.Tensor | None
 
     def __init__(self, spec: AttentionSpec, cache_index: int) -> None:
         super().__init__()
         self.cache_index = cache_index
         self.window = spec.window
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.heads: Range = (0, spec.heads)
+        sinks = torch.empty(spec.heads, device="meta") if spec.sinks else None
+        self.register_buffer("sinks", sinks)
+        self.softcap = spec.softcap
+        self.slopes = None if spec.alibi is None else spec.alibi.slopes(spec.heads)
+        self._modifies_scores = spec.modifies_scores
+        self._mods: tuple[torch.Tensor | None, torch.device, ScoreMods] | None = None
         self._op = OpBinding()
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
@@ -280,5 +336,23 @@ class AttentionCore(nn.Module):
             self.scale,
             self.window,
             *step.kv.scales(self.cache_index),
+            self._score_mods(q.device) if self._modifies_scores else None,
         )
         return self._op(step.ops.paged_attention, inputs)
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    def _score_mods(self, device: torch.device) -> ScoreMods:
+        """The rank's soft cap, slopes and sinks; the same object in each call."""
+        if self._mods is None or self._mods[0] is not self.sinks or self._mods[1] != device:
+            first, end = self.heads
+            slopes = sinks = None
+            if self.slopes is not None:
+                slopes = torch.tensor(self.slopes[first:end], device=device)
+            if self.sinks is not None:
+                sinks = self.sinks[first:end].float()
+            mods = ScoreMods(self.softcap, slopes, sinks)
+            self._mods = self.sinks, device, mods
+        return self._mods[2]

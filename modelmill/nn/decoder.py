@@ -11,9 +11,16 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import nn
 
+from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.embedding import LearnedPositionEmbedding, LMHead, TokenEmbedding
+from modelmill.nn.embedding import (
+    LearnedPositionEmbedding,
+    LMHead,
+    NormedEmbedding,
+    TokenEmbedding,
+)
+from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
 from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
@@ -52,6 +59,12 @@ class DecoderConfig:
         local_rope: The rotation of layers with a window, where that is another one.
         normed_head: Whether the head's rows are divided by their norms when they are read.
         logit_softcap: Bound that the logits approach, or None.
+        attention_softcap: Bound that attention scores approach, or None.
+        alibi: A bias of attention scores by distance, or None.
+        sinks: Whether attention has a learned logit per head beside the keys'.
+        embedding_norm: Whether the embeddings are normed.
+        qkv_clip: Bound of the absolute values of q, k and v, or None.
+        latent_attention: In the place of the usual attention, or None.
         moe: The mixture of experts in the place of the MLP; None: there is none.
         dense_layers: Layers that have an MLP all the same.
         first_position_row: The learned position table's row of position 0; None: no such table.
@@ -96,6 +109,12 @@ class DecoderConfig:
     local_rope: RopeSpec | None = None
     normed_head: bool = False
     logit_softcap: float | None = None
+    attention_softcap: float | None = None
+    alibi: AlibiConfig | None = None
+    sinks: bool = False
+    embedding_norm: bool = False
+    qkv_clip: float | None = None
+    latent_attention: LatentAttentionSpec | None = None
     recurrence: RecurrenceConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
     output_gate: bool = False
@@ -106,8 +125,10 @@ class DecoderConfig:
             return self.recurrence
         return self.attention_spec(layer)
 
-    def attention_spec(self, layer: int) -> AttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
         """The attention of layer ``layer``."""
+        if self.latent_attention is not None:
+            return self.latent_attention
         window = self.windows[layer] if self.windows else None
         return AttentionSpec(
             self.hidden,
@@ -124,6 +145,10 @@ class DecoderConfig:
             self.qkv_norm,
             self.local_rope is not None and window is not None,
             self.output_gate,
+            self.attention_softcap,
+            self.alibi,
+            self.sinks,
+            self.qkv_clip,
         )
 
     def mlp_spec(self, layer: int) -> MLPSpec | MoESpec:
@@ -215,6 +240,8 @@ def _layers(config: DecoderConfig) -> Iterator[nn.Module]:
 
 def _embedding(config: DecoderConfig) -> TokenEmbedding:
     sizes = config.vocab, config.hidden
+    if config.embedding_norm:
+        return NormedEmbedding(*sizes, config.norm_config)
     if config.first_position_row is None:
         return TokenEmbedding(*sizes, config.embedding_scale)
     return LearnedPositionEmbedding(*sizes, config.max_len, config.first_position_row)

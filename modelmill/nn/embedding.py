@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.linear import Linear
+from modelmill.nn.norm import NormConfig
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Shard, partition, range_lengths
 from modelmill.parallel.tp_group import TPGroup
@@ -34,6 +35,18 @@ class TokenEmbedding(nn.Module):
         if step.embeds is not None and step.embed_mask is not None:
             x = torch.where(step.embed_mask[:, None], step.embeds.to(x.dtype), x)
         return x
+
+
+class NormedEmbedding(TokenEmbedding):
+    """Token rows, then a norm (BLOOM)."""
+
+    def __init__(self, rows: int, width: int, norm: NormConfig) -> None:
+        super().__init__(rows, width)
+        self.norm = norm.make_single()
+
+    def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T] → [T, H]."""
+        return self.norm(super().forward(ids, step), step)
 
 
 class LearnedPositionEmbedding(TokenEmbedding):

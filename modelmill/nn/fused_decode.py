@@ -72,6 +72,7 @@ def _computes_layer(layer: nn.Module) -> bool:
         and spec.scale is None
         and not spec.local_rope
         and not spec.gated
+        and not spec.modifies_scores
     )
 
 

@@ -36,18 +36,21 @@ class KVShape:
         layers: Layers with a cache; entries of several would differ only in content.
         kv_heads: KV heads of each.
         head_dim: Channels of a head.
+        shares_values: Whether values are the keys, stored once (latent attention).
     """
 
     layers: int
     kv_heads: int
     head_dim: int
+    shares_values: bool = False
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values, with the scales of 8-bit pages."""
         each = self.head_dim * dtype.itemsize + (
             _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
         )
-        return 2 * self.layers * self.kv_heads * page_size * each
+        stored = 1 if self.shares_values else 2
+        return stored * self.layers * self.kv_heads * page_size * each
 
 
 NO_KV = KVShape(0, 0, 0)
@@ -85,16 +88,21 @@ class KVCache:
         ) -> tuple[torch.Tensor, ...]:
             return tuple(zeros_without_writing(size, dtype, device) for _ in range(count))
 
+        def pair(
+            size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers
+        ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+            keys = zeros(size, dtype, count)
+            return keys, keys if shape.shares_values else zeros(size, dtype, count)
+
         scales = shape.layers if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        k_scale, v_scale = (
-            zeros(size[:3], _SCALE_DTYPE, scales),
-            zeros(size[:3], _SCALE_DTYPE, scales),
-        )
-        return KVCache(zeros(size, dtype), zeros(size, dtype), page_size, k_scale, v_scale)
+        k_scale, v_scale = pair(size[:3], _SCALE_DTYPE, scales)
+        return KVCache(*pair(size, dtype), page_size, k_scale, v_scale)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that pages hold, each [pages, …]: what copying a page copies."""
+        if self.k is self.v:
+            return (*self.k, *self.k_scale)
         return (*self.k, *self.v, *self.k_scale, *self.v_scale)
 
     @property

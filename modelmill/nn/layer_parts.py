@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
+from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_spec import ModuleSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
@@ -16,7 +17,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 
 RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
-MixerSpec = AttentionSpec | RecurrenceConfig
+MixerSpec = AttentionSpec | LatentAttentionSpec | RecurrenceConfig
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,14 @@ class CacheSpec(ModuleSpec):
         keys, values: The reference's names of what is in the cache.
         kv_heads: KV heads.
         head_dim: Channels of each.
+        shares_values: Whether values are the keys, stored once.
     """
 
     keys: str
     values: str
     kv_heads: int
     head_dim: int
+    shares_values: bool = False
     arithmetic: str = "rotary"
     op: str = "rope_cache"
 

@@ -104,7 +104,7 @@ def module_site(model: nn.Module, path: str) -> SiteSpec | None:
 def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
     caches = [cache for layer in layers for cache in layer_spec(layer).caches]
-    sizes = {(cache.kv_heads, cache.head_dim) for cache in caches}
+    sizes = {(cache.kv_heads, cache.head_dim, cache.shares_values) for cache in caches}
     if not sizes:
         return NO_KV
     assert len(sizes) == 1, "all layers with a cache have as many KV heads of one size"

@@ -59,6 +59,34 @@ class Elementwise(nn.Module):
         return self.compute(x)
 
 
+@dataclass(frozen=True)
+class SwigluClamp:
+    """gpt-oss's gate: (up + 1) · gate · sigmoid(alpha · gate), of bounded values.
+
+    Attributes:
+        alpha: See above.
+        limit: Bound of gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+class ClampedSwiglu(nn.Module):
+    """The gate of ``SwigluClamp`` over a fused [T, 2·I]."""
+
+    def __init__(self, clamp: SwigluClamp) -> None:
+        super().__init__()
+        self.clamp = clamp
+
+    def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, 2·I] → [T, I]."""
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate.clamp(max=self.clamp.limit)
+        up = up.clamp(-self.clamp.limit, self.clamp.limit)
+        return (up + 1) * gate * (gate * self.clamp.alpha).sigmoid()
+
+
 class GatedActivation(Elementwise):
     """activation(gate) · up over a fused [T, 2·I], of other activations than SiLU."""
 
@@ -84,6 +112,7 @@ class MLPSpec:
         gated: down(activation(gate(x)) · up(x)); otherwise down(activation(fc(x))).
         activation: A name in ACTIVATIONS.
         bias: Of all its linear layers.
+        clamp: In the place of the activation, or None.
     """
 
     hidden: int
@@ -91,6 +120,7 @@ class MLPSpec:
     gated: bool = True
     activation: str = "silu"
     bias: bool = False
+    clamp: SwigluClamp | None = None
 
     @property
     def partitions(self) -> tuple[ChannelPartition, ...]:
@@ -99,8 +129,9 @@ class MLPSpec:
 
     def make(self) -> nn.Module:
         """The module."""
-        kind = GatedMLP if self.gated else PlainMLP
-        return kind(self.hidden, self.inner, self.bias, self.activation)
+        if self.gated:
+            return GatedMLP(self.hidden, self.inner, self.bias, self.activation, self.clamp)
+        return PlainMLP(self.hidden, self.inner, self.bias, self.activation)
 
     def module_specs(self, reads: str = "mlp_input", site: str = "up") -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``mlp``, ``reads`` → "mlp_out"; site: of the first."""
@@ -120,7 +151,7 @@ class MLPSpec:
             reads=(hidden,),
             writes=("act",),
             reference=("act",),
-            op=silu if self.activation == "silu" else self.activation,
+            op=silu if self.activation == "silu" and self.clamp is None else self.activation,
         )
         down = LinearSpec(
             path="mlp.down_proj",
@@ -135,19 +166,33 @@ class MLPSpec:
 
     def site_specs(self) -> tuple[SiteSpec, ...]:
         """The inputs of both products; a gated one's second is linear in up."""
-        producer = RowProducer("mlp.gate_up_proj", "up") if self.gated else None
+        producer = RowProducer("mlp.gate_up_proj", "up") if self.is_linear_in_up else None
         return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)
+
+    @property
+    def is_linear_in_up(self) -> bool:
+        """Whether the second product's input is linear in up."""
+        return self.gated and self.clamp is None
 
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) · up(x)), gate and up in one matrix, gate first."""
 
     def __init__(
-        self, hidden: int, inner: int, bias: bool = False, activation: str = "silu"
+        self,
+        hidden: int,
+        inner: int,
+        bias: bool = False,
+        activation: str = "silu",
+        clamp: SwigluClamp | None = None,
     ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden, 2 * inner, bias)
-        self.act = SiluMul() if activation == "silu" else GatedActivation(activation)
+        self.act: nn.Module
+        if clamp is not None:
+            self.act = ClampedSwiglu(clamp)
+        else:
+            self.act = SiluMul() if activation == "silu" else GatedActivation(activation)
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -29,11 +29,12 @@ class RouterConfig:
             over the chosen logits alone is the same.
         scale: Factor of the weights.
         groups: The experts are divided into so many groups, of which a token has ``top_groups``,
-            those with the largest sum of their two largest scores (arXiv:2412.19437, section
-            2.1.2); 1: no groups.
+            those with the largest sum of their ``group_scores`` largest scores: two in DeepSeek-V3
+            (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2; 1: no groups.
         top_groups: See ``groups``.
         selection_bias: Whether a learned bias is added to the scores for the choice, and not for
             the weights (arXiv:2408.15664).
+        bias: Whether the logits have a learned bias.
     """
 
     experts: int
@@ -44,20 +45,25 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     selection_bias: bool = False
+    bias: bool = False
+    group_scores: int = 2
 
 
 class Router(nn.Module):
-    """x Wᵀ in float32: [T, H] → [T, E]. The matrix is small and is never quantized."""
+    """x Wᵀ + b in float32: [T, H] → [T, E]. The matrix is small and is never quantized."""
 
     weight: torch.Tensor
+    bias: torch.Tensor | None
 
-    def __init__(self, hidden: int, experts: int) -> None:
+    def __init__(self, hidden: int, experts: int, bias: bool = False) -> None:
         super().__init__()
         self.register_buffer("weight", torch.empty(experts, hidden, device="meta"))
+        self.register_buffer("bias", torch.empty(experts, device="meta") if bias else None)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
-        return x.float() @ self.weight.float().T
+        logits = x.float() @ self.weight.float().T
+        return logits if self.bias is None else logits + self.bias.float()
 
 
 class TopKRouting(nn.Module):
@@ -87,7 +93,7 @@ class TopKRouting(nn.Module):
         ranked = scores if self.selection_bias is None else scores + self.selection_bias.float()
         if config.groups > 1:
             by_group = ranked.unflatten(1, (config.groups, -1))
-            group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+            group_scores = by_group.topk(config.group_scores, dim=-1).values.sum(-1)
             groups = group_scores.topk(config.top_groups, dim=-1, sorted=False).indices
             allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
             ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
@@ -110,7 +116,7 @@ class Expert(GatedMLP):
     """A gated MLP for the tokens that have it."""
 
     def __init__(self, spec: MLPSpec, index: int) -> None:
-        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation)
+        super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation, spec.clamp)
         self.tokens = ExpertTokens(index)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -161,7 +167,7 @@ class MoE(nn.Module):
         self, router: RouterConfig, expert: MLPSpec, shared: MLPSpec | None, *, shared_gate: bool
     ) -> None:
         super().__init__()
-        self.router = Router(expert.hidden, router.experts)
+        self.router = Router(expert.hidden, router.experts, router.bias)
         self.routing = TopKRouting(router)
         self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.make()

@@ -13,6 +13,7 @@ from modelmill.nn.layer_spec import (
     RoutingSpec,
     RowProducer,
     SiteSpec,
+    linear_tensors,
 )
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
@@ -53,7 +54,8 @@ class MoESpec:
         modules: list[ModuleSpec] = [
             ModuleSpec(
                 path="mlp.router", reads=(reads,), writes=("router_logits",),
-                reference=("router",), arithmetic="linear", tensors=("weight",),
+                reference=("router",), arithmetic="linear",
+                tensors=linear_tensors(self.router.bias),
             ),
             RoutingSpec(
                 path="mlp.routing", reads=("router_logits",), writes=("routing",),
@@ -107,7 +109,9 @@ class MoESpec:
                 SiteSpec(f"{name}.up"),
                 SiteSpec(
                     f"{name}.down",
-                    RowProducer(f"mlp.{name}.gate_up_proj", f"{name}.up"),
+                    RowProducer(f"mlp.{name}.gate_up_proj", f"{name}.up")
+                    if self.expert.is_linear_in_up
+                    else None,
                     heavy_tailed=True,
                 ),
             )

@@ -52,6 +52,7 @@ class AttentionProblem(NamedTuple):
         device: of the queries.
         on_gpu: whether they are on a GPU.
         phase: what is computed.
+        score_mods: whether there are ``score_mods`` (soft cap, ALiBi, sinks).
     """
 
     m: int
@@ -68,6 +69,7 @@ class AttentionProblem(NamedTuple):
     device: torch.device
     on_gpu: bool
     phase: Phase
+    score_mods: bool = False
 
     def with_counts(self, m: int, queries: int, sequences: int, pairs: int) -> AttentionProblem:
         """The same with other counts, and the phase that they make."""
@@ -91,6 +93,7 @@ class AttentionRange(KernelRange):
         page_dtypes: of the pages; (): they are of the queries' dtype.
         scaled: whether pages must have scales, or must not.
         on_gpu: whether the queries must be on a GPU.
+        score_mods: whether it also serves steps with soft cap, ALiBi or sinks.
     """
 
     phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
@@ -104,6 +107,7 @@ class AttentionRange(KernelRange):
     page_dtypes: tuple[torch.dtype, ...] = ()
     scaled: bool = False
     on_gpu: bool = False
+    score_mods: bool = False
 
     def covers_weight(self, problem: AttentionProblem) -> bool:
         """Whether it serves a step with some number of tokens in ``m``."""
@@ -121,6 +125,7 @@ class AttentionRange(KernelRange):
             and (not self.dtypes or problem.dtype in self.dtypes)
             and self._covers_pages(problem)
             and self.on_gpu <= problem.on_gpu
+            and problem.score_mods <= self.score_mods
             and super().covers_weight(problem)
         )
 

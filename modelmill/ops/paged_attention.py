@@ -6,6 +6,7 @@ One op serves prefill and decode.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from modelmill.ops.attention_range import AttentionProblem, Phase, join_phases, 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperands, reference_to
+from modelmill.ops.score_mods import ScoreMods, modified_softmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -37,6 +39,7 @@ class PagedAttentionInputs(NamedTuple):
         k_scale: [pages, kv_heads, page_size] float32, one per token and head, for caches of int8 or
             float8_e4m3fn.
         v_scale: as k_scale.
+        score_mods: soft cap, ALiBi and sinks; None: the scores are only scaled.
     """
 
     q: torch.Tensor
@@ -51,6 +54,7 @@ class PagedAttentionInputs(NamedTuple):
     window: int | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    score_mods: ScoreMods | None = None
 
 
 def _problem(*operands: Any) -> AttentionProblem:
@@ -72,13 +76,14 @@ def _problem(*operands: Any) -> AttentionProblem:
         q.device,
         q.is_cuda,
         Phase.of(queries, sequences),
+        inputs.score_mods is not None,
     )
 
 
 def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The counts of a call with these pages, and queries that lie in memory alike."""
     q, k_cache, v_cache, *indices = operands[:6]
-    k_scale, v_scale = operands[10:]
+    k_scale, v_scale, score_mods = operands[10:]
     if q.data_ptr() % ALIGNMENT or not _INDICES.present(*indices) or not indices[0].numel():
         return None
     dtype, inner, strides, kv_heads = q.dtype, q.shape[1:], q.stride(), k_cache.shape[1]
@@ -93,6 +98,7 @@ def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
             and v_cache is values()
             and inputs.k_scale is key_scales()
             and inputs.v_scale is value_scales()
+            and inputs.score_mods is score_mods
             and q.dtype is dtype
             and shape[1:] == inner
             and q.stride() == strides
@@ -127,7 +133,7 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
         [T, heads·D] in q's dtype.
     """
     q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    scale, window, k_scale, v_scale = inputs[8:]
+    scale, window, k_scale, v_scale, mods = inputs[8:]
     _, kv_heads, page_size, dim = k_cache.shape
     tokens, heads, _ = q.shape
     out = torch.zeros_like(q)
@@ -141,12 +147,34 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
         v = _gather_pages(v_cache, v_scale, pages, q.dtype)[:, :length]
         rows = q[first:last].transpose(0, 1)
         mask = _causal_mask(last - first, length, window, q.device)
+        if mods is not None:
+            out[first:last] = _attend_modified(rows, k, v, mask, scale, mods).transpose(0, 1)
+            continue
         gqa = heads != kv_heads
         attended = F.scaled_dot_product_attention(
             rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa
         )[0]
         out[first:last] = attended.transpose(0, 1)
     return out.view(tokens, heads * dim)
+
+
+def _attend_modified(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    mods: ScoreMods,
+) -> torch.Tensor:
+    """Attention [heads, queries, D] of the last positions to keys [kv_heads, keys, D]."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    groups = q.to(dtype).unflatten(0, (k.shape[0], -1))
+    scores = (groups @ k.to(dtype).unsqueeze(1).mT).flatten(0, 1) * scale
+    column = torch.arange(k.shape[1], device=q.device)
+    distances = column[None] - column[k.shape[1] - q.shape[1] :, None]
+    weights = modified_softmax(scores, distances, mask, mods)
+    weights = weights.unflatten(0, (k.shape[0], -1))
+    return (weights @ v.to(dtype).unsqueeze(1)).flatten(0, 1).to(q.dtype)
 
 
 def _gather_pages(
@@ -175,7 +203,10 @@ def _causal_mask(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Decode, prefill, chunks with history, mixed; GQA; windows; odd lengths; heads of 8 to 128."""
+    """Decode, prefill, chunks with history, mixed; GQA; windows; odd lengths; heads of 8 to 128.
+
+    Soft cap, ALiBi and sinks, alone and with what models combine them with.
+    """
     shapes: list[tuple[str, int, int, int, list[tuple[int, int]], int | None]] = [
         ("decode", 9, 3, 64, [(1, 1), (1, 17), (1, 100)], None),
         ("prefill", 4, 4, 128, [(33, 33), (1, 1)], None),
@@ -191,6 +222,22 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ]
     for number, (name, heads, kv_heads, dim, lengths, window) in enumerate(shapes):
         yield _case(name, heads, kv_heads, dim, lengths, window, device, dtype, number)
+    mixed = [(5, 37), (1, 60), (1, 3)]
+    for name, heads, kv_heads, window in (
+        ("softcap", 4, 2, 16),
+        ("alibi", 6, 6, None),
+        ("sinks", 8, 2, 16),
+        ("softcap-alibi-sinks", 3, 3, 9),
+    ):
+        case = _case(name, heads, kv_heads, 32, mixed, window, device, dtype, 9)
+        slopes = torch.logspace(-1, -8, heads, base=2.0, device=device)
+        sinks = randn(heads, device=device, dtype=torch.float32, seed=3)
+        mods = ScoreMods(
+            1.5 if "softcap" in name else None,
+            slopes if "alibi" in name else None,
+            sinks if "sinks" in name else None,
+        )
+        yield replace(case, args=case.args | {"score_mods": mods})
 
 
 def _case(

@@ -21,7 +21,7 @@ from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError, UsageError
 from modelmill.core.recipe_declaration import RecipeDeclaration
 from modelmill.ops.int4_linear import pack_codes
-from modelmill.weights import dense, int4, int8, int8_group, mixed_rows
+from modelmill.weights import dense, int4, int8, int8_group, mixed_rows, mxfp4
 from modelmill.weights.base import PackedInfo, WeightFormat
 
 # Read from the source, without importing this file: literals only (core/recipe_declaration.py).
@@ -35,6 +35,11 @@ DECLARATION = RecipeDeclaration(
 )
 
 KEEP = "keep"
+GROUPWISE_FORMATS = {
+    "int4": int4.Int4Weight,
+    "int8_group": int8_group.Int8GroupWeight,
+    "mxfp4": mxfp4.Mxfp4Weight,
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
         type_names = ", ".join(name for name, count in types.most_common(4) if count)
         raise UsageError(
             f"-q keep: {checkpoint.path} has no matrix that can be kept (Q4_0, Q4_1, "
-            "Q8_0, GPTQ, AWQ, "
+            "Q8_0, MXFP4, GPTQ, AWQ, "
             f"compressed-tensors), but {type_names}; build with -q int4 or -q int8"
         )
     label_counts = ", ".join(f"{label} ({count})" for label, count in labels.most_common())
@@ -151,7 +156,7 @@ def _packed_info(layout: QuantLayout, rows: int) -> PackedInfo:
     shape = (rows, layout.columns)
     if layout.weight_format == "int8":
         return int8.Int8Weight.packed_info(shape, torch.float32)
-    cls: Any = int4.Int4Weight if layout.weight_format == "int4" else int8_group.Int8GroupWeight
+    cls: Any = GROUPWISE_FORMATS[layout.weight_format]
     info: PackedInfo = cls.stored_info(
         shape,
         layout.group_size,
@@ -165,6 +170,8 @@ def _packed_info(layout: QuantLayout, rows: int) -> PackedInfo:
 def _unpack(layout: QuantLayout, packed: PackedMatrix) -> WeightFormat:
     if layout.weight_format == "int8":
         return int8.Int8Weight(packed.codes, packed.scale[:, 0].float().contiguous())
+    if layout.weight_format == "mxfp4":
+        return mxfp4.Mxfp4Weight.from_codes(packed.codes, packed.scale)
     if layout.weight_format == "int8_group":
         return int8_group.Int8GroupWeight.from_codes(
             packed.codes, packed.scale, packed.offset, layout.group_size, packed.perm

@@ -81,7 +81,8 @@ class AttentionRecorder:
         q = inputs.q
         k = inputs.k_cache
         window = inputs.window
-        self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window), inputs)
+        mods = None if inputs.score_mods is None else inputs.score_mods.kind
+        self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window, mods), inputs)
         return self._run(inputs)
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.hf import byte_level_core, from_core
-from modelmill.text.spm import build_spm
+from modelmill.text.spm import SPACE, build_spm
 from modelmill.text.spm_proto import (
     BYTE,
     CONTROL,
@@ -185,7 +185,12 @@ def _sentencepiece(
             else CONTROL
         )
     pieces = [
-        SpmPiece(text, float(score), piece_type)
+        # llama.cpp's converter writes the spaces of these alone as they are
+        SpmPiece(
+            text.replace(" ", SPACE) if piece_type == USER_DEFINED else text,
+            float(score),
+            piece_type,
+        )
         for text, score, piece_type in zip(tokens, scores, piece_types, strict=True)
     ]
     model = SpmModel(

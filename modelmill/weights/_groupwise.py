@@ -37,12 +37,13 @@ class GroupwiseWeight(WeightFormat):
     perm: torch.Tensor | None = None
 
     CODE_DTYPE: ClassVar[torch.dtype]
+    SCALE_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.float32)
     LAYOUT: ClassVar[TensorLayout]
 
     def __init_subclass__(cls) -> None:
-        """Set LAYOUT from the subclass's CODE_DTYPE."""
+        """Set LAYOUT from the subclass's CODE_DTYPE and SCALE_DTYPES."""
         super().__init_subclass__()
-        grid = (torch.float16, torch.float32)
+        grid = cls.SCALE_DTYPES
         shared = {"perm": (1, (torch.int32,)), "sizes": (1, (torch.int32,))}
         cls.LAYOUT = {
             "weight": (2, (cls.CODE_DTYPE,)),
@@ -116,10 +117,9 @@ class GroupwiseWeight(WeightFormat):
         fits = fits and (out.perm is None or _is_permutation(out.perm, columns))
         fits = fits and len({t.dtype for t in grids}) == 1
         if not fits or any(tuple(t.shape) != (rows, -(-columns // group)) for t in grids):
-            bits = "int4" if cls.CODE_DTYPE is torch.uint8 else "int8"
             raise CorruptArtifact(
-                f"an {bits} weight of {columns} columns in groups of {group} is damaged; "
-                "rebuild the engine"
+                f"a weight of format {cls.format} and {columns} columns in groups of {group} is "
+                "damaged; rebuild the engine"
             )
         return out
 

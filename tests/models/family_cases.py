@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from modelmill.nn.alibi import AlibiConfig
+
 Change = Callable[[Any], Any]
 Logits = Callable[..., torch.Tensor]
 """(ids, decode_from=None) → [T, V]; decode_from: tokens beyond it are decoded one by one."""
 
+NULL: Any = object()
 VOCAB = 120
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -89,6 +92,20 @@ def rms_facts(raw: dict[str, Any]) -> dict[str, Any]:
     return {"attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-5)}
 
 
+def gemma_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """What all GGUFs of Gemma have."""
+    sizes = {f"attention.{part}_length": raw["head_dim"] for part in ("key", "value")}
+    return {**sizes, "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-6)}
+
+
+def norms_plus_one(
+    raw: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gemma's tensors as the converter writes them."""
+    del raw
+    return {name: each + 1 if "norm" in name else each for name, each in tensors.items()}
+
+
 @dataclass(frozen=True)
 class FamilyCase:
     """One family.
@@ -103,6 +120,7 @@ class FamilyCase:
         gguf: Its GGUF, where llama.cpp writes one that is read.
         kv_tolerance: Of logits with int8 pages, as a share of their root mean square.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
+        attention: transformers' implementation of attention.
     """
 
     model_type: str
@@ -114,19 +132,22 @@ class FamilyCase:
     kv_tolerance: float = 0.05
     make: Callable[[dict[str, Any], Path], Logits] | None = None
     gguf: GgufCase | None = None
+    attention: str = "eager"
 
     def raw(self, **changes: Any) -> dict[str, Any]:
-        """A config.json; a value of ``None`` leaves its key out."""
+        """A config.json; ``None`` leaves a key out, ``NULL`` is its null."""
         merged = {"model_type": self.model_type, "pad_token_id": 0, **self.base, **changes}
-        return {key: value for key, value in merged.items() if value is not None}
+        present = {key: value for key, value in merged.items() if value is not None}
+        return {key: None if value is NULL else value for key, value in present.items()}
 
     def save(self, folder: Path, **changes: Any) -> Logits:
         """Write a seeded checkpoint; returns the independent implementation."""
-        make = self.make or save_transformers
-        return make(self.raw(**changes), folder)
+        if self.make is None:
+            return save_transformers(self.raw(**changes), folder, self.attention)
+        return self.make(self.raw(**changes), folder)
 
 
-def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
+def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Any:
     """The transformers model of a config.json, seeded, weights spread enough to show faults."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +155,7 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(raw))
     config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
     draw = torch.Generator().manual_seed(0)
     # their norms' weights are stored less 1, but for those behind a recurrence
     less_one = raw["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
@@ -149,9 +170,9 @@ def transformers_model(raw: dict[str, Any], folder: Path) -> Any:
     return model
 
 
-def save_transformers(raw: dict[str, Any], folder: Path) -> Logits:
+def save_transformers(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Logits:
     """Write a seeded checkpoint of the transformers class, under the config.json ``raw``."""
-    model = transformers_model(raw, folder)
+    model = transformers_model(raw, folder, attention)
     model.save_pretrained(folder)  # under the names of published files
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -233,4 +254,28 @@ QK = ("attn.q_proj", "attn.k_proj")
 ROTARY = ("attn.rope_cache.q", "attn.rope_cache.k")
 ROPE_FAULT = fault(ROTARY, rope=based(2.0))
 EPS_FAULT = fault("attn_norm.eps", eps=times(10))
+
+
+class ReversedSlopes(AlibiConfig):
+    """ALiBi with the slopes in the other order."""
+
+    def slopes(self, heads: int) -> list[float]:
+        return super().slopes(heads)[::-1]
+
+
+class EvenSlopes(AlibiConfig):
+    """ALiBi with the even ones of the finer slopes, as for a power of two of heads."""
+
+    def slopes(self, heads: int) -> list[float]:
+        power = 1 << (heads - 1).bit_length()
+        return super().slopes(power)[:heads]
+
+
+ALIBI_FAULTS = {
+    "no ALiBi": fault("attn.core", alibi=None),
+    "slopes in the other order": fault("attn.core", alibi=ReversedSlopes()),
+    "slopes of the next power of two": fault("attn.core", alibi=EvenSlopes()),
+    "slopes x 1.5": fault("attn.core", alibi=AlibiConfig(scale=1.5)),
+    "another largest exponent": fault("attn.core", alibi=AlibiConfig(bias_max=16.0)),
+}
 LLAMA_FAULTS = {"RoPE base x 2": ROPE_FAULT, "eps x 10": EPS_FAULT}

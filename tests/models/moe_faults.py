@@ -39,3 +39,9 @@ MOE_FAULTS: dict[str, PlantedFault] = {
     "weights x 1.05": fault(ROUTING, moe=with_router(scale=1.05)),
     "sigmoid for softmax": fault(ROUTING, moe=with_router(scores="sigmoid")),
 }
+GROUPED_ROUTER_FAULTS: dict[str, PlantedFault] = {
+    **{name: each for name, each in MOE_FAULTS.items() if "sigmoid" not in name},
+    "softmax for sigmoid": fault(ROUTING, moe=with_router(scores="softmax")),
+    "no groups": fault(ROUTING, moe=with_router(groups=1, top_groups=1)),
+    "one group fewer": fault(ROUTING, moe=with_router(top_groups=one_fewer, top_k=2)),
+}

@@ -149,7 +149,7 @@ def test_logits_of_every_switch(name: str, number: int, tmp_path: Path) -> None:
 def test_every_field_is_named(name: str) -> None:
     """Fields of the configuration class: in the base, a switch, or without effect."""
     case = CASES[name]
-    if case.make is not None:
+    if name not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
         return
     named = {*case.base, *(key for each in case.switches for key in each), *IDLE, *case.refused}
     config = type(transformers.AutoConfig.for_model(name))

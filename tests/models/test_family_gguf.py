@@ -53,6 +53,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
     for key, value in facts.items():
         add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add = writer.add_bool if isinstance(value, bool) else add
+        add = writer.add_string if isinstance(value, str) else add
         add(f"{case.architecture}.{key}", value)
     for name, tensor in tensors.items():
         if case.permuted and any(part in name for part in QK):

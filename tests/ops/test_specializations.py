@@ -28,6 +28,7 @@ if torch.cuda.is_available():
 from triton.runtime import interpreter
 
 from modelmill.ops.triton.attention import paged_attention, paged_decode
+from modelmill.ops.triton.attention.score_mods import KernelScoreMods
 from modelmill.ops.triton.common import device, launch_configs, pdl
 from modelmill.ops.triton.norm_quantize import norm_quant, silu_mul
 
@@ -87,8 +88,9 @@ def test_forms_are_all_that_a_step_can_meet(
         first = q[:batch]
         scales = (first if scale is q else scale,) * 2
         paged_attention._decode(
-            (first, k, k, *scales, tables, starts, starts, first), context, 1.0, window
-        )
+            (first, k, k, *scales, tables, starts, starts, first),
+            KernelScoreMods.of(None, first), context, 1.0, window,
+        )  # fmt: skip
         return set(launched_variants)
 
     with launch_recorder() as launched_variants:

@@ -221,7 +221,7 @@ def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
     expected, _ = answer(engine, prompt)
     scheduler = engine.scheduler
     engine.add(tiny.requests([prompt], tiny.params(max_tokens=13, ignore_eos=True), eos=())[0])
-    with mock.patch.object(scheduler, "_end_of_part", lambda *_: 0):
+    with mock.patch.object(scheduler, "_end_of_part", return_value=0):
         schedule = scheduler.schedule()
     assert schedule is not None
     assert (schedule.work, schedule.state_copies) == ([], [])

@@ -94,6 +94,23 @@ def test_sentencepiece():
     assert tokenizer.decode(tokenizer.encode("hello é🦙 </s>")) == "hello é🦙 </s>"
 
 
+def test_runs_of_spaces_are_tokens_of_their_own():
+    """Gemma's are user-defined, and the converter writes their spaces plainly."""
+    texts, scores, types = zip(*spm_rows(), strict=True)
+    spaces = {2: len(texts), 4: len(texts) + 1}
+    tokenizer = load_tokenizer(
+        gguf_spm(
+            tokens=[*texts, "  ", "    "],
+            scores=[*scores, -1000.0, -1000.0],
+            token_type=[*types, 4, 4],
+            add_space_prefix=False,
+        )
+    )
+    ids = tokenizer.encode("hello    hello  ", bos=False)
+    assert [id for id in ids if id in spaces.values()] == [spaces[4], spaces[2]]
+    assert tokenizer.decode(ids) == "hello    hello  "
+
+
 def test_the_llama_vocabulary_by_way_of_gguf(real, shared):
     from modelmill.text.spm_proto import read_model
 

@@ -1,4 +1,7 @@
-"""baichuan, 7B: q, k and v in one matrix; Baichuan 2 norms the head's rows (arXiv:2309.10305)."""
+"""baichuan: q, k and v in one matrix; Baichuan 2 norms the head's rows (arXiv:2309.10305).
+
+The 13B models have ALiBi.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import Affine, LayerWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import rope_from_config
@@ -17,12 +21,16 @@ NAME_PREFIX = "model."
 
 
 class BaichuanReference(PlainDecoderReference):
-    """BaichuanForCausalLM, 7B."""
+    """BaichuanForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         is_second = config.get("z_loss_weight") is not None or config["vocab_size"] == 125696
         super().__init__(_UnitHead(source) if is_second else source, config)
-        length = int(config.get("max_position_embeddings") or 4096)
+        length = config.get("max_position_embeddings")
+        if length is None:
+            self.alibi_slopes = alibi_slopes(self.num_heads)
+            return
+        length = int(length)
         self.rope = rope_from_config(config, self.head_dim, length)
 
     def projections(self, index: int) -> LayerWeights:

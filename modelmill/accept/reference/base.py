@@ -15,7 +15,7 @@ residual stream out of the layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -211,7 +211,15 @@ def project(x: Tensor, weights: Affine) -> Tensor:
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    slopes: Sequence[float] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal softmax attention, dense.
 
@@ -224,6 +232,9 @@ def causal_attention(
         v: [T, kv_heads, dim].
         scale: factor of the scores.
         window: w, or None.
+        softcap: bound c of the scores, c · tanh(score / c) (arXiv:2408.00118); None: no bound.
+        slopes: of each head, times the distance to a key it is subtracted (arXiv:2108.12409).
+        sinks: [heads], a score beside those of the keys, without a value (arXiv:2508.10925).
 
     Returns:
         [T, heads·dim].
@@ -240,6 +251,14 @@ def causal_attention(
         for head in range(heads):
             with no_tf32():
                 scores = q[start : start + QUERY_ROWS, head] @ k[:, head // group].T * scale
-                weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+                if softcap is not None:
+                    scores = (scores / softcap).tanh() * softcap
+                if slopes is not None:
+                    scores = scores - (row - column[None, :]) * slopes[head]
+                scores = scores.masked_fill(hidden, float("-inf"))
+                if sinks is not None:
+                    sink = sinks[head].to(scores).expand(len(scores), 1)
+                    scores = torch.cat((scores, sink), dim=-1)
+                weights = scores.softmax(dim=-1)[:, :count]
                 out[start : start + QUERY_ROWS, head] = weights @ v[:, head // group]
     return out.reshape(count, heads * dim)

@@ -1,14 +1,14 @@
-"""falcon: parallel layers, one or few KV heads, rotation (arXiv:2311.16867)."""
+"""falcon: parallel layers, one or few KV heads, rotation or ALiBi (arXiv:2311.16867)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from modelmill.accept.reference.alibi import alibi_slopes
 from modelmill.accept.reference.base import Affine, LayerWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
-from modelmill.core.errors import UnknownArchitecture
 
 MODEL_TYPES = ("falcon",)
 NAME_PREFIX = "transformer."
@@ -33,8 +33,6 @@ class FalconReference(PlainDecoderReference):
         own = {name: config[old] for name, old in names.items() if config.get(old) is not None}
         config = config | own
         super().__init__(source, config)
-        if config.get("alibi"):
-            raise UnknownArchitecture("alibi is not known here")
         new = bool(config.get("new_decoder_architecture"))
         parallel = bool(config.get("parallel_attn", True))
         self.head_dim = self.hidden_size // self.num_heads
@@ -46,7 +44,10 @@ class FalconReference(PlainDecoderReference):
         self.eps = float(config.get("layer_norm_epsilon", 1e-5))
         self.activation = self.read_activation("activation", "gelu")
         length = int(config.get("max_position_embeddings") or 2048)
-        self.rope = partial_rope(config, self.head_dim, length)
+        if config.get("alibi"):  # added before the scores are scaled
+            self.alibi_slopes = [s * self.score_scale for s in alibi_slopes(self.num_heads)]
+        else:
+            self.rope = partial_rope(config, self.head_dim, length)
         self.has_bias = bool(config.get("bias"))
         self.mlp_norm = int(config.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
         if parallel:

@@ -1,4 +1,7 @@
-"""gemma, gemma3_text: scaled embeddings, norms stored less 1 (arXiv:2403.08295, 2503.19786)."""
+"""gemma, gemma2, gemma3_text: scaled embeddings, norms stored less 1.
+
+arXiv:2403.08295, 2408.00118 (soft caps, norms around the branches) and 2503.19786.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,36 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("gemma", "gemma3_text")
+MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
 NAME_PREFIX = "model."
 
 
 class GemmaReference(PlainDecoderReference):
-    """GemmaForCausalLM and Gemma3ForCausalLM."""
+    """GemmaForCausalLM, Gemma2ForCausalLM and Gemma3ForCausalLM."""
 
     TIED_BY_DEFAULT = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.head_dim = int(config.get("head_dim") or 256)
-        self.num_kv_heads = int(config.get("num_key_value_heads") or 16)
+        is_first, is_second = (config["model_type"] == name for name in ("gemma", "gemma2"))
+        self.num_kv_heads = int(config.get("num_key_value_heads") or (16 if is_first else 4))
         self.score_scale = self.head_dim**-0.5
         self.embedding_scale = self.hidden_size**0.5
         if config.get("attention_bias"):
             self.biased = frozenset(("q", "k", "v", "o_proj"))
-        self.softcap = config.get("final_logit_softcapping")
         self.third = config["model_type"] == "gemma3_text"
-        if self.third:
-            self._read_third()
-            return
+        self.softcap = config.get("final_logit_softcapping", 30.0 if is_second else None)
+        if is_second:
+            self.score_softcap = config.get("attn_logit_softcapping", 50.0)
+        if not is_first:
+            self._read_sandwich()
+            if self.third:
+                self._read_third()
+                return
         self.rope = self._rope(dict(config), 10000.0, 8192)
+        if is_second:
+            return
         name = str(config.get("hidden_act") or "gelu_pytorch_tanh")
         # the first files said gelu and meant its approximation
         self.activation = ACTIVATIONS["gelu_pytorch_tanh" if name == "gelu" else name]
@@ -43,12 +53,26 @@ class GemmaReference(PlainDecoderReference):
         length = int(self.config.get("max_position_embeddings") or positions)
         return rope_from_config({"rope_theta": base} | config, self.head_dim, length)
 
-    def _read_third(self) -> None:
-        """Read Gemma 3's windows, rotations and norms."""
+    def _read_sandwich(self) -> None:
+        """Read what Gemma 2 and 3 share: windows and norms on both sides of a branch."""
         config = self.config
-        self.num_kv_heads = int(config.get("num_key_value_heads") or 4)
         self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
         self.score_scale = float(config.get("query_pre_attn_scalar", 256)) ** -0.5
+        self.norm_paths |= {
+            "attn_post": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post": "post_feedforward_layernorm",
+        }
+        types = config.get("layer_types")
+        every = int(config.get("sliding_window_pattern") or 6) if self.third else 2
+        for layer in range(self.num_layers):
+            slides = types[layer] == "sliding_attention" if types else (layer + 1) % every != 0
+            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
+        self.layer = self.sandwich
+
+    def _read_third(self) -> None:
+        """Read Gemma 3's two rotations and norms of q and k."""
+        config = self.config
         parameters = config.get("rope_parameters") or {}
         full = {"rope_theta": config.get("rope_theta") or 1000000.0}
         full |= parameters.get("full_attention") or {}
@@ -57,18 +81,7 @@ class GemmaReference(PlainDecoderReference):
         slow |= parameters.get("sliding_attention") or {}
         self.rope = self._rope({"rope_parameters": full}, 0, 131072)
         self.local_rope = self._rope({"rope_parameters": slow}, 0, 131072)
-        self.norm_paths |= {
-            "attn_post": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post": "post_feedforward_layernorm",
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
-        }
-        types, every = config.get("layer_types"), int(config.get("sliding_window_pattern") or 6)
-        for layer in range(self.num_layers):
-            slides = types[layer] == "sliding_attention" if types else (layer + 1) % every != 0
-            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
-        self.layer = self.sandwich
+        self.norm_paths |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm, which is stored less 1."""

@@ -68,7 +68,10 @@ POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "gemma2": GEMMA_NORMS,
+    "gemma3_text": GEMMA_NORMS,
     "olmo2": POST_NORMS,
     "exaone4": POST_NORMS,
     "chatglm": {
@@ -136,7 +139,13 @@ FURTHER_ARCHITECTURES = {
     "chatglm": "chatglm",
     "gptneox": "gpt_neox",
     "falcon": "falcon",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
 }
+SCALED = {"gemma3": "linear"}  # of full attention
+# depth of the 27B models, whose scores are divided by the root of width / heads
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 LAYERS = {
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
@@ -205,6 +214,8 @@ class GgufSource(TensorSource):
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
         if model_type in ("gpt_neox", "falcon") and ".query_key_value." in name:
             return by_kv_head(tensor, self._config)
+        if model_type.startswith("gemma") and "norm." in name:
+            return tensor - 1  # the converter adds 1
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T
         return tensor
@@ -327,7 +338,8 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
             )
         return value
 
-    if "rope_freqs.weight" in names or fact("rope.scaling.type", "none") != "none":
+    scaling = fact("rope.scaling.type", "none")
+    if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
     heads, width, layers = (
         int(fact(key)) for key in ("attention.head_count", "embedding_length", "block_count")
@@ -357,6 +369,28 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
+        **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
+    }
+
+
+def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Gemma's caps, windows and bases, and what llama.cpp has fixed."""
+    caps: dict[str, Any] = {
+        key: float(facts[f"{architecture}.{key}"])
+        for key in ("attn_logit_softcapping", "final_logit_softcapping")
+        if f"{architecture}.{key}" in facts
+    }
+    is_27b = sizes["num_hidden_layers"] == GEMMA_27B.get(architecture)
+    divided = sizes["hidden_size"] // sizes["num_attention_heads"]
+    every = facts.get(f"{architecture}.attention.sliding_window_pattern", 6)
+    if facts.get(f"{architecture}.rope.scaling.type") == "linear":
+        factor = float(facts[f"{architecture}.rope.scaling.factor"])
+        caps["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    return caps | {
+        "query_pre_attn_scalar": divided if is_27b else sizes["head_dim"],
+        "sliding_window_pattern": every,
+        "rope_local_base_freq": float(facts.get(f"{architecture}.rope.freq_base_swa", 10000.0)),
+        "attention_bias": False,
     }
 
 

@@ -61,6 +61,8 @@ class PlainDecoderReference(ReferenceModel):
         unrotated: layers without rotation.
         embedding_scale, branch_scale, logit_scale: factors.
         mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
+        score_softcap: bound of the attention scores, or None.
+        alibi_slopes: of each head, or None.
     """
 
     EMBEDDING = "model.embed_tokens.weight"
@@ -89,6 +91,8 @@ class PlainDecoderReference(ReferenceModel):
         self.biased: frozenset[str] = frozenset()
         self.embedding_scale = self.branch_scale = self.logit_scale = 1.0
         self.mlp_norm = False
+        self.score_softcap: float | None = None
+        self.alibi_slopes: list[float] | None = None
         self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm
 
     def read_int(self, *keys: str) -> int:
@@ -230,7 +234,21 @@ class PlainDecoderReference(ReferenceModel):
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run causal attention [T, heads, dim] → [T, heads·dim]."""
-        return causal_attention(q, k, v, self.score_scale, self.windows[index])
+        return causal_attention(
+            q,
+            k,
+            v,
+            self.score_scale,
+            self.windows[index],
+            softcap=self.score_softcap,
+            slopes=self.alibi_slopes,
+            sinks=self.sinks(index),
+        )
+
+    def sinks(self, index: int) -> Tensor | None:
+        """Return the sinks [heads] of a layer; families that have them override it."""
+        del index
+        return None
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a gated MLP, or one of two matrices."""

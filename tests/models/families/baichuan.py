@@ -1,13 +1,22 @@
-"""Baichuan and Baichuan 2, 7B; transformers has no class of them."""
+"""Baichuan and Baichuan 2; transformers has no class of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.functional import normalize
 
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, Logits, fault
+from tests.models.family_cases import (
+    ALIBI_FAULTS,
+    LLAMA_FAULTS,
+    SMALL,
+    FamilyCase,
+    Logits,
+    fault,
+)
 from tests.models.plain_forward import (
     PlainModel,
     llama_parts,
@@ -15,6 +24,11 @@ from tests.models.plain_forward import (
     plain_frequencies,
     save_drawn,
 )
+
+# arXiv:2108.12409: 2^(-8/4), …; for six heads those of four, then every second one of eight
+SLOPES = {4: [1 / 4, 1 / 16, 1 / 64, 1 / 256], 6: [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]}
+ALIBI = {"max_position_embeddings": None, "model_max_length": 256}
+SIX_HEADS = ALIBI | {"num_attention_heads": 6}
 
 
 def save(raw: dict[str, Any], folder: Path) -> Logits:
@@ -32,6 +46,8 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     ]
     if "z_loss_weight" in raw:
         parts["head"] = normalize
+    if "max_position_embeddings" not in raw:  # 13B
+        return PlainModel(**parts, slopes=torch.tensor(SLOPES[parts["heads"]])).logits
     return PlainModel(**parts, frequencies=plain_frequencies(parts["dim"], 10000.0)).logits
 
 
@@ -43,8 +59,13 @@ CASE = FamilyCase(
         {"vocab_size": 96}, {"hidden_size": 64}, {"num_hidden_layers": 3},
         {"intermediate_size": 72}, {"max_position_embeddings": 128}, {"rms_norm_eps": 1e-3},
         {"z_loss_weight": None}, {"model_max_length": 4096},
+        ALIBI, SIX_HEADS, ALIBI | {"z_loss_weight": None},
     ),
-    {"hidden_act": "gelu", "max_position_embeddings": None, "rms_norm_eps": "x"},
-    {**LLAMA_FAULTS, "head as stored": fault("head", None, normed_head=False)},
+    {"hidden_act": "gelu", "max_position_embeddings": "x", "rms_norm_eps": "x"},
+    {
+        **LLAMA_FAULTS,
+        "head as stored": fault("head", None, normed_head=False),
+        **{name: replace(each, case=SIX_HEADS) for name, each in ALIBI_FAULTS.items()},
+    },
     make=save,
 )  # fmt: skip

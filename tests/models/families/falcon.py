@@ -1,9 +1,21 @@
-"""Falcon 7B, 40B, 180B and Falcon 2."""
+"""Falcon 7B, 40B, 180B, Falcon 2 and Falcon-RW."""
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, ROPES, VOCAB, FamilyCase, GgufCase, fault
+from modelmill.nn.alibi import AlibiConfig
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    ROPES,
+    VOCAB,
+    FamilyCase,
+    GgufCase,
+    ReversedSlopes,
+    fault,
+)
 
+# Falcon-RW; with these head counts transformers' bfloat16 holds the slopes exactly
+ALIBI = {"alibi": True, "new_decoder_architecture": False, "multi_query": False,
+         "parallel_attn": False, "bias": True, "num_kv_heads": None}  # fmt: skip
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
 
 CASE = FamilyCase(
@@ -19,10 +31,20 @@ CASE = FamilyCase(
         {"new_decoder_architecture": False, "parallel_attn": False},
         {"bias": True}, {"activation": "relu"}, {"layer_norm_epsilon": 1e-3},
         {"tie_word_embeddings": False}, {"hidden_dropout": 0.5},
+        ALIBI, ALIBI | {"num_attention_heads": 8}, {"alibi": True},
     ),
-    {"is_encoder_decoder": True, "activation": "quick_gelu", "alibi": True,
+    {"is_encoder_decoder": True, "activation": "quick_gelu", "alibi": 1,
      "num_ln_in_parallel_attn": 3, "parallel_attn": False, "multi_query": 1, "bias": "x"},
-    {**LLAMA_FAULTS, "another activation": fault("mlp.act", activation="relu")},
+    {
+        **LLAMA_FAULTS,
+        "another activation": fault("mlp.act", activation="relu"),
+        "no ALiBi": fault("attn.core", case=ALIBI, alibi=None),
+        "slopes in the other order": fault(
+            "attn.core", case=ALIBI, alibi=ReversedSlopes(scale=12**-0.5)
+        ),
+        "ALiBi that is not scaled": fault("attn.core", case=ALIBI, alibi=AlibiConfig()),
+    },
+    attention="sdpa",  # eager adds ALiBi twice
     gguf=GgufCase(
         "falcon",
         lambda raw: {

@@ -9,7 +9,10 @@ from tests.models.family_cases import (
     ROPES,
     SMALL,
     FamilyCase,
+    GgufCase,
     fault,
+    gemma_facts,
+    norms_plus_one,
     times,
 )
 
@@ -27,4 +30,5 @@ CASE = FamilyCase(
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
         "exact GELU": fault("mlp.act", activation="silu"),
     },
+    gguf=GgufCase("gemma", gemma_facts, tensors=norms_plus_one),
 )  # fmt: skip

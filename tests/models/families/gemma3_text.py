@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ROTARY, SMALL, FamilyCase, based, fault, times
+from tests.models.family_cases import (
+    ROTARY,
+    SMALL,
+    FamilyCase,
+    GgufCase,
+    based,
+    fault,
+    gemma_facts,
+    norms_plus_one,
+    times,
+)
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
@@ -34,5 +44,17 @@ CASE = FamilyCase(
         "scores x 1.5": fault("attn.core", attention_scale=times(1.5)),
         "no cap": fault("head", None, case={"final_logit_softcapping": 3.0}, logit_softcap=None),
         "a longer window": fault("attn.core", windows=(30, None, 30)),
+        "window + 1": fault("attn.core", windows=(21, None, 21)),
+        "window - 1": fault("attn.core", windows=(19, None, 19)),
     },
+    gguf=GgufCase(
+        "gemma3",
+        lambda raw: gemma_facts(raw) | {
+            "attention.sliding_window": raw["sliding_window"], "rope.freq_base": 1e6,
+            "rope.scaling.factor": 4.0, "rope.scaling.type": "linear",
+            "attention.sliding_window_pattern": 2,
+        },
+        changes={"query_pre_attn_scalar": 16, "rope_scaling": LINEAR},
+        tensors=norms_plus_one,
+    ),
 )  # fmt: skip

@@ -161,8 +161,11 @@ inline float online_softmax_row(float* scores, int64_t from, int64_t to, int64_t
 
 // Visible keys: row r is at position start + r / group of its sequence and sees (position − window,
 // position]; window 0: no sliding window. Keys outside [first, last) belong to another task.
+// softcap: bound of the scores, 0 for none. slopes: ALiBi's, of the group's heads, or null.
 struct KeyWindow {
     int64_t start, group, window, first, last;
+    float softcap = 0.0f;
+    const float* slopes = nullptr;
 };
 
 // Resets the running maximum, sum and output.
@@ -174,6 +177,25 @@ inline void init_rows(const Workspace& w, int64_t rows) {
     std::memset(w.out, 0, static_cast<size_t>(rows * w.width) * sizeof(float));
 }
 
+// Scores of row r become softcap · tanh(score / softcap), then ALiBi is added: slope · distance.
+inline void modify_scores(float* scores, int64_t r, int64_t key, int64_t columns,
+                          const KeyWindow& window) {
+    if (window.softcap > 0.0f) {
+        const vf cap = set1(window.softcap), factor = set1(2.0f / window.softcap);
+        const vf one = set1(1.0f);
+        for (int64_t j = 0; j < columns; j += W) {
+            // tanh(x) = (e^2x − 1) / (e^2x + 1); beyond 40 it is 1
+            const vf e = exp(min(set1(40.0f), mul(load(scores + j), factor)));
+            store(scores + j, mul(cap, div(sub(e, one), add(e, one))));
+        }
+    }
+    if (window.slopes) {
+        const float slope = window.slopes[r % window.group];
+        const int64_t first = key - window.start - r / window.group;
+        for (int64_t j = 0; j < columns; j++) scores[j] += slope * static_cast<float>(first + j);
+    }
+}
+
 // Masks and exponentiates row r's scores of `count` keys from `key` on, and rescales its output.
 inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key, int64_t count,
                        const KeyWindow& window) {
@@ -181,6 +203,7 @@ inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key
     const int64_t p = window.start + r / window.group,
                   from = window.window > 0 ? p - window.window + 1 - key : 0;
     const int64_t to = p + 1 - key < count ? p + 1 - key : count;
+    if (window.softcap > 0.0f || window.slopes) modify_scores(scores, r, key, columns, window);
     const float factor =
         online_softmax_row(scores, from, to, columns, w.row_max + r, w.row_sum + r);
     if (factor != 1.0f)

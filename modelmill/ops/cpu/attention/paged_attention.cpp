@@ -1,7 +1,7 @@
 // Attention over the paged KV cache, prefill and decode.
 //
 // Computes: out[T, heads · dim] = softmax(q[T, heads, dim] · Kᵀ · scale) · V per sequence, causal,
-//     GQA, optional sliding window
+//     GQA, optional sliding window, soft cap, ALiBi, sinks
 // Dtypes: q and out float32, bfloat16 or float16; pages the same types or int8 with float32 scales
 // Layout: pages [pages, kv_heads, page_size, dim], contiguous; int32 page tables
 // Range: any M; any head size and page size
@@ -31,8 +31,13 @@ struct Task {
 struct Call {
     const int32_t *tables, *starts, *contexts;
     int64_t sequences, heads, kv_heads, dim, table_stride, window;
-    float scale;
+    float scale, softcap;
+    const float *slopes, *sinks;  // of each head, or null
     int64_t group() const { return heads / kv_heads; }
+    // what softmax's denominator has beside the keys, whose largest score is `highest`
+    float sink(int64_t head, float highest) const {
+        return sinks ? std::exp(sinks[head] - highest) : 0.0f;
+    }
     int64_t queries(int64_t b) const { return starts[b + 1] - starts[b]; }
     int64_t first_visible(int64_t position) const {
         return window > 0 && position >= window ? position - window + 1 : 0;
@@ -103,7 +108,13 @@ void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::P
         first = first > task.key ? first : task.key;
         last = last < task.key + kSplit ? last : task.key + kSplit;
     }
-    const mill::KeyWindow window_keys{start + task.first, group, c.window, first, last};
+    const mill::KeyWindow window_keys{start + task.first,
+                                      group,
+                                      c.window,
+                                      first,
+                                      last,
+                                      c.softcap,
+                                      c.slopes ? c.slopes + task.kv_head * group : nullptr};
     // Only single queries use the small-M kernel: chunked prefill must not change a prompt's bits.
     const auto attend = single && rows <= mill::kSmallMRows ? mill::flash_attention_small_m<C>
                                                             : mill::flash_attention<C>;
@@ -111,7 +122,9 @@ void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::P
     for (int64_t r = 0; r < rows; r++) {
         const float* sums = w.out + r * w.width;
         if (task.part < 0) {
-            store_row(out + offset(r), sums, w.row_sum[r], dim);
+            const float total =
+                w.row_sum[r] + c.sink(task.kv_head * group + r % group, w.row_max[r]);
+            store_row(out + offset(r), sums, total, dim);
             continue;
         }
         float* part_out = partial + (task.part * group + r) * (dim + 2);
@@ -149,6 +162,7 @@ void join(const Call& c, const Task* tasks, int64_t count, T* out, const float* 
                               n);
                 });
             }
+            total += c.sink(row, highest);
             store_row(out + (c.starts[tasks[i].sequence] * c.heads + row) * dim, sums, total, dim);
         }
     }
@@ -178,17 +192,29 @@ void run(const Call& c, T* out, const T* q, const mill::Pages<C>& pages) {
 
 }  // namespace
 
-// Shapes as in ops/paged_attention.py; window 0 for none. The cache has its own dtype, or is of
-// int8 where scales are given.
+// Shapes as in ops/paged_attention.py; window and softcap 0 for none. The cache has its own dtype,
+// or is of int8 where scales are given.
 extern "C" void paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache,
                                 const int32_t* tables, const int32_t* starts,
                                 const int32_t* contexts, const float* k_scale, const float* v_scale,
-                                int64_t sequences, int64_t heads, int64_t kv_heads,
-                                int64_t page_size, int64_t dim, int64_t table_stride,
-                                int64_t window, double scale, int dtype, int cache_dtype) {
+                                const float* slopes, const float* sinks, int64_t sequences,
+                                int64_t heads, int64_t kv_heads, int64_t page_size, int64_t dim,
+                                int64_t table_stride, int64_t window, double scale, double softcap,
+                                int dtype, int cache_dtype) {
     const mill::UseTorchThreads team(mill::torch_multiplies(starts[sequences], dtype));
-    const Call c{tables,   starts, contexts,     sequences, heads,
-                 kv_heads, dim,    table_stride, window,    static_cast<float>(scale)};
+    const Call c{tables,
+                 starts,
+                 contexts,
+                 sequences,
+                 heads,
+                 kv_heads,
+                 dim,
+                 table_stride,
+                 window,
+                 static_cast<float>(scale),
+                 static_cast<float>(softcap),
+                 slopes,
+                 sinks};
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const auto run_with_cache = [&](auto* cache_type) {

@@ -16,26 +16,28 @@ import torch
 from modelmill.ops.attention_range import AttentionRange
 from modelmill.ops.cpu.common import build
 from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.score_mods import NO_SCORE_MODS
 
 available = build.available
 _DTYPES = build.DTYPES
 SUPPORTED_PROBLEMS = (
-    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=tuple(_DTYPES)),
-    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=(torch.int8,), scaled=True),
+    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=tuple(_DTYPES), score_mods=True),
+    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=(torch.int8,), scaled=True, score_mods=True),
 )
 
 
 def supports(inputs: PagedAttentionInputs) -> bool:
-    """Whether pages and indices are packed, indices int32 and scales float32."""
+    """Whether pages and indices are packed, indices int32, scales, slopes and sinks float32."""
     k_cache, v_cache, *indices = inputs[1:6]
-    scales = (inputs.k_scale, inputs.v_scale)
+    _, slopes, sinks = inputs.score_mods or NO_SCORE_MODS
+    floats = (inputs.k_scale, inputs.v_scale, slopes, sinks)
     return (
         k_cache.is_contiguous()
         and v_cache.is_contiguous()
         and all(map(_packed, indices))
         and all(
             each is None or (each.dtype is torch.float32 and each.is_contiguous())
-            for each in scales
+            for each in floats
         )
     )
 
@@ -43,7 +45,8 @@ def supports(inputs: PagedAttentionInputs) -> bool:
 def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     """As the reference."""
     q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    max_query, _, scale, window, k_scale, v_scale = inputs[6:]
+    max_query, _, scale, window, k_scale, v_scale, mods = inputs[6:]
+    softcap, slopes, sinks = mods or NO_SCORE_MODS
     dtype = q.dtype
     _, kv_heads, page_size, dim = k_cache.shape
     q = q.contiguous()
@@ -58,8 +61,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
         block_tables.data_ptr(),
         query_start.data_ptr(),
         context_lens.data_ptr(),
-        None if k_scale is None else k_scale.data_ptr(),
-        None if v_scale is None else v_scale.data_ptr(),
+        *(None if each is None else each.data_ptr() for each in (k_scale, v_scale, slopes, sinks)),
         sequences,
         heads,
         kv_heads,
@@ -68,6 +70,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
         pages,
         window or 0,
         scale,
+        softcap or 0.0,
         _DTYPES[dtype],
         _DTYPES.get(k_cache.dtype, 0),
     )
@@ -80,9 +83,9 @@ def _packed(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii")
+    return build.function("paged_attention", "p" * 11 + "q" * 7 + "ddii")
 
 
 @functools.cache
 def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 9 + "q" * 7 + "dii", release_gil=True)
+    return build.function("paged_attention", "p" * 11 + "q" * 7 + "ddii", release_gil=True)

@@ -29,7 +29,7 @@ class GemmFunction:
         operands: Sequence[torch.Tensor | None],
         sizes: tuple[int, ...],
         dtype: torch.dtype,
-        *flags: bool,
+        *flags: int,
     ) -> torch.Tensor:
         """Compute the output.
 

@@ -32,7 +32,8 @@ void rope_cache(void* q_out, const void* qkv, void* k_cache, void* v_cache, cons
                 int64_t page_size, double eps, int dtype, int cache_dtype);
 void paged_attention(void* out, const void* q, const void* k_cache, const void* v_cache,
                      const int32_t* tables, const int32_t* starts, const int32_t* contexts,
-                     const float* k_scale, const float* v_scale, int64_t sequences, int64_t heads,
-                     int64_t kv_heads, int64_t page_size, int64_t dim, int64_t table_stride,
-                     int64_t window, double scale, int dtype, int cache_dtype);
+                     const float* k_scale, const float* v_scale, const float* slopes,
+                     const float* sinks, int64_t sequences, int64_t heads, int64_t kv_heads,
+                     int64_t page_size, int64_t dim, int64_t table_stride, int64_t window,
+                     double scale, double softcap, int dtype, int cache_dtype);
 }

@@ -94,8 +94,9 @@ extern "C" void decode(float* logits, void* residual, const void* stack_words,
                    l.q_norm, l.k_norm, count, s.heads, s.kv_heads, s.dim, s.page_size, eps, dtype,
                    dtype);
         paged_attention(attention_out, q_or_gate, l.k_cache, l.v_cache, t.tables, t.starts,
-                        t.contexts, nullptr, nullptr, t.sequences, s.heads, s.kv_heads, s.page_size,
-                        s.dim, t.table_stride, l.window, scale, dtype, dtype);
+                        t.contexts, nullptr, nullptr, nullptr, nullptr, t.sequences, s.heads,
+                        s.kv_heads, s.page_size, s.dim, t.table_stride, l.window, scale, 0.0, dtype,
+                        dtype);
         run_linear(branch, attention_out, l.o, count, dtype);
         add_rms_norm(normed, residual, branch, l.mlp_norm, count, s.hidden, eps, dtype);
         run_linear(middle, normed, l.gate_up, count, dtype);

@@ -2,30 +2,50 @@
 //
 // Computes: out[M, N] = x[M, K] · dequant(weight[N, K])ᵀ + bias, a scale and offset per row and
 //     group of columns
-// Dtypes: x and out float32, bfloat16 or float16; int4 or int8 codes; float16 or float32 scales;
-//     float32 accumulators
+// Dtypes: x and out float32, bfloat16 or float16; int4, e2m1 or int8 codes; float16, float32 or
+//     e8m0 scales; float32 accumulators
 // Layout: codes as in ops/int4_linear.py and ops/int8_group_linear.py; scales and offsets [N,
 //     groups]
 // Range: any M
 // Technique: AVX-512 table lookup (permutexvar) or AVX2 shifts for nibbles, FMA, software prefetch
-// Used by: int4_linear.cpp, int8_group_linear.cpp
+// Used by: int4_linear.cpp, int8_group_linear.cpp, mxfp4_linear.cpp
 //
 // Codes become floats in registers; scales are applied once per group, and offsets multiply the
 // group sums of x.
 #pragma once
+#include <limits>
+
 #include "gemm_16bit/gemm_small_m.h"
 
 namespace mill {
 
 constexpr int64_t kPackColumns = 32;
 
+// How scales are stored.
+enum ScaleType { kFloatScale = 0, kHalfScale = 1, kE8M0Scale = 2 };
+
+// 2^(code − 127); 255 is NaN.
+inline float e8m0(uint8_t code) {
+    if (code == 255) return std::numeric_limits<float>::quiet_NaN();
+    return float_of(code ? static_cast<uint32_t>(code) << 23 : 0x00400000u);
+}
+
 // W bytes to the floats of their low and high nibbles.
 #if defined(MILL_AVX512)
-inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
-    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+inline void look_up_nibbles(const uint8_t* p, vf table, vf& low, vf& high) {
     const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     low = _mm512_permutexvar_ps(wide, table);  // reads the lowest four bits of each index alone
     high = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), table);
+}
+inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
+    look_up_nibbles(p, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), low,
+                    high);
+}
+inline void unpack_e2m1(const uint8_t* p, vf& low, vf& high) {
+    look_up_nibbles(p,
+                    _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
+                                   -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
+                    low, high);
 }
 #elif defined(MILL_AVX2)
 inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
@@ -33,11 +53,32 @@ inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
     low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
     high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
 }
+inline void unpack_e2m1(const uint8_t* p, vf& low, vf& high) {
+    // twice the values, which are integers
+    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    const __m128i mask = _mm_set1_epi8(15);
+    const vf half = set1(0.5f);
+    const auto values = [&](__m128i codes) {
+        const __m128i doubled = _mm_shuffle_epi8(table, _mm_and_si128(codes, mask));
+        return mul(half, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(doubled)));
+    };
+    low = values(bytes);
+    high = values(_mm_srli_epi16(bytes, 4));
+}
 #else
 inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
     for (int i = 0; i < W; i++) {
         low.lane[i] = static_cast<float>(p[i] & 15);
         high.lane[i] = static_cast<float>(p[i] >> 4);
+    }
+}
+inline void unpack_e2m1(const uint8_t* p, vf& low, vf& high) {
+    static const float values[] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                   -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    for (int i = 0; i < W; i++) {
+        low.lane[i] = values[p[i] & 15];
+        high.lane[i] = values[p[i] >> 4];
     }
 }
 #endif
@@ -52,6 +93,15 @@ struct Int4Codes {
     }
 };
 
+// As Int4Codes, of 4-bit floats (E2M1).
+struct E2M1Codes {
+    static constexpr int64_t kBytes = 16;
+    static constexpr float kZeroPoint = 0.0f;
+    static void pair(const uint8_t* run, int b, vf& low, vf& high) {
+        unpack_e2m1(run + b, low, high);
+    }
+};
+
 // 32 columns in 32 bytes, signed.
 struct Int8Codes {
     static constexpr int64_t kBytes = 32;
@@ -62,13 +112,13 @@ struct Int8Codes {
     }
 };
 
-// A weight [n, k]: rows of `bytes` bytes, `groups` scales and offsets a row, in f16 (half) or
-// float; offset may be null.
+// A weight [n, k]: rows of `bytes` bytes, `groups` scales and offsets a row, of one ScaleType;
+// offset may be null.
 template <class Code> struct Grouped {
     const uint8_t* codes;
     const void* scale;
     const void* offset;
-    bool half;
+    int scale_type;
     int64_t bytes, groups, runs;  // runs: of 32 columns, in a group
 
     // `count` rows' scales, then their offsets, in float.
@@ -85,7 +135,10 @@ template <class Code> struct Grouped {
         return out;
     }
     void copy(float* out, const void* source, int64_t from, int64_t count) const {
-        if (half)
+        if (scale_type == kE8M0Scale)
+            for (int64_t i = 0; i < count; i++)
+                out[i] = e8m0(static_cast<const uint8_t*>(source)[from + i]);
+        else if (scale_type == kHalfScale)
             for_each_vector(count, [&](int64_t i, int c) {
                 put(out + i, take(static_cast<const f16*>(source) + from + i, c), c);
             });
@@ -186,11 +239,11 @@ inline void dequant_run(T* out, const uint8_t* p, vf s, vf o, int64_t count) {
 template <class Code>
 void group_linear(void* out, const void* x, const uint8_t* codes, const void* scale,
                   const void* offset, const void* bias, int64_t rows, int64_t k, int64_t n,
-                  int64_t group, int dtype, int half) {
+                  int64_t group, int dtype, int scale_type) {
     const int64_t runs = (k + kPackColumns - 1) / kPackColumns, stride = runs * kPackColumns,
                   groups = (k + group - 1) / group;
     const Grouped<Code> w{
-        codes, scale, offset, half != 0, runs * Code::kBytes, groups, group / kPackColumns};
+        codes, scale, offset, scale_type, runs * Code::kBytes, groups, group / kPackColumns};
     by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         thread_local Scratch scratch;
@@ -244,11 +297,11 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
 // Dequantizes `n` rows to out[n, k], for many rows of x, where torch's GEMM is faster.
 template <class Code>
 void group_dequant(void* out, const uint8_t* codes, const void* scale, const void* offset,
-                   int64_t k, int64_t n, int64_t group, int dtype, int half) {
+                   int64_t k, int64_t n, int64_t group, int dtype, int scale_type) {
     const UseTorchThreads team(true);
     const int64_t runs = (k + kPackColumns - 1) / kPackColumns, groups = (k + group - 1) / group;
     const Grouped<Code> w{
-        codes, scale, offset, half != 0, runs * Code::kBytes, groups, group / kPackColumns};
+        codes, scale, offset, scale_type, runs * Code::kBytes, groups, group / kPackColumns};
     by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         parallel_for_rows(n, k * static_cast<int64_t>(sizeof(T)), [&](int64_t from, int64_t to) {

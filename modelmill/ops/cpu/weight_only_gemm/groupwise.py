@@ -16,6 +16,8 @@ from modelmill.ops.cpu.gemm_16bit.linear import prefers_native
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 
 _DTYPES = build.DTYPES
+# ScaleType of groupwise.h.
+SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.uint8: 2}
 # Weights widened at a time: the copies stay in the cache until the product has read them.
 DEQUANT_SLICE_BYTES = 2 << 20
 
@@ -50,8 +52,8 @@ class GroupwiseLinear:
         if not prefers_native(dtype, rows, k):
             return self._dequantized_matmul(inputs._replace(x=x))
         sizes = (rows, k, weight.shape[0], group)
-        half = scale.dtype is torch.float16
-        return self._gemm((x, weight, scale, offset, bias), sizes, dtype, half)
+        kind = SCALE_TYPES[scale.dtype]
+        return self._gemm((x, weight, scale, offset, bias), sizes, dtype, kind)
 
     def _dequantized_matmul(self, inputs: GroupwiseLinearInputs) -> torch.Tensor:
         """X [T, K] times slices of the widened weight."""
@@ -74,7 +76,7 @@ class GroupwiseLinear:
                 count,
                 group,
                 _DTYPES[x.dtype],
-                scale.dtype is torch.float16,
+                SCALE_TYPES[scale.dtype],
             )
             torch.mm(x, wide[:count].t(), out=out[:, first : first + count])
         return out if bias is None else out.add_(bias)
@@ -86,6 +88,6 @@ def _supports_weight(
     grids = (scale,) if offset is None else (scale, offset)
     return (
         weight.is_contiguous()
-        and scale.dtype in (torch.float16, torch.float32)
+        and scale.dtype in SCALE_TYPES
         and all(t.dtype is scale.dtype and t.is_contiguous() for t in grids)
     )

@@ -30,7 +30,7 @@ def available(device_type: str) -> str | None:
 def supports_decode(inputs: PagedAttentionInputs) -> bool:
     """Whether channels are contiguous, pages and scales packed and indices int32."""
     q, k_cache, v_cache, *indices = inputs[:6]
-    k_scale, v_scale = inputs[10:]
+    k_scale, v_scale = inputs[10:12]
     if k_scale is None or v_scale is None:
         return False
     caches = (k_cache, v_cache, k_scale, v_scale)
@@ -40,7 +40,7 @@ def supports_decode(inputs: PagedAttentionInputs) -> bool:
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
     """Fill the rows of single queries, and leave the others alone."""
     q, k_cache, v_cache, tables, starts, lengths = inputs[:6]
-    k_scale, v_scale = inputs[10:]
+    k_scale, v_scale = inputs[10:12]
     assert k_scale is not None, "see KERNELS"
     assert v_scale is not None, "see KERNELS"
     out = paged_decode.new_output(q) if out is None else out

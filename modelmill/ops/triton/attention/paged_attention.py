@@ -20,6 +20,7 @@ from modelmill.ops.binding import run_first
 from modelmill.ops.kernel_range import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 from modelmill.ops.triton.attention import paged_decode, paged_prefill
+from modelmill.ops.triton.attention.score_mods import LOG2E, KernelScoreMods
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import (
     max_shared_bytes,
@@ -30,7 +31,6 @@ from modelmill.ops.triton.common.device import (
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options
 
-LOG2E = 1.4426950408889634
 MIN_SPLIT_KEYS = 64  # minimum keys of a split
 MIN_SPLIT_KEYS_PER_HEAD = 16  # the same where each head has its own program
 MAX_SPLITS = 64
@@ -42,7 +42,7 @@ SPARE_PREFILL_TILES = 8  # extra programs for the last tiles of prompts in a mix
 def supports(inputs: PagedAttentionInputs) -> bool:
     """Whether keys and values have one layout with contiguous channels; 8-bit pages are packed."""
     q, k_cache, v_cache = inputs[:3]
-    k_scale, v_scale = inputs[10:]
+    k_scale, v_scale = inputs[10:12]
     layout = k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1 and q.stride(2) == 1
     if k_scale is None or v_scale is None:
         return layout
@@ -59,33 +59,36 @@ def prefill(
     Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
     undefined.
     """
-    tensors, scale = _operands(inputs, out)
-    _prefill(tensors, (inputs.max_query, inputs.max_context), scale, inputs.window, mixed)
+    tensors, mods, scale = _operands(inputs, out)
+    _prefill(tensors, mods, (inputs.max_query, inputs.max_context), scale, inputs.window, mixed)
     return tensors[-1]
 
 
 def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
     """Fill the rows of single queries, and leave the others alone."""
-    tensors, scale = _operands(inputs, out)
-    _decode(tensors, inputs.max_context, scale, inputs.window)
+    tensors, mods, scale = _operands(inputs, out)
+    _decode(tensors, mods, inputs.max_context, scale, inputs.window)
     return tensors[-1]
 
 
 def _operands(
     inputs: PagedAttentionInputs, out: torch.Tensor | None
-) -> tuple[tuple[torch.Tensor, ...], float]:
-    """The kernels' tensors, the output last, and the scale of scores to the base of two."""
+) -> tuple[tuple[torch.Tensor, ...], KernelScoreMods, float]:
+    """The kernels' tensors, the output last; their changes of scores, and scale to base two."""
     q, k_cache, v_cache, *indices = inputs[:6]
-    k_scale, v_scale = inputs[10:]
+    k_scale, v_scale = inputs[10:12]
     if out is None:
         tokens, heads, dim = q.shape
         out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
     scales = (q, q) if k_scale is None or v_scale is None else (k_scale, v_scale)
-    return (q, k_cache, v_cache, *scales, *indices, out), inputs.scale * LOG2E
+    mods = KernelScoreMods.of(inputs.score_mods, q)
+    return (q, k_cache, v_cache, *scales, *indices, out), mods, inputs.scale * LOG2E
 
 
 _PAGES_OF_Q = AttentionRange(
-    page_sizes=(1, UNBOUNDED), fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM
+    page_sizes=(1, UNBOUNDED),
+    fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM,
+    score_mods=True,
 )
 _PAGES_OF_8_BITS = replace(
     _PAGES_OF_Q,
@@ -181,7 +184,11 @@ def _num_splits(
 
 
 def _decode(
-    tensors: tuple[torch.Tensor, ...], max_context: int, scale: float, window: int | None
+    tensors: tuple[torch.Tensor, ...],
+    mods: KernelScoreMods,
+    max_context: int,
+    scale: float,
+    window: int | None,
 ) -> None:
     q, k, v, k_scale, v_scale, tables, starts, lengths, out = tensors
     _, kv_heads, page_size, dim = k.shape
@@ -212,13 +219,14 @@ def _decode(
     }
     block_d = power_of_two(dim)
     strides = (tables.shape[1], tables.stride(0), q.stride(0), q.stride(1), *k.stride()[:3])
-    pointers = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums, scale)
+    tensors = (q, k, v, k_scale, v_scale, tables, starts, lengths, out, parts, sums)
+    pointers = (*tensors, mods.slopes, mods.sinks, scale)
     if group_heads:
         group = max(16, power_of_two(heads // kv_heads))
         paged_decode.grouped_paged_decode_kernel[(kv_heads, batch, splits)](
             *pointers, *strides, BLOCK_G=group, BLOCK_N=block_keys, BLOCK_D=max(16, block_d),
             PAIRED=k_scale is not q and dim % 2 == 0 and block_d >= 32,
-            num_warps=warps, num_stages=stages, **common, **layout, **first,
+            num_warps=warps, num_stages=stages, **common, **layout, **mods.switches, **first,
         )  # fmt: skip
     else:
         block_n = max(1, 16 * 128 // max(128, block_d * q.element_size() // 2))
@@ -231,12 +239,13 @@ def _decode(
             num_warps=warps,
             **common,
             **layout,
+            **mods.switches,
             **first,
         )
     if splits > 1:
         paged_decode.merge_splits_kernel[(heads, batch)](
-            parts, sums, starts, lengths, out, BLOCK_S=power_of_two(splits), BLOCK_D=block_d,
-            num_warps=4,
+            parts, sums, starts, lengths, out, mods.sinks, SINKS=mods.has_sinks,
+            BLOCK_S=power_of_two(splits), BLOCK_D=block_d, num_warps=4,
             **common, **last,
         )  # fmt: skip
 
@@ -274,6 +283,7 @@ def _needs_int64(cache: torch.Tensor) -> bool:
 
 def _prefill(
     tensors: tuple[torch.Tensor, ...],
+    mods: KernelScoreMods,
     bounds: tuple[int, int],
     scale: float,
     window: int | None,
@@ -298,12 +308,13 @@ def _prefill(
         _needs_int64(k),
         window or 0,
         scaled,
+        *mods[2:],
         mixed,
         sequences,
     )
     _prefill_launcher(
         (heads, programs, 1),
-        tensors,
+        (*tensors[:5], mods.slopes, mods.sinks, *tensors[5:]),
         (scale, batch, tables.shape[1], tables.stride(0), *fixed),
         fixed,
         (*sizes, block_m, block_n, block_d),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from modelmill.ops.triton.attention.score_mods import load_per_head, soft_cap
 from modelmill.ops.triton.common.dtype_convert import (
     log2,
     normalize_float16,
@@ -65,18 +66,20 @@ def as_unsigned(offsets):
 @triton.jit(do_not_specialize=["columns", "table_stride"])
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
-    parts_ptr, sums_ptr,
+    parts_ptr, sums_ptr, slopes_ptr, sinks_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, TURNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One query head per program, with vector instructions."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     row_end = tl.load(starts_ptr + sequence + 1)
-    begin, end = split_range(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, MIN_KEYS)
+    length = tl.load(lengths_ptr + sequence)
+    begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = (head // GROUP).to(tl.int64) * head_stride
     # [BLOCK_N, TURNS] keys per iteration: a lane rescales its sum once per TURNS keys.
@@ -116,6 +119,10 @@ def paged_decode_kernel(
             scale_index = kv // DIM + as_unsigned(offsets) // DIM
             score *= tl.load(k_scale_ptr + scale_index, mask=valid, other=0.0)
             v_scale = tl.load(v_scale_ptr + scale_index, mask=valid, other=0.0)
+        if SOFTCAP > 0:
+            score = soft_cap(score, SOFTCAP)
+        if ALIBI:
+            score += load_per_head(slopes_ptr, head) * (key - (length - 1)).to(tl.float32)
         score = tl.where(valid, score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, axis=1))
         rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
@@ -130,6 +137,8 @@ def paged_decode_kernel(
     total = tl.sum(exp_sum * share, axis=0)
     out = tl.sum(acc * share[:, None], axis=0)
     if SPLITS == 1:
+        if SINKS:
+            total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
         out = out / tl.where(total > 0.0, total, 1.0)
         tl.store(
             out_ptr + (row * HEADS + head) * DIM + d,
@@ -146,11 +155,12 @@ def paged_decode_kernel(
 @triton.jit(do_not_specialize=["columns", "table_stride"])
 def grouped_paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
-    parts_ptr, sums_ptr,
+    parts_ptr, sums_ptr, slopes_ptr, sinks_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, PAIRED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +171,8 @@ def grouped_paged_decode_kernel(
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(starts_ptr + sequence).to(tl.int64)
     row_end = tl.load(starts_ptr + sequence + 1)
-    begin, end = split_range(tl.load(lengths_ptr + sequence), split, WINDOW, SPLITS, MIN_KEYS)
+    length = tl.load(lengths_ptr + sequence)
+    begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = kv_head.to(tl.int64) * head_stride
     n, d, g = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
@@ -189,6 +200,8 @@ def grouped_paged_decode_kernel(
     else:
         v_at = v_ptr + kv + d[None, :]
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    if ALIBI:
+        slope = load_per_head(slopes_ptr, tl.minimum(head, HEADS - 1))
     row_max = tl.full([BLOCK_G], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_G], tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -216,9 +229,15 @@ def grouped_paged_decode_kernel(
             scale_index = kv // DIM + as_unsigned(offsets) // DIM
             k_scale = tl.load(k_scale_ptr + scale_index, mask=valid, other=1.0) * scale
             v_scale = tl.load(v_scale_ptr + scale_index, mask=valid, other=1.0)
-            score = score * k_scale[None, :] + log2(v_scale)[None, :]
+            score *= k_scale[None, :]
         else:
             score *= scale
+        if SOFTCAP > 0:
+            score = soft_cap(score, SOFTCAP)
+        if ALIBI:
+            score += slope[:, None] * (key - (length - 1)).to(tl.float32)[None, :]
+        if SCALED:
+            score += log2(v_scale)[None, :]
         score = tl.where(valid[None, :], score, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(score, axis=1))
         rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
@@ -239,6 +258,8 @@ def grouped_paged_decode_kernel(
     if PAIRED:
         acc = tl.reshape(tl.join(acc, acc_odd), [BLOCK_G, BLOCK_D])
     if SPLITS == 1:
+        if SINKS:
+            exp_sum += tl.exp2(load_per_head(sinks_ptr, tl.minimum(head, HEADS - 1)) - row_max)
         out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
         target = out_ptr + (row * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -251,9 +272,9 @@ def grouped_paged_decode_kernel(
 
 @triton.jit
 def merge_splits_kernel(
-    parts_ptr, sums_ptr, starts_ptr, lengths_ptr, out_ptr,
+    parts_ptr, sums_ptr, starts_ptr, lengths_ptr, out_ptr, sinks_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
+    MIN_KEYS: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of all splits of one head and sequence."""
@@ -272,8 +293,11 @@ def merge_splits_kernel(
     acc = tl.load(parts_ptr + part[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     used = (s < SPLITS) & (begin < end) & (row_end - row == 1)
     split_max = tl.where(used, split_max, -1.0e30)
-    share = tl.exp2(split_max - tl.max(split_max, axis=0))
+    max_all = tl.max(split_max, axis=0)
+    share = tl.exp2(split_max - max_all)
     total = tl.sum(tl.where(used, exp_sum * share, 0.0), axis=0)
+    if SINKS:
+        total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
     out = tl.sum(tl.where(used[:, None], acc * share[:, None], 0.0), axis=0) / tl.where(
         total > 0.0, total, 1.0
     )

@@ -16,17 +16,19 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.triton.attention.paged_decode import as_unsigned, key_offsets
+from modelmill.ops.triton.attention.score_mods import load_per_head, soft_cap
 from modelmill.ops.triton.common.dtype_convert import normalize_float16, to_float16, to_float32
 
 
 @triton.jit(do_not_specialize=["batch", "columns", "table_stride"])
 def paged_prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
-    scale,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr, tables_ptr, starts_ptr,
+    lengths_ptr, out_ptr, scale,
     batch, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, MIXED: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # The last queries have the most keys: their tiles are started first for all heads, so that they
@@ -43,25 +45,25 @@ def paged_prefill_kernel(
         sequence = tl.sum(((tile_ends <= tile) & (b < batch)).to(tl.int32), axis=0)
         block = tile - tl.sum(tl.where(b < sequence, tile_counts, 0), axis=0)
         _prefill_tile(
-            q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr,
-            out_ptr, scale,
+            q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr, tables_ptr,
+            starts_ptr, lengths_ptr, out_ptr, scale,
             columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
             tl.program_id(0),
-            sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, BLOCK_M, BLOCK_N,
-            BLOCK_D,
+            sequence, block, HEADS, GROUP, DIM, PAGE, WIDE, WINDOW, SCALED, SOFTCAP, ALIBI, SINKS,
+            BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _prefill_tile(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
-    scale,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slopes_ptr, sinks_ptr, tables_ptr, starts_ptr,
+    lengths_ptr, out_ptr, scale,
     columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride, head, sequence,
     block,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     WIDE: tl.constexpr,
-    WINDOW: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute queries ``block`` · BLOCK_M … of a sequence, for one head."""
     row = tl.load(starts_ptr + sequence)
@@ -88,6 +90,7 @@ def _prefill_tile(
     if WINDOW > 0:
         begin = tl.maximum(history + block * BLOCK_M + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         unmasked_end = begin
+    slope = load_per_head(slopes_ptr, head) if ALIBI else 0.0
     row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
     exp_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -98,7 +101,8 @@ def _prefill_tile(
         )
         row_max, exp_sum, acc = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, offsets, start + n, end, position,
-            row_max, exp_sum, acc, scale, False, 0, SCALED, DIM, BLOCK_D,
+            row_max, exp_sum, acc, scale, slope, False, 0, SCALED, SOFTCAP, ALIBI, DIM,
+            BLOCK_D,
         )  # fmt: skip
         offsets = next_offsets
     for start in range(tl.maximum(unmasked_end, begin), end, BLOCK_N):
@@ -107,9 +111,12 @@ def _prefill_tile(
         )
         row_max, exp_sum, acc = attend_key_block(
             q, k_ptr + kv, v_ptr + kv, k_scale_ptr, v_scale_ptr, offsets, start + n, end, position,
-            row_max, exp_sum, acc, scale, True, WINDOW, SCALED, DIM, BLOCK_D,
+            row_max, exp_sum, acc, scale, slope, True, WINDOW, SCALED, SOFTCAP, ALIBI, DIM,
+            BLOCK_D,
         )  # fmt: skip
         offsets = next_offsets
+    if SINKS:
+        exp_sum += tl.exp2(load_per_head(sinks_ptr, head) - row_max)
     out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
     target = out_ptr + (at[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -118,9 +125,9 @@ def _prefill_tile(
 @triton.jit
 def attend_key_block(
     q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, offsets, key, end, position, row_max, exp_sum, acc,
-    scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    scale, slope,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Process one block of keys at ``offsets`` in the cache: update maximum, sum and output."""
     d = tl.arange(0, BLOCK_D)
@@ -149,6 +156,12 @@ def attend_key_block(
         else:
             k, v = to_float16(k) * k_scale.to(tl.float16), to_float16(v) * v_scale.to(tl.float16)
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        score = soft_cap(score * scale, SOFTCAP)
+        scale = 1.0
+    if ALIBI:
+        score = score * scale + slope * (key[None, :] - position[:, None]).to(tl.float32)
+        scale = 1.0
     if MASKED:
         allowed = key[None, :] <= position[:, None]
         if WINDOW > 0:

@@ -1,0 +1,121 @@
+"""gpt_oss: sinks, windows in every other layer, experts with a clamped gate (arXiv:2508.10925).
+
+The model card gives the router (the largest logits, then softmax) and the gate; MXFP4 is expanded
+from the OCP Microscaling Formats specification 1.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.moe import PROBE_WEIGHT
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MODEL_TYPES = ("gpt_oss",)
+NAME_PREFIX = "model."
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
+
+
+class GptOssReference(PlainDecoderReference):
+    """GptOssForCausalLM."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.num_kv_heads = int(config.get("num_key_value_heads") or 8)
+        self.head_dim = int(config.get("head_dim") or 64)
+        self.score_scale = self.head_dim**-0.5
+        self.eps = float(config.get("rms_norm_eps", 1e-5))
+        if config.get("attention_bias", True):
+            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        if not config.get("rope_scaling") and not config.get("rope_parameters"):
+            config = config | {"rope_parameters": YARN}
+        theta = config.get("rope_theta") or 150000.0
+        length = int(config.get("max_position_embeddings") or 131072)
+        self.rope = rope_from_config(config | {"rope_theta": theta}, self.head_dim, length)
+        types, size = config.get("layer_types"), int(config.get("sliding_window", 128))
+        for layer in range(self.num_layers):
+            slides = types[layer] == "sliding_attention" if types else layer % 2 == 0
+            self.windows[layer] = size if slides else None
+        self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)
+        self.top_k = int(config.get("num_experts_per_tok") or 4)
+        self.alpha = float(config.get("swiglu_alpha") or 1.702)
+        self.limit = float(config.get("swiglu_limit") or 7.0)
+
+    def sinks(self, index: int) -> Tensor | None:
+        """Return the sinks [heads] of a layer."""
+        return self.source.get(f"{self.LAYERS}.{index}.self_attn.sinks")
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's attention, router and experts."""
+        stem = f"{self.LAYERS}.{index}"
+        weights = {
+            name: self.read_affine(f"{stem}.{self.projection_paths[name]}", name in self.biased)
+            for name in ("q", "k", "v", "o_proj")
+        }
+        weights["router"] = self.read_affine(f"{stem}.mlp.router", True)
+        for matrix, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            name = f"{stem}.mlp.experts.{matrix}"
+            biases = self.source.get(f"{name}_bias")
+            for expert in range(self.num_experts):
+                rows = self._rows(name, expert)
+                for first, part in enumerate(parts):
+                    weights[f"experts.{expert}.{part}"] = Affine(
+                        rows[first :: len(parts)], biases[expert, first :: len(parts)]
+                    )
+        return weights
+
+    def _rows(self, name: str, expert: int) -> Tensor:
+        """Return an expert's matrix [out, in]; gate and up take turns."""
+        if not self.source.has(f"{name}_blocks"):
+            return self.source.stored_tensor(name)[expert].to(self.device, self.dtype).T
+        blocks = self.source.stored_tensor(f"{name}_blocks")[expert].to(self.device)
+        exponents = self.source.stored_tensor(f"{name}_scales")[expert].to(self.device)
+        codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2).long()
+        return (e2m1(codes).to(self.dtype) * self._powers(exponents)).flatten(1)
+
+    def _powers(self, exponents: Tensor) -> Tensor:
+        return 2.0 ** (exponents.to(torch.float64) - 127).to(self.dtype)[..., None]
+
+    def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run the experts whose logits are the largest."""
+        logits = r.linear("router", normed)
+        routing = torch.zeros_like(logits)
+        for token, row in enumerate(logits):
+            best = sorted(range(len(row)), key=lambda e: -float(row[e]))[: self.top_k]
+            routing[token, best] = row[best].softmax(-1)
+        for expert in range(self.num_experts):
+            if not bool((routing[:, expert] > 0).any()):
+                routing[0, expert] = PROBE_WEIGHT
+        r.record("routing", routing, logits)
+        total = torch.zeros_like(normed)
+        for expert in range(self.num_experts):
+            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
+            out = self._expert(r, f"experts.{expert}", normed[tokens])
+            total[tokens] += out * routing[tokens, expert, None]
+        return r.record("mlp_out", total, normed)
+
+    def _expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+        r.record(f"{name}.input", x)
+        gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
+        low = torch.minimum(gate, torch.full_like(gate, self.limit))
+        bounded = up.clamp(-self.limit, self.limit)
+        act = (bounded + 1) * low / (1 + torch.exp(-self.alpha * low))
+        return r.linear(f"{name}.down", r.record(f"{name}.act", act, gate, up))
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Return the numbers of 4 bits: a sign, two of exponent with bias 1, one of mantissa."""
+    sign, exponent, mantissa = codes // 8, codes // 2 % 4, codes % 2
+    subnormal = mantissa * 0.5
+    normal = (1 + mantissa * 0.5) * 2.0 ** (exponent - 1)
+    return torch.where(exponent == 0, subnormal, normal) * (1 - 2 * sign)
+
+
+REFERENCE = GptOssReference

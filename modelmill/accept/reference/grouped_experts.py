@@ -1,0 +1,119 @@
+"""The experts of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which GLM-4.5 has as well.
+
+Each expert's score is a sigmoid. With a learned bias added they are ranked within groups, of which
+a token has those with the largest sum of their two best; its weights are the scores without the
+bias. Every token has the shared experts, which are one MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights
+from modelmill.accept.reference.moe import PROBE_WEIGHT
+from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class GroupedExpertsMixin(PlainDecoderReference):
+    """A decoder whose layers behind the first few have experts."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.num_experts = self.read_count("n_routed_experts", 256)
+        self.top_k = self.read_count("num_experts_per_tok", 8)
+        self.groups = self.read_count("n_group", 1)
+        self.top_groups = self.read_count("topk_group", 1)
+        self.routed_scale = float(config.get("routed_scaling_factor") or 1.0)
+        self.renormalizes = bool(config.get("norm_topk_prob", True))
+        dense = config.get("first_k_dense_replace")
+        self.first_experts = 1 if dense is None else int(dense)
+
+    def read_count(self, key: str, default: int) -> int:
+        """Return a number of the config."""
+        return int(self.config.get(key) or default)
+
+    def attention_projections(self, index: int) -> LayerWeights:
+        """Read the projections of attention."""
+        return {
+            name: self.read_affine(
+                f"{self.LAYERS}.{index}.{self.projection_paths[name]}", name in self.biased
+            )
+            for name in ("q", "k", "v", "o_proj")
+        }
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's attention, and its MLP or router and experts."""
+        weights = self.attention_projections(index)
+        stem = f"{self.LAYERS}.{index}.mlp"
+        if index < self.first_experts:
+            return weights | self._mlp(stem, "")
+        weights["router"] = self.read_affine(f"{stem}.gate", False)
+        for expert in range(self.num_experts):
+            weights |= self._mlp(f"{stem}.experts.{expert}", f"experts.{expert}.")
+        return weights | self._mlp(f"{stem}.shared_experts", "shared_expert.")
+
+    def _mlp(self, stem: str, prefix: str) -> LayerWeights:
+        return {
+            f"{prefix}{name}": self.read_affine(f"{stem}.{name}_proj", False)
+            for name in ("gate", "up", "down")
+        }
+
+    def mlp_of(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's MLP, or its experts."""
+        if index < self.first_experts:
+            return self.mlp(r, normed)
+        scores = self.score(r.linear("router", normed))
+        bias = self.selection_bias(index)
+        routing = torch.stack([self._choose(row, bias) for row in scores])
+        for expert in range(self.num_experts):
+            if not bool((routing[:, expert] > 0).any()):
+                routing[0, expert] = PROBE_WEIGHT
+        r.record("routing", routing, scores)
+        total = torch.zeros_like(normed)
+        for expert in range(self.num_experts):
+            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
+            out = self._gated(r, f"experts.{expert}", normed[tokens])
+            total[tokens] += out * routing[tokens, expert, None]
+        return r.record("mlp_out", total + self._gated(r, "shared_expert", normed), normed)
+
+    def score(self, logits: Tensor) -> Tensor:
+        """Return the experts' scores."""
+        return logits.sigmoid()
+
+    def group_strength(self, scores: list[float]) -> float:
+        """Return what a group is chosen by: the sum of its two best scores."""
+        return sum(sorted(scores, reverse=True)[:2])
+
+    def selection_bias(self, index: int) -> Tensor:
+        """Return what is added to a layer's scores for the choice, [E]."""
+        return self.source.get(f"{self.LAYERS}.{index}.mlp.gate.e_score_correction_bias")
+
+    def _choose(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """[E]: the weights of one token's experts, 0 for the others."""
+        ranked = (scores + bias).tolist()
+        size = self.num_experts // self.groups
+        parts = [range(g * size, (g + 1) * size) for g in range(self.groups)]
+        strength = [self.group_strength([ranked[e] for e in part]) for part in parts]
+        best = sorted(range(self.groups), key=lambda g: -strength[g])[: self.top_groups]
+        allowed = [e for g in best for e in parts[g]]
+        chosen = sorted(allowed, key=lambda e: -ranked[e])[: self.top_k]
+        weights = torch.zeros_like(scores)
+        weights[chosen] = scores[chosen] * self.routed_scale
+        return weights / scores[chosen].sum() if self.renormalizes else weights
+
+    def _gated(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+        if name != "shared_expert":
+            r.record(f"{name}.input", x)
+        gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
+        return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
+
+    def pre_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + A(norm(x)), then the same with the MLP or the experts."""
+        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
+        middle = r.record("post_attn_residual", x + branch, x, branch)
+        branch = self.mlp_of(index, r, self.norm(r, "mlp_norm", middle))
+        r.record("output", middle + branch, middle, branch)

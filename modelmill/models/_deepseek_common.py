@@ -1,0 +1,130 @@
+"""What DeepSeek-V2 and V3 share: latent attention, shared experts, names of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    activation,
+    boolean,
+    check_pairs,
+    positive_int,
+    require_value,
+)
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    SELECTION_BIAS,
+    SHARED_EXPERT_NAMES,
+    leading_dense_layers,
+)
+from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.latent_attention import LatentAttentionSpec
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        **EXPERT_NAMES,
+        **SHARED_EXPERT_NAMES,
+        "attn.q_proj": ("self_attn.q_proj",),
+        "attn.q_a_proj": ("self_attn.q_a_proj",),
+        "attn.q_a_norm": ("self_attn.q_a_layernorm",),
+        "attn.kv_a_proj": ("self_attn.kv_a_proj_with_mqa",),
+        "attn.kv_a_norm": ("self_attn.kv_a_layernorm",),
+    },
+    tensors={**SELECTION_BIAS, "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",))},
+)
+# the size of queries and of rotated channels follow from others; the rest is of training
+UNUSED_CONFIG_KEYS = (
+    "head_dim", "qk_head_dim", "auto_map", "aux_loss_alpha", "seq_aux", "ep_size",
+    "num_nextn_predict_layers", "num_mtp_layers",
+)  # fmt: skip
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor; behind a latent vector the projection of queries has another name."""
+    attention = config.latent_attention
+    assert attention is not None, "DeepSeek has latent attention"
+    if attention.query_rank is None:
+        return LAYOUT.rules(config)
+    names = {**LAYOUT.names, "attn.q_proj": ("self_attn.q_b_proj",)}
+    return replace(LAYOUT, names=names).rules(config)
+
+
+def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """Unused tensors, those of the layer of multi-token prediction among them."""
+    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
+
+
+def decoder_config(
+    raw: Mapping[str, Any],
+    router: RouterConfig,
+    *,
+    positions: int,
+    neighbours: bool,
+    defaults: Mapping[str, int],
+) -> DecoderConfig:
+    """The decoder's sizes from a config.json.
+
+    Args:
+        raw: The config.
+        router: How experts are chosen.
+        positions: ``max_position_embeddings`` where config.json is silent.
+        neighbours: As in ``LatentAttentionSpec``.
+        defaults: ``moe_intermediate_size``, ``n_shared_experts`` and ``first_k_dense_replace``
+            where config.json is silent.
+    """
+    heads, act = positive_int(raw, "num_attention_heads"), activation(raw, "hidden_act", "silu")
+    require_value(raw, "num_key_value_heads", (heads, None), None)
+    rope_dim = positive_int(raw, "qk_rope_head_dim", default=64)
+    check_pairs("qk_rope_head_dim", rope_dim, rope_dim)
+    sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
+    config = _llama_common.config_from_hf(
+        overlay_config(raw, {}, sizes), positions=positions, activation=act
+    )
+    inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
+    count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])
+    expert = MLPSpec(config.hidden, inner, activation=act)
+    dense = leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
+    return replace(
+        config,
+        moe=MoESpec(router, expert, replace(expert, inner=count * inner)),
+        dense_layers=dense,
+        latent_attention=_attention(raw, config, heads, rope_dim, neighbours),
+    )
+
+
+def _attention(
+    raw: Mapping[str, Any], config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
+) -> LatentAttentionSpec:
+    """The latent attention; YaRN changes the factor of the scores."""
+    nope_dim = positive_int(raw, "qk_nope_head_dim", default=128)
+    has_rank = "q_lora_rank" not in raw or raw["q_lora_rank"] is not None
+    scale = (nope_dim + rope_dim) ** -0.5
+    assert config.rope is not None, "DeepSeek rotates"
+    scaling = config.rope.scaling
+    if config.rope.scaling_type == "yarn" and scaling.get("mscale_all_dim"):
+        factor = max(float(scaling["factor"]), 1.0)
+        scale *= (0.1 * float(scaling["mscale_all_dim"]) * math.log(factor) + 1.0) ** 2
+    return LatentAttentionSpec(
+        config.hidden,
+        heads,
+        positive_int(raw, "q_lora_rank", default=1536) if has_rank else None,
+        positive_int(raw, "kv_lora_rank", default=512),
+        nope_dim,
+        rope_dim,
+        positive_int(raw, "v_head_dim", default=128),
+        boolean(raw, "attention_bias", False),
+        scale,
+        neighbours,
+    )

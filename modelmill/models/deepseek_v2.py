@@ -1,0 +1,56 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, softmax over experts, shared ones (arXiv:2405.04434).
+
+Weights of a token's experts are not renormalised, as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.models import _deepseek_common
+from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
+from modelmill.models._hf_config import positive_int, require_value
+from modelmill.models._moe_config import MAX_EXPERTS, grouped_router
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.moe import SOFTMAX, RouterConfig
+
+__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
+
+CHECKPOINT_PREFIXES = ("model.",)
+SUPPORTED_VALUES = {
+    "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
+    "moe_layer_freq": (1,),
+}  # fmt: skip
+# n_group and topk_group have an effect with one of the two methods alone, which reads them
+UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
+DEFAULTS = {"moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0}
+GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in DeepseekV2Config."""
+    return decoder_config(raw, _router(raw), positions=2048, neighbours=True, defaults=DEFAULTS)
+
+
+def _router(raw: Mapping[str, Any]) -> RouterConfig:
+    """The best experts of all, or of the groups with the best experts."""
+    chosen = positive_int(raw, "num_experts_per_tok", max_value=MAX_EXPERTS)
+    require_value(raw, "topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
+    grouped = raw.get("topk_method", GREEDY) == GROUP_LIMITED
+    if grouped and (raw.get("n_group") is None or raw.get("topk_group") is None):
+        raise CheckpointError(
+            f"config.json: topk_method={GROUP_LIMITED} needs n_group and topk_group"
+        )
+    settings: dict[str, Any] = {"norm_topk_prob": False}
+    if not grouped:
+        settings |= {"n_group": 1, "topk_group": 1}
+    router = grouped_router(overlay_config(raw, {}, settings), experts=64, top_k=chosen)
+    return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)
+
+
+class Model(Decoder):
+    """The decoder with latent attention and experts."""

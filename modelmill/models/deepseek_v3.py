@@ -1,0 +1,43 @@
+"""DeepSeek-V3 and R1: latent attention, sigmoids over experts in groups (arXiv:2412.19437).
+
+The layer of multi-token prediction in the file is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.models._deepseek_common import (
+    UNUSED_CONFIG_KEYS,
+    decoder_config,
+    ignored_tensors,
+    rules,
+)
+from modelmill.models._hf_config import boolean
+from modelmill.models._moe_config import grouped_router
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+CHECKPOINT_PREFIXES = ("model.",)
+SUPPORTED_VALUES = {
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
+DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in DeepseekV3Config."""
+    router = grouped_router(raw, experts=256, top_k=8, groups=8, top_groups=4, scale=2.5)
+    return decoder_config(
+        raw,
+        router,
+        positions=4096,
+        neighbours=boolean(raw, "rope_interleave", True),
+        defaults=DEFAULTS,
+    )
+
+
+class Model(Decoder):
+    """The decoder with latent attention and experts."""

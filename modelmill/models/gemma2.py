@@ -1,0 +1,60 @@
+"""Gemma 2: soft caps of scores and logits, norms around the branches, every other layer a window.
+
+arXiv:2408.00118. Norms are stored less 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    activation,
+    boolean,
+    num_layers,
+    optional_cap,
+    positive_float,
+    positive_int,
+)
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.sandwich import SandwichLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+NORM_NAMES = {
+    "attn_post": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp_post": ("post_feedforward_layernorm",),
+}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+# "hidden_act" of older files is not read by transformers either: "hidden_activation" is
+UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Gemma2Config."""
+    raw = overlay_config(raw, {"num_key_value_heads": 4, "head_dim": 256})
+    bias, layers = boolean(raw, "attention_bias", False), num_layers(raw, "num_hidden_layers")
+    return _llama_common.config_from_hf(
+        raw,
+        positions=8192,
+        tied=True,
+        activation=activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        layer=SandwichLayer,
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=_llama_common.interleaved_windows(raw, layers, 2),
+        attention_scale=positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
+        logit_softcap=optional_cap(raw, "final_logit_softcapping", 30.0),
+        attention_softcap=optional_cap(raw, "attn_logit_softcapping", 50.0),
+    )
+
+
+class Model(Decoder):
+    """The decoder with norms on both sides of a branch."""

@@ -1,0 +1,66 @@
+"""GLM-4.5 and 4.6: sigmoid router with groups, a shared expert, half of each head rotated.
+
+arXiv:2508.06471. Layers of multi-token prediction in the file are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    SELECTION_BIAS,
+    SHARED_EXPERT_NAMES,
+    grouped_router,
+    leading_dense_layers,
+)
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}, tensors=SELECTION_BIAS
+)
+rules = LAYOUT.rules
+UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Glm4MoeConfig."""
+    raw = overlay_config(raw, {"num_key_value_heads": 8})
+    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=131072,
+        eps=1e-5,
+        partial=0.5,
+        activation=act,
+        qkv_bias=bias,
+        qk_norm=boolean(raw, "use_qk_norm", False),
+    )
+    inner = positive_int(raw, "moe_intermediate_size", default=1408)
+    shared = inner * positive_int(raw, "n_shared_experts", default=1, max_value=64)
+    moe = MoESpec(
+        grouped_router(raw, experts=128, top_k=8),
+        MLPSpec(config.hidden, inner, activation=act),
+        MLPSpec(config.hidden, shared, activation=act),
+    )
+    return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, config.layers, 1))
+
+
+def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """Unused tensors, those of the layer of multi-token prediction among them."""
+    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
+
+
+class Model(Decoder):
+    """The decoder with experts and a shared one."""

@@ -1,0 +1,72 @@
+"""gpt-oss: experts in MXFP4 with a clamped gate, attention sinks, every other layer a window.
+
+arXiv:2508.10925. The checkpoint's reader presents the stacked experts one by one
+(``checkpoint.gpt_oss_experts``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import boolean, num_layers, positive_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec, SwigluClamp
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        **EXPERT_NAMES,
+        "attn.core": ("self_attn",),  # the sinks
+        "mlp.router": ("mlp.router",),
+    }
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+# the trained length, which rope_scaling has as well, and num_experts_per_tok under its old name
+UNUSED_CONFIG_KEYS = ("initial_context_length", "experts_per_token")
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in GptOssConfig."""
+    defaults: dict[str, Any] = {
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128
+    }  # fmt: skip
+    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        defaults["rope_parameters"] = YARN
+    raw = overlay_config(raw, defaults)
+    bias, layers = boolean(raw, "attention_bias", True), num_layers(raw, "num_hidden_layers")
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=131072,
+        eps=1e-5,
+        theta=150000.0,
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        windows=_llama_common.interleaved_windows(raw, layers, 2),
+    )
+    # a softmax over the chosen experts' logits
+    router = replace(router_config(raw, experts=128, top_k=4, renormalize=True), bias=True)
+    clamp = SwigluClamp(
+        positive_float(raw, "swiglu_alpha", default=1.702),
+        positive_float(raw, "swiglu_limit", default=7.0),
+    )
+    expert = MLPSpec(config.hidden, config.inner, bias=True, clamp=clamp)
+    return replace(config, moe=MoESpec(router, expert))
+
+
+class Model(Decoder):
+    """The decoder with experts and sinks."""

@@ -1,0 +1,334 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
+
+A token's keys and values of all heads follow from one latent vector, which is what the cache holds,
+with a rotated key that all heads share. The up-projections of keys and values are absorbed: into
+the queries, which so become queries of the latent vectors, and into the output. All query heads
+then read one KV head, whose values are the first channels of its keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.layer_spec import (
+    ROPE,
+    CacheSpec,
+    HeadGroups,
+    HeadPartition,
+    LinearSpec,
+    ModuleSpec,
+    NormSpec,
+    Part,
+    SiteSpec,
+    linear_tensors,
+)
+from modelmill.nn.linear import Linear
+from modelmill.nn.norm import NormConfig
+from modelmill.nn.step import Step
+from modelmill.ops.binding import OpBinding
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.quant_types import quantize_per_row
+from modelmill.parallel.shard import Range
+
+NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the model's
+
+
+@dataclass(frozen=True)
+class LatentPartition(HeadPartition):
+    """Ranks divide query heads, whose queries and values have different sizes.
+
+    ``groups`` has the values' size.
+
+    Attributes:
+        query_dim: Channels of a query.
+    """
+
+    query_dim: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which linears are divided."""
+        return self.q, "value_heads"
+
+    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+        """The rank's channels by name."""
+        (first, end), _ = self.heads(rank, size, alignment)
+        value_dim = self.groups.head_dim
+        return {
+            self.q: (first * self.query_dim, end * self.query_dim),
+            "value_heads": (first * value_dim, end * value_dim),
+        }
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Sizes and switches of one layer's attention; takes the place of an ``AttentionSpec``.
+
+    Attributes:
+        query_rank: Size of the queries' latent vector; None: there is none.
+        rank: Size of the latent vector of keys and values.
+        nope_dim, rope_dim: Channels of a query that are not rotated, and that are.
+        value_dim: Channels of a head's values.
+        bias: Of the projections to latent vectors and of the output projection.
+        scale: Factor of the scores.
+        neighbours: Whether channels 2i and 2i + 1 rotate together, not i and i + rope_dim / 2.
+    """
+
+    hidden: int
+    heads: int
+    query_rank: int | None
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    bias: bool
+    scale: float
+    neighbours: bool = True
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a head's query."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Channels that the cache holds of a token."""
+        return self.rank + self.rope_dim
+
+    @property
+    def partition(self) -> HeadPartition:
+        """How ranks divide the heads; each has the latent vectors."""
+        groups = HeadGroups(self.heads, 1, self.value_dim)
+        return LatentPartition("attn", groups, query_dim=self.query_dim)
+
+    @property
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of the projections."""
+        compressed = () if self.query_rank is None else (SiteSpec("q_b"),)
+        return SiteSpec("qkv"), *compressed, SiteSpec("o")
+
+    def make(self, cache_index: int) -> LatentAttention:
+        """The module."""
+        return LatentAttention(self, cache_index)
+
+    def module_specs(self) -> tuple[ModuleSpec, ...]:
+        """The modules of ``LatentAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
+        return (
+            *self._query_specs(),
+            LinearSpec(
+                path="attn.kv_a_proj",
+                reads=("attn_input",),
+                writes=("kv_a",),
+                site="qkv",
+                parts=(Part("kv_a", self.rank), Part("k_pe", self.rope_dim)),
+                tensors=linear_tensors(self.bias),
+            ),
+            NormSpec(
+                path="attn.kv_a_norm",
+                reads=("kv_a",),
+                writes=("latent",),
+                reference=("kv_a_norm", "k_pe"),
+                op="rms_norm",
+            ),
+            CacheSpec(
+                path="attn.rope_cache",
+                reads=("q_flat", "latent", ROPE),
+                writes=("q",),
+                reference=("q_rot",),
+                keys="latent_rot",
+                values="latent_rot",
+                kv_heads=1,
+                head_dim=self.cached_dim,
+                shares_values=True,
+            ),
+            ModuleSpec(
+                path="attn.core",
+                reads=("q",),
+                writes=("attn",),
+                reference=("attn",),
+                arithmetic="attention",
+                tensors=("kv_b",),
+                op="paged_attention",
+            ),
+            LinearSpec(
+                path="attn.o_proj",
+                reads=("attn",),
+                writes=("attn_out",),
+                site="o",
+                parts=(Part("o_proj", self.hidden),),
+                split_columns="value_heads",
+                tensors=linear_tensors(self.bias),
+            ),
+        )
+
+    def _query_specs(self) -> tuple[ModuleSpec, ...]:
+        """The projection of queries, or the two with a norm between them."""
+        width = self.heads * self.query_dim
+        last = LinearSpec(
+            path="attn.q_proj",
+            reads=("attn_input" if self.query_rank is None else "q_latent",),
+            writes=("q_flat",),
+            site="qkv" if self.query_rank is None else "q_b",
+            parts=(Part("q", width, "q_heads"),),
+        )
+        if self.query_rank is None:
+            return (last,)
+        first = LinearSpec(
+            path="attn.q_a_proj",
+            reads=("attn_input",),
+            writes=("q_a",),
+            site="qkv",
+            parts=(Part("q_a", self.query_rank),),
+            tensors=linear_tensors(self.bias),
+        )
+        norm = NormSpec(
+            path="attn.q_a_norm",
+            reads=("q_a",),
+            writes=("q_latent",),
+            reference=("q_a_norm",),
+            op="rms_norm",
+        )
+        return first, norm, last
+
+
+class LatentNorm(nn.Module):
+    """RMSNorm of the first channels; the others pass through."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.register_buffer("weight", torch.empty(width, device="meta"))
+        self._norm = OpBinding()
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, width + …] → the same shape."""
+        normed = self._norm(
+            step.ops.rms_norm, x[:, : self.width].contiguous(), self.weight, NORM_EPS
+        )
+        return torch.cat((normed, x[:, self.width :]), -1)
+
+
+class LatentAttention(nn.Module):
+    """Projections → rotate and store the latent vector → attend to latent vectors → output."""
+
+    def __init__(self, spec: LatentAttentionSpec, cache_index: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kv_heads = 1
+        rank, width = spec.query_rank, spec.heads * spec.query_dim
+        if rank is not None:
+            self.q_a_proj = Linear(spec.hidden, rank, spec.bias)
+            self.q_a_norm = NormConfig(rank, NORM_EPS).make_single()
+        self.q_proj = Linear(spec.hidden if rank is None else rank, width, False)
+        self.kv_a_proj = Linear(spec.hidden, spec.cached_dim, spec.bias)
+        self.kv_a_norm = LatentNorm(spec.rank)
+        self.rope_cache = LatentCache(spec, cache_index)
+        self.core = LatentCore(spec, cache_index)
+        self.o_proj = Linear(spec.heads * spec.value_dim, spec.hidden, spec.bias)
+
+    def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        q = x
+        if self.spec.query_rank is not None:
+            q = self.q_a_norm(self.q_a_proj(x, step), step)
+        q = self.q_proj(q, step)
+        latent = self.kv_a_norm(self.kv_a_proj(x, step), step)
+        q = self.rope_cache(q, latent, rope, step)
+        return self.o_proj(self.core(q, step), step)
+
+    def take_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002  one, on every rank
+        """Keep a rank's heads; ``forward`` then returns a partial sum."""
+        self.core.take_heads(heads)
+
+
+class LatentCache(nn.Module):
+    """Rotates the ends of queries and latent vectors; writes these to their slots."""
+
+    def __init__(self, spec: LatentAttentionSpec, cache_index: int) -> None:
+        super().__init__()
+        self.spec, self.cache_index = spec, cache_index
+
+    def forward(
+        self, q: torch.Tensor, latent: torch.Tensor, rope: RopeCosSin, step: Step
+    ) -> torch.Tensor:
+        """[T, heads·query_dim], [T, rank + rope_dim] → q [T, heads, query_dim]."""
+        queries = self._rotate(q.view(len(q), -1, self.spec.query_dim), self.spec.nope_dim, rope)
+        row = self._rotate(latent[:, None], self.spec.rank, rope)
+        pages, size = step.kv.k[self.cache_index], step.kv.page_size
+        page, offset = step.slots.div(size, rounding_mode="floor"), step.slots % size
+        if not step.slots.is_cuda and bool((step.slots < 0).any()):
+            valid = step.slots >= 0
+            page, offset, row = page[valid], offset[valid], row[valid]
+        scale = step.kv.scales(self.cache_index)[0]
+        if scale is not None:
+            row, scale[page, :, offset] = quantize_per_row(row, pages.dtype)
+        pages[page, :, offset] = row.to(pages.dtype)
+        return queries
+
+    def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
+        """Rotate the channels of x [T, heads, D] from ``begin`` on."""
+        assert rope.cos is not None, "latent attention rotates"
+        assert rope.sin is not None, "latent attention rotates"
+        cos, sin = rope.cos[:, None], rope.sin[:, None]
+        turned = x[..., begin:].float()
+        axis = -1 if self.spec.neighbours else -2
+        shape = (-1, 2) if self.spec.neighbours else (2, -1)
+        first, second = turned.unflatten(-1, shape).unbind(axis)
+        both = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
+        return torch.cat((x[..., :begin], both.flatten(-2).to(x.dtype)), -1)
+
+
+class LatentCore(nn.Module):
+    """Attention of each query over its sequence's latent vectors.
+
+    The up-projections are those of all heads, also on a rank that computes some of them; they are
+    never quantized.
+    """
+
+    kv_b: torch.Tensor
+
+    def __init__(self, spec: LatentAttentionSpec, cache_index: int) -> None:
+        super().__init__()
+        self.spec, self.cache_index = spec, cache_index
+        rows = spec.heads * (spec.nope_dim + spec.value_dim)
+        self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
+        self.heads: Range = (0, spec.heads)
+        self._op = OpBinding()
+
+    def take_heads(self, heads: Range) -> None:
+        """Keep a rank's heads."""
+        self.heads = heads
+
+    def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys [heads, nope_dim, rank], and of values [heads, value_dim, rank]."""
+        spec, (first, end) = self.spec, self.heads
+        up = self.kv_b.view(spec.heads, -1, spec.rank)[first:end]
+        key_up, value_up = up.split([spec.nope_dim, spec.value_dim], 1)
+        return key_up, value_up
+
+    def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, heads, query_dim] → [T, heads·value_dim]."""
+        spec, (key_up, value_up) = self.spec, self.up_projections()
+        nope, rotated = q.split([spec.nope_dim, spec.rope_dim], -1)
+        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        pages = step.kv.k[self.cache_index]
+        inputs = PagedAttentionInputs(
+            torch.cat((absorbed, rotated), -1),
+            pages,
+            pages,
+            step.block_tables,
+            step.query_start,
+            step.context_lens,
+            step.max_query,
+            step.max_context,
+            spec.scale,
+            None,
+            *step.kv.scales(self.cache_index),
+        )
+        mixed = self._op(step.ops.paged_attention, inputs)
+        latent = mixed.view(len(q), -1, spec.cached_dim)[..., : spec.rank]
+        return torch.bmm(latent.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
