@@ -378,6 +378,12 @@ class ChatRequest(GenerationFields):
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="variables of the chat template, such as enable_thinking"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="maximum tokens of the thinking"
+    )
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""

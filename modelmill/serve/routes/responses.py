@@ -28,7 +28,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.text.tool_parser import ToolCallDelta
+from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -118,7 +118,7 @@ class ResponsesBuilder(EventFormatter):
             "created_at": int(time.time()),
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
-        self._tool_parser = make_chat_tool_parser(chat, text_processor)
+        self._tool_parser = make_chat_tool_parser(chat, text_processor, handle.request_states[0])
         self._items = ResponseItems(hold_spaces=self._tool_parser is not None)
         self._num_events = 0
         self._status = "in_progress"
@@ -175,7 +175,7 @@ class ResponsesBuilder(EventFormatter):
             text: to add.
             ended: the output, if this is its last text.
         """
-        pieces: list[str | ToolCallDelta] = [text]
+        pieces: list[AnswerPiece] = [text]
         if self._tool_parser is not None:
             pieces = [
                 *self._tool_parser.push(text),
@@ -184,6 +184,9 @@ class ResponsesBuilder(EventFormatter):
         for piece in pieces:
             if isinstance(piece, str):
                 yield from self._items.add_text(piece)
+                continue
+            if isinstance(piece, ReasoningDelta):
+                yield from self._items.add_reasoning(piece.text)
                 continue
             if piece.name is not None:
                 yield from self._items.start_call(piece.id or "", piece.name)
