@@ -19,6 +19,8 @@ from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.named_calls import NamedCallReader, ParameterCallReader
 from modelmill.text.pythonic_calls import PythonicCallReader
 
+MIN_CUT_MARK_CHARS = 3
+"""Where a limit cut an answer off, that many characters of a mark at its end are not content."""
 READERS: dict[str, type[CallReader]] = {
     "json": JsonCallReader,
     "named": NamedCallReader,
@@ -127,6 +129,13 @@ class MarkedAnswerParser(AnswerParser):
             while self._buffer and self._mode != self._scan_block and self._mode():
                 pass
         rest, self._buffer = self._buffer, ""
+        if cut:
+            # the begin of a mark is no text
+            marks = self._thinking_ends if self.in_reasoning else reader.openers if reader else ()
+            if self._mode == self._scan_start and not self.in_reasoning:
+                marks = (*marks, self._thinking_open)
+            size = overlap(rest, marks)
+            rest = rest[: len(rest) - size] if size >= MIN_CUT_MARK_CHARS else rest
         if self.in_reasoning:
             self._output.add_reasoning(rest)
         elif self._mode != self._scan_block:
@@ -135,6 +144,7 @@ class MarkedAnswerParser(AnswerParser):
 
     def _begin_content(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
+        self._marked = False
         if self._reader is None or not self._bare:
             return self._scan_content
         self._reader.begin()
@@ -180,6 +190,7 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(self._buffer[:place])
             self._buffer = self._buffer[place:]
             self._reader.begin()
+            self._marked = True
             self._mode = self._scan_block
             return True
         stop = len(self._buffer) - overlap(self._buffer, self._reader.openers)
@@ -199,7 +210,8 @@ class MarkedAnswerParser(AnswerParser):
         if not (reader.closed or reader.rejected or final):
             return False
         text = reader.release()
-        if final and reader.cut and not reader.closed and text.strip().startswith(reader.openers):
+        marked = self._marked or reader.num_calls or text.lstrip().startswith(reader.openers)
+        if final and reader.cut and marked and not reader.closed:
             # a call that was cut off before it was reported
             text = self._buffer = ""
         if not text and reader.rejected and self._buffer:

@@ -1,7 +1,8 @@
 """Parser of gpt-oss's answers: messages on the channels analysis, commentary and final.
 
 Source: github.com/openai/harmony, docs/format.md. A message is a header with the channel and
-perhaps a recipient, ``<|message|>``, and the text up to ``<|end|>``, ``<|call|>`` or ``<|return|>``.
+perhaps a recipient, ``<|message|>``, and the text up to ``<|end|>``, ``<|call|>`` or
+``<|return|>``.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def _check_cut(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Rand
     if syntax.calls.style == "react":
         return  # its labels are ordinary words: a thought is content until a call follows
     for mark in forbidden_texts(syntax):
-        assert mark not in whole.content + whole.reasoning, (mark, text, whole)
+        assert mark not in whole.content, (mark, text, whole)
+        assert mark not in whole.reasoning, (mark, text, whole)
 
 
 def is_json_prefix(text: str) -> bool:

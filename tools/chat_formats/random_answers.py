@@ -14,9 +14,9 @@ from modelmill.text.call_reader import mark_parts
 from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
 
 WORDS = (
-    "the", "weather", "in", "Ulm", "is", "fine", "é", "日本", "🎉", "a<b", "x>y", "{", "}", "[1]", "</",
-    "<", "|", "\n", "\n\n", "  ", '"quoted"', "'", "\\n", "1.", ":", "call", "name", "Thought",
-    "f(", "`code`", "```", "<|", "&amp;",
+    "the", "weather", "in", "Ulm", "is", "fine", "é", "日本", "🎉", "a<b", "x>y", "{", "}", "[1]",
+    "</", "<", "|", "\n", "\n\n", "  ", '"quoted"', "'", "\\n", "1.", ":", "call", "name",
+    "Thought", "f(", "`code`", "```", "<|", "&amp;",
 )  # fmt: skip
 KEYS = ("city", "days", "unit", "query", "path", "é", "with_underscore", "x1")
 NAMES = ("get_weather", "f", "search-web", "run_code", "now")

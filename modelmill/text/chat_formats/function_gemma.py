@@ -1,0 +1,16 @@
+"""FunctionGemma: bare keys and marked strings in a call."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+
+FORMAT = ChatSyntax(
+    title="FunctionGemma",
+    calls=CallSyntax(
+        style="named",
+        call_open="<start_function_call>call:",
+        string_mark="<escape>",
+        call_close="<end_function_call>",
+    ),
+    detect=(("<start_function_call>", "<escape>"),),
+    tokens=("<start_function_call>", "<escape>"),
+    control_tokens=("<start_function_call>",),
+)
