@@ -127,7 +127,9 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
 
 def _thought(builder: LarkBuilder) -> str:
     """ReAct's thought up to the action."""
-    lead = builder.terminal(r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/")
+    lead = builder.terminal(
+        r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/ & ~/(?s:.*)Action(?s:.*)Action: /"
+    )
     return builder.rule(lead, "[lazy]")
 
 

@@ -11,11 +11,20 @@ from modelmill.core.errors import RequestError
 from modelmill.text.answer_writer import to_marked, to_python
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.lark_builder import LarkBuilder
-from modelmill.text.parameter_types import JSON_TYPES, resolve_pointer, schema_types
+from modelmill.text.parameter_types import (
+    JSON_TYPES,
+    MAX_REFERENCES,
+    resolve_pointer,
+    schema_types,
+)
 
 Schema = Mapping[str, Any]
 # texts that a parser would read as JSON: no strings where other types are allowed
 _JSON_TEXT = r"~/(?s:\s*(true|false|null|True|False|None|-?[0-9][-+.0-9eE]*|[\[{\"'].*)\s*)/"
+_NOT_AT_TOP = (
+    *("anyOf", "oneOf", "allOf", "if", "not", "const", "enum"),
+    *("patternProperties", "minProperties", "maxProperties", "propertyNames"),
+)
 _CONSTRAINTS = {"pattern", "minLength", "maxLength", "enum", "const"}
 
 
@@ -37,14 +46,29 @@ class ArgumentGrammar:
         self._builder, self._calls, self._root = builder, calls, schema
         self._name = name
         self._rules: dict[str, str] = {}
-        top = schema
-        while "$ref" in top:
-            target = resolve_pointer(top["$ref"], schema)
-            top = target if isinstance(target, Mapping) else self._refuse("$ref")
-        for key in ("anyOf", "oneOf", "allOf", "if", "not", "patternProperties", "minProperties"):
-            if key in top:
+        self._top = self._resolve(schema)
+        for key in _NOT_AT_TOP:
+            if key in self._top:
                 self._refuse(key)
-        self._top = top
+        if "object" not in schema_types(self._top, schema):
+            self._refuse("a type other than object")
+        declared = self._top.get("properties") or {}
+        lost = [name for name in self._top.get("required") or () if name not in declared]
+        if lost and self._top.get("additionalProperties") is False:
+            raise RequestError(
+                f"tools: the parameters of {name} require {lost[0]!r}, which they do not allow"
+            )
+
+    def _resolve(self, schema: Schema) -> Schema:
+        """Follow references."""
+        for _ in range(MAX_REFERENCES):
+            if "$ref" not in schema:
+                return schema
+            target = resolve_pointer(schema["$ref"], self._root)
+            schema = target if isinstance(target, Mapping) else {"$ref": None}
+        raise RequestError(
+            f"tools: the parameters of {self._name} have a $ref that points to no schema"
+        )
 
     def _refuse(self, key: str) -> Any:
         raise RequestError(
@@ -89,7 +113,15 @@ class ArgumentGrammar:
                 value = self._json(schema)
             return f"{self._builder.literal(f'{key}=')} {value}"
 
-        return self._separated(self._top, ", ", keyword)
+        required = {name for name, _, needed in _members(self._top) if needed}
+        bad = sorted(name for name in required if not name.isidentifier())
+        if bad:
+            raise RequestError(
+                f"tools: {self._name} needs the property {bad[0]!r}, which Python's call syntax of "
+                "this model cannot express; use letters, digits and _"
+            )
+        members = [each for each in _members(self._top) if each[0].isidentifier()]
+        return self._separated(members, ", ", keyword)
 
     def marked(self) -> str:
         """An object with bare keys and marked strings (Gemma)."""
@@ -110,8 +142,7 @@ class ArgumentGrammar:
         return strings, lambda close: f"{value} {self._builder.literal(close)}"
 
     def _string(self, schema: Schema, types: set[str]) -> Callable[[str], str]:
-        while "$ref" in schema:
-            schema = resolve_pointer(schema["$ref"], self._root)
+        schema = self._resolve(schema)
         allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         builder = self._builder
         if allowed is not None:
@@ -161,7 +192,7 @@ class ArgumentGrammar:
 
     def _marked_object(self, schema: Schema) -> str:
         members = self._separated(
-            schema,
+            _members(schema),
             ",",
             lambda key, value: f"{self._builder.literal(f'{key}:')} {self._marked_value(value)}",
         )
@@ -204,17 +235,20 @@ class ArgumentGrammar:
     def _marked_reference(self, reference: str) -> str:
         if reference not in self._rules:
             self._rules[reference] = self._builder.name("d")
-            target = resolve_pointer(reference, self._root)
+            target = self._resolve({"$ref": reference})
             self._builder.define(self._rules[reference], self._marked_value(target))
         return self._rules[reference]
 
     def _separated(
-        self, schema: Schema, separator: str, write: Callable[[str, Schema], str]
+        self,
+        members: list[tuple[str, Schema, bool]],
+        separator: str,
+        write: Callable[[str, Schema], str],
     ) -> str:
         """Members in the order of their declaration; optional ones may be missing."""
         rest, head = "", ""
         comma = json.dumps(separator)
-        for key, value, required in reversed(_members(schema)):
+        for key, value, required in reversed(members):
             member = write(key, value)
             first = f"{member} {rest}"
             if required:

@@ -65,6 +65,8 @@ def detect_format(template: str, tokens: Collection[str] = ()) -> str:
 
 def detect_thinking(syntax: ChatSyntax, template: str) -> ThinkingSyntax | None:
     """Return the marks of the thinking if a chat template has them; None if it has none."""
+    if syntax.thinking is None:
+        return None
     for thinking in (syntax.thinking, THINK_TAGS):
         _, close = thinking.marks
         if close in template:

@@ -129,7 +129,7 @@ class ChatSyntax:
     Attributes:
         title: models that use it, for the documentation.
         calls: how tool calls are written.
-        thinking: marks of the thinking; used if the chat template has them.
+        thinking: marks of the thinking; used if the chat template has them. None: never.
         detect: groups of texts; a chat template with all texts of one group has this format. Of
             several formats the one with the longest group is taken.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
@@ -139,7 +139,7 @@ class ChatSyntax:
 
     title: str
     calls: CallSyntax
-    thinking: ThinkingSyntax = field(default_factory=ThinkingSyntax)
+    thinking: ThinkingSyntax | None = field(default_factory=ThinkingSyntax)
     detect: tuple[tuple[str, ...], ...] = ()
     tokens: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()

@@ -198,6 +198,9 @@ class _LlguidanceVocab:
             {id for id in (*tokenizer.special.values(), end) if id < vocab}
         )
         special = set(self.special_token_ids)
+        # a control token without bytes would be the begin of every other one
+        for id in special:
+            self.tokens[id] = self.tokens[id] or f"<control {id}>".encode()
         self._ids = {data: id for id, data in enumerate(self.tokens) if data and id not in special}
         self._longest = max(map(len, self._ids), default=1)
 

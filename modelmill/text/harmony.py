@@ -37,8 +37,9 @@ class HarmonyParser(AnswerParser):
     def flush(self, cut: bool = False) -> list[AnswerPiece]:
         """See ``AnswerParser.flush``."""
         rest, self._buffer = self._buffer, ""
-        if self._mode == self._scan_call:
-            self._feed(rest, final=True)
+        if self._mode in (self._scan_call, self._scan_call_end):
+            if self._mode == self._scan_call:
+                self._feed(rest, final=True)
             if not self._has_arguments and not cut:
                 self._output.add_arguments("{}")
         elif self._mode == self._scan_reasoning:
@@ -88,26 +89,34 @@ class HarmonyParser(AnswerParser):
         return ended
 
     def _scan_call(self) -> bool:
-        text, ended = self._take_body()
-        rest = self._feed(text, final=ended)
+        """Arguments; a mark inside a string of them is text."""
+        if not self._has_arguments:
+            self._buffer = self._buffer.lstrip()
+            if not self._buffer:
+                return False
+            if self._buffer[0] != "{":
+                self._mode = self._scan_call_end
+                return True
+        self._buffer = self._buffer[self._feed(self._buffer, final=False) :]
+        if not (self._arguments.done or self._arguments.failed):
+            return False
+        self._mode = self._scan_call_end
+        return True
+
+    def _scan_call_end(self) -> bool:
+        """What follows the arguments is discarded up to the end of the message."""
+        _, ended = self._take_body()
         if ended and not self._has_arguments:
             self._output.add_arguments("{}")
-        if not ended:
-            self._buffer = rest + self._buffer
         return ended
 
-    def _feed(self, text: str, final: bool) -> str:
-        """Read arguments; returns what is needed again."""
-        if not self._has_arguments:
-            text = text.lstrip()
-            if text and text[0] != "{":
-                return ""
-        self._has_arguments = self._has_arguments or bool(text)
-        if self._arguments.done or self._arguments.failed:
-            return ""
+    def _feed(self, text: str, final: bool) -> int:
+        if not self._has_arguments and not text.lstrip().startswith("{"):
+            return 0
+        self._has_arguments = True
         at = self._arguments.feed(text, 0, final)
         self._output.add_arguments(self._arguments.take())
-        return "" if self._arguments.done or self._arguments.failed else text[at:]
+        return at
 
     def _take_body(self) -> tuple[str, bool]:
         """Take the text of a message up to its end, and whether it ended."""

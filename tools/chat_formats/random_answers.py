@@ -48,8 +48,6 @@ def random_case(syntax: ChatSyntax, rng: random.Random) -> RandomCase:
     most = min(3, calls.max_calls or 3)
     count = rng.choice([0, 1, 1, rng.randint(0, most)])
     thinking = syntax.thinking if rng.random() < 0.7 else None
-    if calls.style in ("react",):
-        thinking = None
     harmony = calls.style == "harmony"
     thinks = thinking is not None and not harmony and rng.random() < 0.5
     reasoning = _random_text(rng, syntax) if thinking is not None and rng.random() < 0.8 else ""
@@ -80,7 +78,8 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
     calls, thinking = syntax.calls, syntax.thinking
     marks = [calls.section_open, calls.call_open, calls.optional_open, calls.code_mark]
     marks += [calls.section_close, calls.call_close, *calls.stops, *calls.openers]
-    marks += [calls.string_mark, *thinking.marks, *syntax.control_tokens]
+    marks += [calls.string_mark, *syntax.control_tokens]
+    marks += [] if thinking is None else thinking.marks
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.close, calls.parameter.key_end]
     if calls.style == "react":

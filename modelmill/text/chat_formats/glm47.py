@@ -3,7 +3,7 @@
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
-    title="GLM-4.7, GLM-5",
+    title="GLM-4.7, GLM-5, Laguna, Ling 3",
     calls=CallSyntax(
         style="parameters",
         call_open="<tool_call>",
@@ -13,5 +13,8 @@ FORMAT = ChatSyntax(
         call_close="</tool_call>",
     ),
     thinking=ThinkingSyntax("<think>", "</think>"),
-    detect=(("<tool_call>", "</arg_key><arg_value>", "{function-name}<arg_key>"),),
+    detect=(
+        ("<tool_call>", "</arg_key><arg_value>", "{function-name}<arg_key>"),
+        ("<tool_call>", "<arg_key>"),
+    ),
 )

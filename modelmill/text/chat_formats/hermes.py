@@ -11,5 +11,5 @@ FORMAT = ChatSyntax(
         separator="\n",
         content_end="\n",
     ),
-    detect=(("<tool_call>",),),
+    detect=(("<tool_call>",), ("<tool_call>", "</tool_call>", "<|start_of_role|>")),
 )

@@ -13,4 +13,5 @@ FORMAT = ChatSyntax(
         stops=("Observation:",),
         max_calls=1,
     ),
+    thinking=None,
 )
