@@ -70,10 +70,10 @@ class ArgumentGrammar:
             f"tools: the parameters of {self._name} have a $ref that points to no schema"
         )
 
-    def _refuse(self, key: str) -> Any:
+    def _refuse(self, key: str, where: str = "at the top") -> Any:
         raise RequestError(
-            f"tools: the parameters of {self._name} have {key} at the top, which this model's call "
-            "syntax cannot express; declare properties instead"
+            f"tools: the parameters of {self._name} have {key} {where}, which this model's call "
+            "syntax cannot express; declare plain properties instead"
         )
 
     def parameters(self) -> str:
@@ -210,9 +210,11 @@ class ArgumentGrammar:
             return f"({' | '.join(texts)})"
         for key in ("anyOf", "oneOf"):
             if key in schema:
+                if schema.keys() - {key, "title", "description", "default", "examples"}:
+                    self._refuse(key, "beside other keys")
                 return f"({' | '.join(self._marked_value(each) for each in schema[key])})"
         if "allOf" in schema:
-            self._refuse("allOf")
+            self._refuse("allOf", "in a property")
         declared = schema.get("type", ["string", "number", "boolean", "null"])
         types = declared if isinstance(declared, list) else [declared]
         return f"({' | '.join(self._marked_type(each, schema) for each in types)})"

@@ -158,7 +158,8 @@ class ParameterCallReader(NamedCallReader):
         self._value_close = mark_parts(parameter.close)[0]
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
-        self._first_chars = True
+        self._prefix = ""
+        self._json, self._json_size = ValueStream(), 0
         return super()._first_state()
 
     def _argument_starts(self) -> tuple[str, ...]:
@@ -230,13 +231,18 @@ class ParameterCallReader(NamedCallReader):
             return at
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
+        self._json, self._json_size = ValueStream(), 0
         self._state = self._scan_text
         return at + len(blank) if rest == blank else at
 
     def _scan_text(self, text: str, at: int) -> int:
         """A value up to its closing mark; a string is passed on as it comes."""
         self._drop()
-        place = text.find(self._value_close, at)
+        place = self._json_end(text, at) if not self._type.is_string else -1
+        if place is None:
+            return at
+        if place < 0:
+            place = text.find(self._value_close, at)
         if place < 0:
             if not self._type.is_string:
                 if self._final:
@@ -256,6 +262,25 @@ class ParameterCallReader(NamedCallReader):
             self._output.add_arguments(self._prefix + typed_value(value, self._type))
         self._state = self._scan_value_close
         return place
+
+    def _json_end(self, text: str, at: int) -> int | None:
+        """Where a JSON value ends, which may have the closing mark in its strings.
+
+        Returns:
+            The position; -1 if the text is no JSON value; None if more text is needed.
+        """
+        stream = self._json
+        self._json_size = stream.feed(text, at + self._json_size, self._final) - at
+        stream.take()
+        if not (stream.done or stream.failed or self._final):
+            return None
+        end = skip_blank(text, at + self._json_size)
+        if not stream.done:
+            return -1
+        if text.startswith(self._value_close, end):
+            return end
+        begun = self._value_close.startswith(text[end:]) and not self._final
+        return None if begun else -1
 
     def _scan_value_close(self, text: str, at: int) -> int:
         self._drop()

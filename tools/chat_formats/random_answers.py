@@ -65,7 +65,7 @@ def random_case(syntax: ChatSyntax, rng: random.Random) -> RandomCase:
 
 def random_cuts(text: str, rng: random.Random) -> Iterator[str]:
     """Yield the text in random pieces, some of one character."""
-    at, most = 0, rng.choice([1, 2, 5, 12, 40, 200])
+    at, most = 0, 1 if rng.random() < 0.05 else rng.choice([4, 8, 20, 60, 200])
     while at < len(text):
         size = rng.randint(1, most)
         yield text[at : at + size]
