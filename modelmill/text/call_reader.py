@@ -67,8 +67,10 @@ class CallReader(ABC):
         self._open = mark_parts(syntax.call_open)
         self._close = mark_parts(syntax.call_close)
         self._section_close = mark_parts(syntax.section_close)
-        first = (*self._section[:1], *self._open[:1], *syntax.openers)
-        optional = (syntax.code_mark, syntax.optional_open)
+        first = [*self._section[:1], *self._open[:1], *syntax.openers]
+        # models write blanks before the bracket of a list
+        first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
+        optional = (syntax.code_mark, syntax.optional_open, *syntax.inline)
         # a bracket alone begins calls only at the begin of the content
         marks = (mark for mark in (*first, *optional) if len(mark) > 1)
         self.openers = tuple(dict.fromkeys(marks))

@@ -88,6 +88,7 @@ class CallSyntax:
         string_mark: encloses strings inside arguments instead of quotes; keys are then bare.
         bare: an answer that begins with a call needs no mark before it.
         code_mark: before a call in Python syntax, which some models write instead.
+        inline: texts that begin a call inside content without a mark.
         openers: further marks at which calls may begin, where models leave marks out.
         id_from_head: the id of a call is its written head.
         short_ids: ids have nine letters and digits.
@@ -114,6 +115,7 @@ class CallSyntax:
     string_mark: str = ""
     bare: bool = False
     code_mark: str = ""
+    inline: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
     id_from_head: bool = False
     short_ids: bool = False

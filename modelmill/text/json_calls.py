@@ -22,7 +22,7 @@ class JsonCallReader(CallReader):
         # a list's brackets are optional: what is between objects is read by _between
         self._opening = tuple(
             part[:-1] if part.endswith("[") and len(part) > 1 else part
-            for part in (*self._section, *mark_parts(code), *self._open)
+            for part in (*self._section, *mark_parts(code), *self._open, *self._syntax.openers)
             if part != "["
         )
         self._closing = tuple(part for part in (*self._close, *self._section_close) if part != "]")
@@ -52,7 +52,8 @@ class JsonCallReader(CallReader):
             return at
         self._state = self._scan_between
         if not count:
-            return at if self._syntax.bare else self._reject(at)
+            # without a mark, a call stands at the begin of the content or is an inline one
+            return at if self._syntax.bare or text[at:].startswith("{") else self._reject(at)
         if code and text[at:place].strip() == code and text[place:].lstrip()[:1] not in "{[":
             self._state = self._scan_code
         return place

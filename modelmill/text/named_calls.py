@@ -47,8 +47,10 @@ class NamedCallReader(CallReader):
         _, place = self._match(text, at, self._open)
         if place is None:
             return at
-        if (self._open and not text[:place].endswith(self._open[-1])) or place == at:
-            return self._reject(at) if self._open else self._begin_head(at)
+        if self._open and (place == at or not text[:place].endswith(self._open[-1])):
+            if self._has_section:
+                self._call_done()  # the mark of a section without a call is no text
+            return self._reject(at)
         return self._begin_head(place)
 
     def _begin_head(self, at: int) -> int:
@@ -241,16 +243,18 @@ class ParameterCallReader(NamedCallReader):
         place = self._json_end(text, at) if not self._type.is_string else -1
         if place is None:
             return at
+        marks = [self._value_close]
+        if self._value_end and self._type.is_string:
+            # a model that leaves the closing mark out goes on with the next argument
+            marks.append(self._value_end + self._param_open[0])
         if place < 0:
-            place = text.find(self._value_close, at)
+            place, _ = find_first(text, tuple(marks), at)
         if place < 0:
             if not self._type.is_string:
                 if self._final:
                     self._state = self._skip_call
                 return len(text) if self._final else at
-            stop = len(text) - overlap(
-                text[at:], (self._value_end + self._value_close, self._value_close)
-            )
+            stop = len(text) - overlap(text[at:], (self._value_end + self._value_close, *marks))
             self._output.add_arguments(escape_text(text[at:stop]))
             return len(text) if self._final else stop
         value = text[at:place]

@@ -36,12 +36,13 @@ def parameter_type(
         parameters: JSON schema of the tool's parameters.
         key: name of the argument.
         undeclared: "string" or "json": type of an argument without a declaration.
-        attribute: whether the model declared it a string; None if it did not say.
+        attribute: whether the model wrote that it is a string; None if it did not say. The schema
+            has priority.
     """
-    if attribute is not None:
-        return ParameterType(attribute, frozenset() if attribute else JSON_TYPES)
     properties = (parameters or {}).get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if attribute is not None and (not isinstance(schema, Mapping) or not schema):
+        return ParameterType(attribute, frozenset() if attribute else JSON_TYPES)
     if not isinstance(schema, Mapping):
         return ParameterType(undeclared == "string", JSON_TYPES)
     types = schema_types(schema, parameters or {})
@@ -63,6 +64,8 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[st
     declared = schema.get("type")
     if declared is not None:
         types = set(declared if isinstance(declared, list) else [declared])
+        if not types <= every:
+            return every  # no type of JSON Schema, such as "float"
         return types | {"integer"} if "number" in types else types
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):

@@ -6,11 +6,12 @@ FORMAT = ChatSyntax(
     title="FunctionGemma",
     calls=CallSyntax(
         style="named",
-        call_open="<start_function_call>call:",
+        call_open="<start_function_call>",
+        head="call:{name}",
+        head_pattern=r"(?:call)?\s*:?\s*(?P<name>[^\s:\"'<>\[\]{}()]+)",
         string_mark="<escape>",
         call_close="<end_function_call>",
     ),
     detect=(("<start_function_call>", "<escape>"),),
     tokens=("<start_function_call>", "<escape>"),
-    control_tokens=("<start_function_call>",),
 )

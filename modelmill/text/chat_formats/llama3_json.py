@@ -10,6 +10,7 @@ FORMAT = ChatSyntax(
         arguments_key="parameters",
         content_end="<|python_tag|>",
         bare=True,
+        inline=('{"name"', '{"type": "function"'),
         one_per_message=True,
         code_mark="<|python_tag|>",
     ),

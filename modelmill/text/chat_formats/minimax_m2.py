@@ -9,7 +9,7 @@ FORMAT = ChatSyntax(
         section_open="<minimax:tool_call>\n",
         call_open='<invoke name="',
         name_end='">\n',
-        parameter=ParameterSyntax('<parameter name="', '">', "</parameter>\n"),
+        parameter=ParameterSyntax('<parameter name="', '">', "</parameter>\n", undeclared="string"),
         call_close="</invoke>\n",
         section_close="</minimax:tool_call>",
         content_end="\n",
