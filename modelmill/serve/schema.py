@@ -323,7 +323,7 @@ class CompletionRequest(GenerationFields):
 
 
 class FunctionDefinition(StrictModel):
-    """A function. strict has no effect: forced calls always match the parameters."""
+    """A function. A forced call always matches the parameters, another one if strict is true."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = Field(None, max_length=65536)

@@ -119,7 +119,9 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         more = f"({mark} {body}){{0,{most - 1}}}"
     end = builder.literal(calls.section_close) if section else ""
     if calls.style == "react":
-        return f"{_thought(builder)} {body}"
+        thought = f"{_thought(builder)} {body}"
+        text = builder.free_text(("Action:",)) if value.get("optional") else ""
+        return f"({text} | {thought})" if text else thought
     if not value.get("optional"):
         return f"{builder.literal(prefix)} {body} {more} {end}"
     return _optional_calls(builder, calls, prefix, f"{body} {more} {end}")
@@ -135,9 +137,13 @@ def _thought(builder: LarkBuilder) -> str:
 
 def _optional_calls(builder: LarkBuilder, calls: CallSyntax, prefix: str, body: str) -> str:
     """Text, or text and calls."""
+    if calls.style == "harmony":
+        final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
+        return f"({final} {builder.free_text(())} | {body})"
     parts = mark_parts(prefix)
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
-    excluded = tuple(filter(None, (opener, *calls.openers)))
+    marks = (opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional_open)
+    excluded = tuple(filter(None, marks))
     if not opener:
         text = builder.free_text(excluded, r"/[^{\[\s](?s:.*)/")
         return f"({text} | {builder.literal(prefix)} {body})"
@@ -167,7 +173,7 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
             f"{harmony.MESSAGE}"
         )
         return f"{builder.literal(header)} {builder.schema(schema)}"
-    parts = ArgumentGrammar(builder, calls, name, schema) if _needs_syntax(calls) else None
+    parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"
         return f'{json.dumps(name + "(")} {parts.keywords()} ")"'
@@ -176,10 +182,6 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
         return f"{head} {builder.schema(schema)} {close}"
     body = parts.parameters() if calls.style == "parameters" else parts.marked()
     return f"{head} {body} {close}"
-
-
-def _needs_syntax(calls: CallSyntax) -> bool:
-    return calls.style in ("parameters", "pythonic") or bool(calls.string_mark)
 
 
 def _head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:

@@ -123,6 +123,11 @@ class CallSyntax:
     stops: tuple[str, ...] = ()
     max_calls: int | None = None
 
+    @property
+    def writes_json(self) -> bool:
+        """Whether the arguments of a call are written as one JSON object."""
+        return self.style not in ("parameters", "pythonic") and not self.string_mark
+
 
 @dataclass(frozen=True)
 class ChatSyntax:

@@ -105,7 +105,8 @@ class LarkBuilder:
 
     def free_text(self, excluded: tuple[str, ...], start: str = "") -> str:
         """Return the terminal of a text that is not empty and contains none of the marks."""
-        without = "".join(f" & ~/(?s:.*){regex_literal(mark)}(?s:.*)/" for mark in excluded)
+        marks = "|".join(map(regex_literal, excluded))
+        without = f" & ~/(?s:.*)({marks})(?s:.*)/" if excluded else ""
         return self.terminal((start or ANY_TEXT) + without)
 
     def is_token(self, mark: str) -> bool:

@@ -44,18 +44,20 @@ class ThinkingBudget:
 
     def forced(self) -> int | None:
         """Return the token that must come next; None if any may."""
+        if self._forced:
+            return self._forced[0]
         if self._ended or not self._begun:
             return None
-        if not self._forced and self._count >= self._budget:
+        if self._count >= self._budget:
             # after a begun mark the rest of its text would be another one
             self._forced = self._bare_ids if not self._count else self._closing_ids
         return self._forced[0] if self._forced else None
 
     def accept(self, token: int) -> None:
         """Count a token."""
+        self._forced = self._forced[1:]
         if self._ended:
             return
-        self._forced = self._forced[1:]
         self._text += self._utf8.push(self._tokenizer.token_bytes(token))
         if self._begun:
             self._count += 1

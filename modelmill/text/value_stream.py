@@ -27,7 +27,7 @@ _WORDS = {
 }
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
-_ESCAPE_SIZES = {"u": 4, "x": 2}
+_ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
 _CLOSERS = {"[": "]", "{": "}"}
 
 
@@ -269,7 +269,9 @@ class ValueStream:
                 return at + 1
             if len(digits) < size:
                 return at
-            self._out.append(f"\\u{digits.zfill(4)}")
+            code = int(digits, 16)
+            big = size == 8 and code <= 0x10FFFF
+            self._out.append(escape_text(chr(code)) if big else f"\\u{digits[-4:].zfill(4)}")
             return at + 2 + size
         if char == "'":
             self._out.append("'")

@@ -48,7 +48,7 @@ class AnswerSampler:
         self._tokenizer = MarkTokenizer(marks, control)
         self._guides = GuideFactory(self._tokenizer, self._tokenizer.vocab_size, (END,))  # type: ignore[arg-type]
 
-    def sample(self, grammar: Grammar, rng: random.Random, max_tokens: int = 2500) -> str | None:
+    def sample(self, grammar: Grammar, rng: random.Random, max_tokens: int = 1200) -> str | None:
         """An answer, ends and marks preferred; None where it takes too long."""
         guide, out = self._guides.make(grammar, (END,)), bytearray()
         vocab = self._tokenizer.vocab_size

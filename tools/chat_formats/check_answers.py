@@ -67,7 +67,9 @@ def is_json_prefix(text: str) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
+        # Python's decoder calls a complete escape at the end of the text an invalid one
+        unterminated = error.msg.startswith(("Unterminated string", "Invalid \\uXXXX escape"))
+        return unterminated or error.pos >= len(text.rstrip())
     return True
 
 

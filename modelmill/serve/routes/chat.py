@@ -26,7 +26,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema import ChatRequest, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.text import tool_prompts
+from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import (
     AnswerPiece,
@@ -91,6 +91,12 @@ def chat_request_state(
         params = replace(
             params,
             stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
+        )
+    if grammar is None:
+        grammar = tool_grammar.strict_call_grammar(
+            offered,
+            body.parallel_tool_calls is not False,
+            as_json=load_format(format_name).calls.writes_json,
         )
     salt = body.cache_salt or ""
     if body.chat_template_kwargs:
