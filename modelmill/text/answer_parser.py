@@ -122,9 +122,7 @@ class MarkedAnswerParser(AnswerParser):
         reader = self._reader
         if reader is not None and self._mode == self._scan_block:
             reader.end(cut)
-        for _ in range(len(self._buffer) + 2):
-            if self._mode != self._scan_block or reader is None:
-                break
+        while self._mode == self._scan_block:
             self._read_block(final=True)
             while self._buffer and self._mode != self._scan_block and self._mode():
                 pass
@@ -211,13 +209,15 @@ class MarkedAnswerParser(AnswerParser):
             return False
         text = reader.release()
         marked = self._marked or reader.num_calls or text.lstrip().startswith(reader.openers)
-        if final and reader.cut and marked and not reader.closed:
-            # a call that was cut off before it was reported
-            text = self._buffer = ""
-        if not text and reader.rejected and self._buffer:
-            # nothing was consumed: the mark itself is content
-            size = next((len(m) for m in reader.openers if self._buffer.startswith(m)), 0)
-            text, self._buffer = self._buffer[:size], self._buffer[size:]
-        self._output.add_text(text)
         self._mode = self._scan_content
+        if reader.closed:
+            self._output.add_text(text)
+        elif final and reader.cut and marked:
+            self._buffer = ""  # a call that was cut off before it was reported
+        else:
+            # the mark is content; what follows it is read again, since it may have a call
+            self._buffer = text + self._buffer
+            size = next((len(m) for m in reader.openers if self._buffer.startswith(m)), 0)
+            self._output.add_text(self._buffer[:size])
+            self._buffer = self._buffer[size:]
         return True

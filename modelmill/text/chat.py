@@ -276,7 +276,18 @@ class TemplateChat:
                 self._calls[key] = probe_call_forms(render)
             return self._calls[key]
 
-        return adapt_messages(messages, parts, calls)
+        adapted = adapt_messages(messages, parts, calls)
+        if "message.thinking" in template:  # gpt-oss's name of it
+            adapted = [_with_thinking(message) for message in adapted]
+        return adapted
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Give the thinking under gpt-oss's name; its template refuses it beside content and calls."""
+    both = message.get("content") and message.get("tool_calls")
+    if both or not message.get("reasoning_content"):
+        return message
+    return {**message, "thinking": message["reasoning_content"]}
 
 
 def _tools_for_template(tools: object) -> list[Mapping[str, Any]] | None:

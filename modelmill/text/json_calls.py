@@ -6,7 +6,7 @@ import ast
 import json
 from collections.abc import Callable
 
-from modelmill.text.call_reader import CallReader, mark_parts
+from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, mark_parts
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.value_stream import ValueStream, clean_json
 
@@ -37,6 +37,7 @@ class JsonCallReader(CallReader):
         self._arguments: str | None = None  # complete before the name was known
         self._key: str | None = None
         self._passing = False
+        self._key_chars = 0
 
     def _scan_open(self, text: str, at: int) -> int:
         count, place = self._match(text, at, self._opening)
@@ -102,6 +103,7 @@ class JsonCallReader(CallReader):
         if char not in "\"'":
             return self._fail(at)
         self._value, self._key, self._passing = ValueStream(), None, False
+        self._key_chars = 0
         self._state = self._scan_value
         return at
 
@@ -133,6 +135,7 @@ class JsonCallReader(CallReader):
     def _scan_value(self, text: str, at: int) -> int:
         value = self._value
         assert value is not None, "a value has begun"
+        start = at
         at = value.feed(text, at, self._final)
         if self._passing:
             self._output.add_arguments(value.take())
@@ -144,6 +147,10 @@ class JsonCallReader(CallReader):
             return at
         if value.failed:
             return self._fail(at)
+        self._key_chars += (at - start) if self._key is None else 0
+        if self._key_chars > MAX_HEAD_CHARS:
+            # no key is that long; the place does not depend on how the text came
+            return self._fail(at - (self._key_chars - MAX_HEAD_CHARS))
         if not value.done:
             return at
         return at if self._value_done(value.take()) else self._fail(at)

@@ -25,14 +25,14 @@ def guide_of(grammar: Grammar | None, *, control: bool) -> tuple[Any, MarkTokeni
     return guides.make(grammar, (END,)), tokenizer
 
 
-def write(guide: Any, tokenizer: MarkTokenizer, wanted: bytes, steps: int) -> bytes:
+def write(guide: Any, tokenizer: MarkTokenizer, preferred: bytes, steps: int) -> bytes:
     """Write the same byte over and over, where it is allowed; else the first that is."""
     out = b""
     for _ in range(steps):
         bits = guide.mask()
         allowed = [i for i in range(tokenizer.vocab_size) if bits[i >> 3] >> (i & 7) & 1]
         assert allowed
-        token = wanted[0] if wanted[0] in allowed else allowed[0]
+        token = preferred[0] if preferred[0] in allowed else allowed[0]
         if token == END:
             return out
         out += tokenizer.token_bytes(token)

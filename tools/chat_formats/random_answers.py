@@ -91,7 +91,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
 def _random_text(rng: random.Random, syntax: ChatSyntax, most: int = 12) -> str:
     """Words and pieces of marks, without a whole mark and without blanks at the ends."""
     forbidden = forbidden_texts(syntax)
-    partial = [mark[:-1] for mark in forbidden]
+    partial = [mark[: -2 if mark.endswith("[") else -1] for mark in forbidden]
     while True:
         words = [
             rng.choice(partial) if partial and rng.random() < 0.15 else rng.choice(WORDS)
