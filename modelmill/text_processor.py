@@ -16,7 +16,7 @@ from typing import Any
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
-from modelmill.core.types import EmbeddingSpan, Grammar, Guide, Request, SamplingParams
+from modelmill.core.types import EmbeddingSpan, Grammar, Request, SamplingParams
 from modelmill.request_state import RequestState
 from modelmill.text import grammar as grammars
 from modelmill.text.answer_grammar import PromptThinking, answer_grammar
@@ -281,7 +281,7 @@ class TextProcessor:
             return self.tokenizer.encode(prompt)
         return _check_ids(prompt)
 
-    def make_guide(self, request: Request, vocab: int) -> Guide:
+    def make_guide(self, request: Request, vocab: int) -> grammars.AnswerGuide:
         """Make the guide of a request with a grammar.
 
         Args:

@@ -103,7 +103,7 @@ class GuideFactory:
         words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
-    def make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide | BudgetGuide:
+    def make(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of one answer.
 
         Raises:
@@ -113,7 +113,7 @@ class GuideFactory:
             return self._make_answer(grammar, ends)
         return self._make(grammar, ends)
 
-    def _make_answer(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide | BudgetGuide:
+    def _make_answer(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of an answer with thinking."""
         value = json.loads(grammar.text)
         guide = None if value["answer"] is None else self._make(grammar, ends)
@@ -183,6 +183,10 @@ class GrammarGuide:
     def copy(self) -> GrammarGuide:
         """Return a copy in the same state."""
         return GrammarGuide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
+
+
+AnswerGuide = GrammarGuide | BudgetGuide
+"""The guide of an answer, whatever is constrained."""
 
 
 class _LlguidanceVocab:
