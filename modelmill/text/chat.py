@@ -56,6 +56,7 @@ class ChatFormat(Protocol):
     format_name: str  # how answers are written, see chat_formats
     thinking: ThinkingSyntax | None  # marks of the thinking, if the template has them
     writes_calls: bool  # whether it writes earlier calls
+    takes_effort: bool  # whether it reads the variable reasoning_effort
 
     def encode(
         self,
@@ -189,6 +190,7 @@ class TemplateChat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
         self.writes_calls = "tool_calls" in template_text
+        self.takes_effort = "reasoning_effort" in template_text
         self._parts: dict[tuple[str, bool, str], bool] = {}
         self._calls: dict[tuple[str, bool], CallContentForms] = {}
 

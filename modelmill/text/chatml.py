@@ -37,7 +37,7 @@ class QwenChatFormat:
         self.stop_strings: tuple[str, ...] = ()
         self.format_name = "qwen_react"
         self.thinking: ThinkingSyntax | None = None
-        self.writes_calls = False
+        self.writes_calls = self.takes_effort = False
 
     def encode(
         self,

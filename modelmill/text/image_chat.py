@@ -80,7 +80,7 @@ class ImageChat:
         self.stop_strings: tuple[str, ...] = (TURN_END,)
         self.format_name = WITHOUT_TOOLS
         self.thinking: ThinkingSyntax | None = None
-        self.writes_calls = False
+        self.writes_calls = self.takes_effort = False
 
     def encode_with_images(
         self,

@@ -113,6 +113,21 @@ def test_thinking_is_an_item_of_a_response() -> None:
     assert [e["output_index"] for e in added] == [0, 1]
 
 
+def test_tokens_of_the_thinking_are_counted() -> None:
+    body = ResponsesRequest(model="m", input="x")
+    output = CompletionOutput(0, "", [1], None)
+    builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output, "open"), THINKS)  # type: ignore[arg-type]
+    result = RequestOutput("r", None, [], [output])
+    texts = (("We", 2), ("ll.\n</think>", 3), ("Hi.", 4))
+    builder.consume(
+        [
+            SimpleNamespace(delta=OutputDelta(0, text, (1,) * count, None, result))
+            for text, count in texts
+        ]
+    )  # type: ignore[arg-type]
+    assert builder._reasoning_tokens == 5
+
+
 def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
     items = ResponseItems(hold_spaces=False)
     list(items.add_reasoning("Well"))
@@ -172,6 +187,17 @@ def test_a_budget_is_part_of_the_constraint(processor: TextProcessor) -> None:
     for _ in range(3):
         guide.accept(104)
     assert int.from_bytes(guide.mask().tobytes(), "little").bit_count() == 1
+
+
+def test_the_effort_reaches_a_template_that_reads_it() -> None:
+    template = "{{ messages[0].content }}{{ reasoning_effort | default('he') }}"
+    files = hf_files(small_hf(), chat_template=template, eos_token="<|end|>")
+    processor = TextProcessor(Path("tiny"), MANIFEST, files)
+    low = chat_request_state(processor, ChatRequest(**ASK, reasoning_effort="llo"), 512)
+    unset = chat_request_state(processor, ChatRequest(**ASK), 512)
+    assert processor.tokenizer is not None
+    assert processor.tokenizer.decode(list(low.request.prompt)).endswith("xllo")
+    assert processor.tokenizer.decode(list(unset.request.prompt)).endswith("xhe")
 
 
 def test_a_template_option_of_the_engine_is_refused(processor: TextProcessor) -> None:

@@ -99,8 +99,11 @@ def chat_request_state(
             as_json=load_format(format_name).calls.writes_json,
         )
     salt = body.cache_salt or ""
-    if body.chat_template_kwargs:
-        template["options"] = body.chat_template_kwargs
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if options:
+        template["options"] = options
     return text_processor.chat_request(
         messages,
         params,
