@@ -243,12 +243,9 @@ class ParameterCallReader(NamedCallReader):
         place = self._json_end(text, at) if not self._type.is_string else -1
         if place is None:
             return at
-        marks = [self._value_close]
-        if self._value_end and self._type.is_string:
-            # a model that leaves the closing mark out goes on with the next argument
-            marks.append(self._value_end + self._param_open[0])
+        marks = self._value_marks()
         if place < 0:
-            place, _ = find_first(text, tuple(marks), at)
+            place, _ = find_first(text, marks, at)
         if place < 0:
             if not self._type.is_string:
                 if self._final:
@@ -266,6 +263,14 @@ class ParameterCallReader(NamedCallReader):
             self._output.add_arguments(self._prefix + typed_value(value, self._type))
         self._state = self._scan_value_close
         return place
+
+    def _value_marks(self) -> tuple[str, ...]:
+        """Marks that end a value; a model that leaves the closing mark out writes what follows."""
+        if not self._value_end:
+            return (self._value_close,)
+        end = self._syntax.call_close if self._type.is_string else self._close[0]
+        following = (self._param_open[0], end)
+        return (self._value_close, *(self._value_end + mark for mark in following))
 
     def _json_end(self, text: str, at: int) -> int | None:
         """Where a JSON value ends, which may have the closing mark in its strings.

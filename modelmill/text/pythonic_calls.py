@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, mark_parts, skip_blank
+from modelmill.text.answer_pieces import PieceCollector
+from modelmill.text.call_reader import (
+    MAX_HEAD_CHARS,
+    CallReader,
+    ToolSchemas,
+    mark_parts,
+    skip_blank,
+)
+from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.value_stream import ValueStream
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -14,6 +22,11 @@ _KEY = re.compile(r"[^\W\d]\w*")
 
 class PythonicCallReader(CallReader):
     """Reads a list of calls; the values are passed on as they come."""
+
+    def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
+        super().__init__(syntax, tools, output)
+        # a list inside content is known by the name of a tool
+        self.openers = (*self.openers, *(f"[{name}(" for name in tools))
 
     def _first_state(self) -> Callable[[str, int], int]:
         self._name = ""
