@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -141,6 +141,10 @@ quantization-page: $(VENV)/.test
 # docs/cli: a page for each command, from its help
 command-line: $(VENV)/.test
 	$(BIN)/python -m tools.command_line_pages
+
+# the table of docs/tool-calling.md
+chat-formats: $(VENV)/.test
+	$(BIN)/python -m tools.chat_formats.page
 
 # docs/families.md, the table of supported families
 families: $(VENV)/.test

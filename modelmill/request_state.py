@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from modelmill.core.types import FinishReason, Request, TokenOutput
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.text.answer_grammar import PromptThinking
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop import StopMatcher
 from modelmill.text.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ class RequestState:
         tokenizer: Tokenizer | None,
         shown_special: Collection[int] = (),
         continues_prompt: bool = False,
+        prompt_thinking: PromptThinking = "free",
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -35,8 +37,10 @@ class RequestState:
             shown_special: Special tokens to keep in the text, such as the start of a tool call.
             continues_prompt: Whether the output continues the prompt's text (a completion) instead
                 of being a separate text (a chat message).
+            prompt_thinking: What the prompt says of the thinking.
         """
         self.request = request
+        self.prompt_thinking: PromptThinking = prompt_thinking
         self.continues_prompt = continues_prompt
         self.echo_text = ""
         params = request.params

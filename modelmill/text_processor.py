@@ -19,16 +19,19 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.types import EmbeddingSpan, Grammar, Request, SamplingParams
 from modelmill.request_state import RequestState
 from modelmill.text import grammar as grammars
+from modelmill.text.answer_grammar import PromptThinking, answer_grammar
 from modelmill.text.chat import ChatFormat, load_chat
+from modelmill.text.chat_format_files import control_marks, load_format
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
 from modelmill.text.messages import Messages
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
-from modelmill.text.tool_prompts import CALL_MARKS
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _TOKENIZER_FOLDER = "tokenizer"
+PROMPT_END_TOKENS = 32
+"""Tokens at the end of a prompt that may begin or end the thinking."""
 
 
 class TextProcessor:
@@ -148,6 +151,8 @@ class TextProcessor:
         cache_salt: str = "",
         grammar: Grammar | None = None,
         calls: bool = False,
+        parses_thinking: bool = False,
+        thinking_budget: int | None = None,
         **template: Any,
     ) -> RequestState:
         """Make a request of one conversation, without queueing it.
@@ -157,7 +162,9 @@ class TextProcessor:
             params: None uses the engine's defaults.
             cache_salt: Requests with different salts share no cached prefix.
             grammar: Constrains the output.
-            calls: Keep the control tokens that mark tool calls in the text, for the tool parser.
+            calls: Keep the control tokens that mark tool calls in the text, for the answer parser.
+            parses_thinking: Keep those of the thinking; a grammar then allows thinking first.
+            thinking_budget: Maximum tokens of the thinking.
             template: Further variables of the chat template.
 
         Raises:
@@ -182,15 +189,53 @@ class TextProcessor:
         penalize_prompt = (
             not isinstance(self.chat_format, ImageChat) or self.chat_format.penalize_prompt
         )
+        thinking = self.chat_format.thinking if parses_thinking else None
+        if thinking_budget is not None and thinking is None:
+            raise RequestError(
+                "thinking_token_budget: the chat template of this model has no thinking; leave it "
+                "out"
+            )
+        prompt_thinking = self._prompt_thinking(ids)
+        grammar = answer_grammar(
+            grammar, self.chat_format.format_name, thinking, prompt_thinking, thinking_budget
+        )
+        if grammar is not None and grammar.grammar_type == "answer":
+            grammars.check_grammar(grammar)
         request = replace(
             request, grammar=grammar, embedding_spans=spans, penalize_prompt=penalize_prompt
         )
-        special = {} if self.tokenizer is None or not calls else self.tokenizer.special
-        marks = frozenset(special[m] for m in CALL_MARKS if m in special)
         # a grammar checks every byte of the first token, so its leading space must stay in the text
         return RequestState(
-            request, None, self.tokenizer, marks, continues_prompt=grammar is not None
+            request,
+            None,
+            self.tokenizer,
+            self._shown_marks(calls, thinking is not None),
+            continues_prompt=grammar is not None,
+            prompt_thinking=prompt_thinking,
         )
+
+    def _shown_marks(self, calls: bool, thinking: bool) -> frozenset[int]:
+        """Control tokens that the answer parser needs in the text."""
+        if self.chat_format is None or self.tokenizer is None:
+            return frozenset()
+        syntax, special = load_format(self.chat_format.format_name), self.tokenizer.special
+        marks = set[str]()
+        if calls or (thinking and syntax.calls.style == "harmony"):
+            marks.update(control_marks(syntax, None))
+        if thinking and self.chat_format.thinking is not None:
+            marks.update(self.chat_format.thinking.marks)
+        return frozenset(special[mark] for mark in marks if mark in special)
+
+    def _prompt_thinking(self, ids: Sequence[int]) -> PromptThinking:
+        """What the end of the prompt says of the thinking."""
+        thinking = None if self.chat_format is None else self.chat_format.thinking
+        if thinking is None or self.tokenizer is None:
+            return "free"
+        end = self.tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special=False).rstrip()
+        opening, closing = thinking.marks
+        if end.endswith(closing):
+            return "closed"
+        return "open" if end.endswith(opening) else "free"
 
     @functools.cached_property
     def suggested_defaults(self) -> GenerationDefaults:
@@ -236,7 +281,7 @@ class TextProcessor:
             return self.tokenizer.encode(prompt)
         return _check_ids(prompt)
 
-    def make_guide(self, request: Request, vocab: int) -> grammars.GrammarGuide:
+    def make_guide(self, request: Request, vocab: int) -> grammars.AnswerGuide:
         """Make the guide of a request with a grammar.
 
         Args:

@@ -23,6 +23,7 @@ class ResponseItems:
         # id of the open message, or the open call
         self._id = ""
         self._call: dict[str, Any] | None = None
+        self._reasoning_id = ""
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
         # generated text that has not been assigned to an item yet, with its logprobs
@@ -54,6 +55,27 @@ class ResponseItems:
             **self._content_position(),
             "delta": text,
             "logprobs": logprobs,
+        }
+
+    def add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
+        """Add to the reasoning, an item of its own."""
+        self._pending_logprobs = self._pending_logprobs[-1:]
+        if not self._reasoning_id:
+            yield from self._close("completed")
+            self._reasoning_id = f"rs_{secrets.token_hex(16)}"
+            item = self._reasoning("in_progress", [])
+            yield {**self._added(item), "type": "response.output_item.added"}
+            part = {"type": "reasoning_text", "text": ""}
+            yield {
+                "type": "response.content_part.added",
+                **self._reasoning_position(),
+                "part": part,
+            }
+        self._texts.append(text)
+        yield {
+            "type": "response.reasoning_text.delta",
+            **self._reasoning_position(),
+            "delta": text,
         }
 
     def start_call(self, id: str, name: str) -> Iterator[ResponseEvent]:
@@ -88,7 +110,7 @@ class ResponseItems:
 
     def finish(self, status: str) -> Iterator[ResponseEvent]:
         """End the open item with ``status``; there is at least one item afterwards."""
-        if not (self.output or self._id or self._call):
+        if not (self.output or self._id or self._call or self._reasoning_id):
             yield from self._open()
             if self._held_spaces:
                 yield from self.add_text("")
@@ -130,7 +152,9 @@ class ResponseItems:
 
     def _close(self, status: str, *, call_only: bool = False) -> Iterator[ResponseEvent]:
         """End the open item; with ``call_only`` an open message continues."""
-        if self._call is not None:
+        if self._reasoning_id:
+            yield from self._close_reasoning(status)
+        elif self._call is not None:
             yield from self._close_call(status)
         elif self._id and not call_only:
             yield from self._close_message(status)
@@ -149,6 +173,35 @@ class ResponseItems:
         yield {"type": "response.output_item.done", **index, "item": item}
         self.output.append(item)
         self._call, self._texts = None, []
+
+    def _close_reasoning(self, status: str) -> Iterator[ResponseEvent]:
+        text = "".join(self._texts)
+        part, position = {"type": "reasoning_text", "text": text}, self._reasoning_position()
+        yield {"type": "response.reasoning_text.done", **position, "text": text}
+        yield {"type": "response.content_part.done", **position, "part": part}
+        item = self._reasoning(status, [part])
+        yield {**self._added(item), "type": "response.output_item.done"}
+        self.output.append(item)
+        self._reasoning_id, self._texts = "", []
+
+    def _reasoning(self, status: str, content: list[Any]) -> dict[str, Any]:
+        return {
+            "type": "reasoning",
+            "id": self._reasoning_id,
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
+
+    def _reasoning_position(self) -> dict[str, Any]:
+        return {
+            "item_id": self._reasoning_id,
+            "output_index": len(self.output),
+            "content_index": 0,
+        }
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"output_index": len(self.output), "item": item}
 
     def _close_message(self, status: str) -> Iterator[ResponseEvent]:
         text, logprobs = "".join(self._texts), self._logprobs

@@ -323,7 +323,7 @@ class CompletionRequest(GenerationFields):
 
 
 class FunctionDefinition(StrictModel):
-    """A function. strict has no effect: forced calls always match the parameters."""
+    """A function. A forced call always matches the parameters, another one if strict is true."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = Field(None, max_length=65536)
@@ -378,6 +378,12 @@ class ChatRequest(GenerationFields):
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="variables of the chat template, such as enable_thinking"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="maximum tokens of the thinking"
+    )
 
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""

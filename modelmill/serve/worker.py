@@ -56,7 +56,7 @@ from modelmill.serve.worker_messages import (
     decode,
     encode,
 )
-from modelmill.text.grammar import GrammarGuide
+from modelmill.text.grammar import AnswerGuide
 from modelmill.text_processor import TextProcessor
 
 SEND_BUFFER_BYTES = 4 << 20
@@ -140,7 +140,7 @@ class Arrival:
 
     request: Request
     arrived_at: float
-    guide: GrammarGuide | None = None
+    guide: AnswerGuide | None = None
     error: str = ""
 
 
@@ -162,7 +162,7 @@ class Inbox:
             is_opening: the engine is still being opened.
         """
         self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
-        self._make_guide: Callable[[Request], GrammarGuide] | None = None
+        self._make_guide: Callable[[Request], AnswerGuide] | None = None
         self._is_opening = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
@@ -170,7 +170,7 @@ class Inbox:
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
 
-    def accept_grammars(self, make_guide: Callable[[Request], GrammarGuide]) -> None:
+    def accept_grammars(self, make_guide: Callable[[Request], AnswerGuide]) -> None:
         """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
         self._make_guide = make_guide
 
@@ -390,7 +390,7 @@ def run_segment_worker(
     segment_worker.SegmentWorker(model, channel, inbox, open_engine.max_pixels).run()
 
 
-class _GuideFactory:
+class _AnswerGuideFactory:
     """Makes guides.
 
     The vocabulary is read for the first guide only: most servers never need it.
@@ -402,7 +402,7 @@ class _GuideFactory:
         self._vocab_size = vocab_size
         self._text_processor: TextProcessor | None = None
 
-    def __call__(self, request: Request) -> GrammarGuide:
+    def __call__(self, request: Request) -> AnswerGuide:
         if self._text_processor is None:
             self._text_processor = TextProcessor.from_engine(self._path, self._chat_template)
         return self._text_processor.make_guide(request, self._vocab_size)
@@ -492,7 +492,7 @@ def main(argv: list[str]) -> int:
         return 1
     except BrokenPipeError:
         return EXIT_SERVER_GONE
-    inbox.accept_grammars(_GuideFactory(Path(path), open_engine.chat_template, core.vocab))
+    inbox.accept_grammars(_AnswerGuideFactory(Path(path), open_engine.chat_template, core.vocab))
     if sends_op_heartbeats(open_engine, core.device):
         core.on_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))

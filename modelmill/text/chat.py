@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
+from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
@@ -20,7 +22,6 @@ from modelmill.text.template_probe import (
 )
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
-from modelmill.text.tool_prompts import detect_tool_style
 
 __all__ = ["ChatFormat", "TemplateLimits", "TemplateChat", "load_chat"]
 
@@ -33,6 +34,7 @@ TURN_ENDS = (
     "<|end_of_turn|>",
     "<end_of_turn>",
     "<|return|>",
+    "<|call|>",
 )
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -51,8 +53,10 @@ class ChatFormat(Protocol):
 
     stop_ids: tuple[int, ...]  # an answer ends at any of these
     stop_strings: tuple[str, ...]  # … or before any of these
-    tool_style: str  # how it writes tool calls, see tool_prompts.py
+    format_name: str  # how answers are written, see chat_formats
+    thinking: ThinkingSyntax | None  # marks of the thinking, if the template has them
     writes_calls: bool  # whether it writes earlier calls
+    takes_effort: bool  # whether it reads the variable reasoning_effort
 
     def encode(
         self,
@@ -173,15 +177,20 @@ class TemplateChat:
         self._process = TemplateProcess(limits)
         self._guard = ControlTokenGuard(tokenizer.special)
         template_text = "".join(templates.values())
+        self.format_name = detect_format(template_text, tokenizer.special)
+        syntax = load_format(self.format_name)
+        self.thinking = detect_thinking(syntax, template_text)
         ends = [
             tokenizer.special[text]
             for text in TURN_ENDS
-            if text in tokenizer.special and text in template_text
+            if text in tokenizer.special
+            and text in template_text
+            and text not in syntax.not_turn_ends
         ]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = detect_tool_style(template_text)
         self.writes_calls = "tool_calls" in template_text
+        self.takes_effort = "reasoning_effort" in template_text
         self._parts: dict[tuple[str, bool, str], bool] = {}
         self._calls: dict[tuple[str, bool], CallContentForms] = {}
 
@@ -269,7 +278,18 @@ class TemplateChat:
                 self._calls[key] = probe_call_forms(render)
             return self._calls[key]
 
-        return adapt_messages(messages, parts, calls)
+        adapted = adapt_messages(messages, parts, calls)
+        if "message.thinking" in template:  # gpt-oss's name of it
+            adapted = [_with_thinking(message) for message in adapted]
+        return adapted
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Give the thinking under gpt-oss's name; its template refuses it beside content and calls."""
+    both = message.get("content") and message.get("tool_calls")
+    if both or not message.get("reasoning_content"):
+        return message
+    return {**message, "thinking": message["reasoning_content"]}
 
 
 def _tools_for_template(tools: object) -> list[Mapping[str, Any]] | None:

@@ -7,9 +7,9 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
+from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
-from modelmill.text.tool_prompts import REACT_STYLE
 
 START, END = "<|im_start|>", "<|im_end|>"
 DEFAULT_SYSTEM = "You are a helpful assistant."
@@ -35,8 +35,9 @@ class QwenChatFormat:
         self._newline = tokenizer.encode("\n", bos=False)
         self.stop_ids: tuple[int, ...] = (self._end, self._start)
         self.stop_strings: tuple[str, ...] = ()
-        self.tool_style = REACT_STYLE
-        self.writes_calls = False
+        self.format_name = "qwen_react"
+        self.thinking: ThinkingSyntax | None = None
+        self.writes_calls = self.takes_effort = False
 
     def encode(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,11 @@ from modelmill.core.errors import MissingDependency, RequestError
 from modelmill.core.packages import install_command
 from modelmill.core.quoting import one_line
 from modelmill.core.types import Grammar
+from modelmill.text.answer_grammar import build_answer
+from modelmill.text.chat_format_files import FALLBACK
+from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.messages import check_data
+from modelmill.text.thinking_budget import BudgetGuide, ThinkingBudget
 from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -31,11 +35,10 @@ GRAMMAR_TYPE_NAMES = {
     "choice": "choice",
     "lark": "grammar",
     "calls": "schema of the functions",
+    "answer": "schema of the answer",
 }
 SPACE = r"\n?[ ]{0,12}"
 """Whitespace between the parts of JSON; bounded, since small models may repeat newlines."""
-BLANK = r"BLANK: /\n?[ ]{1,12}|\n/"
-"""The same in Lark, never empty."""
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -45,23 +48,27 @@ def check_grammar(grammar: Grammar) -> None:
         RequestError: with a message of one line if it is not.
     """
     lib = _library()
+    if inner_type(grammar) == "answer":
+        return  # any text: only the thinking has a budget
     with _grammar_errors(grammar):
         problem = lib.LLMatcher.validate_grammar(
             _to_llguidance(grammar, lib), limits=_parser_limits(lib)
         )
     # warnings are about annotations without effect (format: …)
     if problem and not problem.startswith("WARNING"):
-        if grammar.grammar_type == "calls":
+        if inner_type(grammar) == "calls":
             _check_functions(grammar)
         raise RequestError(
-            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
-            f"{one_line(problem, MAX_MESSAGE_CHARS)}"
+            f"the {_type_name(grammar)} cannot be used: {one_line(problem, MAX_MESSAGE_CHARS)}"
         )
 
 
 def _check_functions(grammar: Grammar) -> None:
     """Raise RequestError with the name of the first function whose parameters are invalid."""
-    for function in json.loads(grammar.text)["functions"]:
+    text = grammar.text
+    if grammar.grammar_type == "answer":
+        text = json.loads(text)["answer"]["text"]
+    for function in json.loads(text)["functions"]:
         try:
             check_grammar(Grammar("json", json.dumps(function["arguments"])))
         except RequestError as error:
@@ -84,6 +91,10 @@ class GuideFactory:
         """
         lib = _library()
         self._lib, self._vocab = lib, vocab
+        self._tokenizer = tokenizer
+        self._special = {
+            text: id for text, id in tokenizer.special.items() if text and 0 <= id < vocab
+        }
         self._ends = sorted({id for id in (*ends, *tokenizer.eos_ids) if 0 <= id < vocab})
         if not self._ends:
             raise RequestError(
@@ -92,28 +103,41 @@ class GuideFactory:
         words = _LlguidanceVocab(tokenizer, vocab, self._ends[0])
         self._tokens = lib.LLTokenizer(words, n_vocab=vocab, eos_token=self._ends)
 
-    def make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
+    def make(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
         """Make the guide of one answer.
 
         Raises:
             RequestError: if the grammar cannot be used, or no id of ``ends`` ends an answer.
         """
+        if grammar.grammar_type == "answer":
+            return self._make_answer(grammar, ends)
+        return self._make(grammar, ends)
+
+    def _make_answer(self, grammar: Grammar, ends: Iterable[int]) -> AnswerGuide:
+        """Make the guide of an answer with thinking."""
+        value = json.loads(grammar.text)
+        guide = None if value["answer"] is None else self._make(grammar, ends)
+        if value["budget"] is None:
+            assert guide is not None, "an answer has a grammar or a budget"
+            return guide
+        return BudgetGuide(guide, ThinkingBudget(self._tokenizer, self._vocab, value))
+
+    def _make(self, grammar: Grammar, ends: Iterable[int]) -> GrammarGuide:
         with _grammar_errors(grammar):
-            text = _to_llguidance(grammar, self._lib)
+            text = _to_llguidance(grammar, self._lib, self._special)
             matcher = self._lib.LLMatcher(
                 self._tokens, text, limits=_parser_limits(self._lib), log_level=0
             )
         if matcher.is_error():
             raise RequestError(
-                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: "
+                f"the {_type_name(grammar)} cannot be used: "
                 f"{one_line(matcher.get_error(), MAX_MESSAGE_CHARS)}"
             )
         # computed here because the first mask is slow; it also detects a grammar without any text
         matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(
-                f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} cannot be used: it has no text, "
-                "or takes too much work"
+                f"the {_type_name(grammar)} cannot be used: it has no text, or takes too much work"
             )
         own_ends = set(ends)
         if not own_ends.intersection(self._ends):
@@ -161,6 +185,10 @@ class GrammarGuide:
         return GrammarGuide(self._matcher.deep_copy(), self._vocab, self._foreign, self._ends)
 
 
+AnswerGuide = GrammarGuide | BudgetGuide
+"""The guide of an answer, whatever is constrained."""
+
+
 class _LlguidanceVocab:
     """A vocabulary with the interface that llguidance expects."""
 
@@ -174,6 +202,9 @@ class _LlguidanceVocab:
             {id for id in (*tokenizer.special.values(), end) if id < vocab}
         )
         special = set(self.special_token_ids)
+        # a control token without bytes would be the begin of every other one
+        for id in special:
+            self.tokens[id] = self.tokens[id] or f"<control {id}>".encode()
         self._ids = {data: id for id, data in enumerate(self.tokens) if data and id not in special}
         self._longest = max(map(len, self._ids), default=1)
 
@@ -201,7 +232,7 @@ class _LlguidanceVocab:
 @contextlib.contextmanager
 def _grammar_errors(grammar: Grammar) -> Iterator[None]:
     """Convert llguidance's exceptions and Rust panics to RequestError."""
-    what = GRAMMAR_TYPE_NAMES[grammar.grammar_type]
+    what = _type_name(grammar)
     try:
         yield
     except UnicodeError:
@@ -217,11 +248,23 @@ def _grammar_errors(grammar: Grammar) -> Iterator[None]:
         raise RequestError(f"the {what} cannot be used: its parser failed") from None
 
 
-def _to_llguidance(grammar: Grammar, lib: Any) -> str:
-    """Convert a grammar to llguidance's format."""
-    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+def _type_name(grammar: Grammar) -> str:
+    return GRAMMAR_TYPE_NAMES[inner_type(grammar)]
+
+
+def inner_type(grammar: Grammar) -> str:
+    """Return the type of a grammar, or of the answer in it."""
+    if grammar.grammar_type != "answer":
+        return grammar.grammar_type
+    answer = json.loads(grammar.text)["answer"]
+    return "answer" if answer is None else str(answer["type"])
+
+
+def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None = None) -> str:
+    """Convert a grammar to llguidance's format; special: control tokens of the tokenizer."""
+    if grammar.grammar_type != "answer" and len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise RequestError(
-            f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} has {len(grammar.text)} characters, "
+            f"the {_type_name(grammar)} has {len(grammar.text)} characters, "
             f"at most {MAX_GRAMMAR_CHARS} are allowed"
         )
     if grammar.grammar_type == "regex":
@@ -229,6 +272,12 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
     if grammar.grammar_type == "lark":
         return str(lib.LLMatcher.grammar_from_lark(grammar.text))
     value = _parse_json(grammar)
+    if grammar.grammar_type == "answer":
+        inner = Grammar(value["answer"]["type"], value["answer"]["text"])
+        documents = None
+        if inner.grammar_type != "calls":
+            (documents,) = json.loads(_to_llguidance(inner, lib))["grammars"]
+        return build_answer(value, LarkBuilder(special or {}, _documents(lib)), documents)
     if grammar.grammar_type == "choice":
         if (
             not isinstance(value, list)
@@ -246,52 +295,39 @@ def _to_llguidance(grammar: Grammar, lib: Any) -> str:
             )
         )
     if grammar.grammar_type == "calls":
-        return _tool_call_grammar(value, lib)
+        answer = {"type": "calls", "text": grammar.text}
+        value = {"format": FALLBACK, "marks": None, "thinking": "free", "answer": answer}
+        return build_answer(value, LarkBuilder({}, _documents(lib)), None)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema must be an object")
     return _schema(value, lib)
 
 
 def _schema(value: dict[str, Any], lib: Any) -> str:
-    value.pop("x-guidance", None)  # clients must not set llguidance's options
+    # clients must not set llguidance's options
+    value = {key: each for key, each in value.items() if key != "x-guidance"}
     return str(
         lib.LLMatcher.grammar_from_json_schema(value, overrides={"whitespace_pattern": SPACE})
     )
 
 
-def _tool_call_grammar(value: dict[str, Any], lib: Any) -> str:
-    """Combine the grammars of the calls with the schemas of their arguments.
+def _documents(lib: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the conversion of a schema to a document of llguidance."""
 
-    Each schema stays a separate document, so that its references ("#", "#/properties/x",
-    an $anchor) resolve within it.
-    """
-    functions, most = value["functions"], value["most"]
-    call = "(" + " | ".join(f"c{place}" for place in range(len(functions))) + ")"
-    more = f"{{0,{(most or 1) - 1}}}"
-    lines = [
-        BLANK,
-        "s: BLANK?",
-        "start: " + (call if most is None else f'"[" s {call} (s "," s {call}){more} s "]"'),
-    ]
-    grammars = []
-    for place, function in enumerate(functions):
-        name, key, arguments = (
-            json.dumps(json.dumps(text)) for text in (function["name"], "name", "arguments")
-        )
-        lines.append(
-            f'c{place}: "{{" s {key} s ":" s {name} s "," s {arguments} s ":" s @a{place} s "}}"'
-        )
-        (schema,) = json.loads(_schema(function["arguments"], lib))["grammars"]
-        grammars.append({**schema, "name": f"a{place}"})
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines) + "\n"}, *grammars]})
+    def convert(schema: dict[str, Any]) -> dict[str, Any]:
+        (document,) = json.loads(_schema(schema, lib))["grammars"]
+        assert isinstance(document, dict)
+        return document
+
+    return convert
 
 
 def _parse_json(grammar: Grammar) -> Any:
     try:
         value = json.loads(grammar.text)
     except (ValueError, RecursionError):
-        raise RequestError(f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]} is not JSON") from None
-    check_data(value, f"the {GRAMMAR_TYPE_NAMES[grammar.grammar_type]}")
+        raise RequestError(f"the {_type_name(grammar)} is not JSON") from None
+    check_data(value, f"the {_type_name(grammar)}")
     return value
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.chat_format_files import WITHOUT_TOOLS
+from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
-from modelmill.text.tool_prompts import DESCRIBED_STYLE
 
 IMAGE_CHAT_FILE = "image_chat.json"
 SYSTEM = (
@@ -77,8 +78,9 @@ class ImageChat:
         self.stop_ids: tuple[int, ...] = tuple(tokenizer.eos_ids)
         # ### has two tokenizations, so it is matched as text
         self.stop_strings: tuple[str, ...] = (TURN_END,)
-        self.tool_style = DESCRIBED_STYLE
-        self.writes_calls = False
+        self.format_name = WITHOUT_TOOLS
+        self.thinking: ThinkingSyntax | None = None
+        self.writes_calls = self.takes_effort = False
 
     def encode_with_images(
         self,

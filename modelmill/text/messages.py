@@ -13,7 +13,10 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: [{"role", "content", …}]."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MESSAGE_KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning_content", "reasoning"),
+)
 MAX_DEPTH = 64
 MAX_BITS = 1024  # Python refuses to print much longer ones
 
@@ -104,6 +107,11 @@ def _check_message(message: object, location: str) -> dict[str, Any]:
         if not isinstance(value, str):
             raise RequestError(f"{location}: {key} must be a string")
         result[key] = value
+    reasoning = message.get("reasoning")
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise RequestError(f"{location}: reasoning must be a string")
+    if reasoning:
+        result.setdefault("reasoning_content", reasoning)
     if message.get("tool_calls"):
         if role != "assistant":
             raise RequestError(f"{location}: only an assistant message may have tool_calls")

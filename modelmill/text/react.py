@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.tool_parser import ParserOutput, ToolCallDelta, ToolParser, suffix_overlap
+from modelmill.text.answer_parser import AnswerParser
+from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
+from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.tool_prompts import OBSERVATION, arguments_json, split_parallel_calls
+from modelmill.text.value_stream import ValueStream, escape_text, suffix_overlap
 
 TOOL = (
     "{name}: Call this tool to interact with the {name} API. What is the {name} API useful for? "
@@ -157,26 +160,28 @@ def _insert_instruction(conversation: ReactConversation, text: str) -> None:
         conversation.question = f"{text}\n\nQuestion: {conversation.question}"
 
 
-class ReactToolParser(ToolParser):
+class ReactToolParser(AnswerParser):
     """Tool parser of ReAct; a thought before a call is content, before a final answer it is not."""
 
-    def __init__(self, names: Sequence[str], output: ParserOutput, thinking: bool) -> None:
+    def __init__(self, tools: ToolSchemas, output: PieceCollector, thinking: bool) -> None:
         """Start an answer; thinking: the prompt ended in "Thought:"."""
-        super().__init__(names, output)
+        super().__init__(tools, output)
         self._lead = ""
         self._mode = self._scan_thought if thinking else self._scan_start
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
-        self._has_arguments = self._has_answer = False
+        self._has_answer = False
+        self._arguments: ValueStream | None = None
+        self._is_text = False  # the arguments are no JSON object: they become a JSON string
 
-    def flush(self, cut: bool = False) -> list[str | ToolCallDelta]:
-        """See ``ToolParser.flush``."""
-        rest, self._buffer = self._buffer, ""
+    def flush(self, cut: bool = False) -> list[AnswerPiece]:
+        """See ``AnswerParser.flush``."""
         if self._mode == self._scan_arguments:
-            begun = suffix_overlap(rest, "\n" + OBSERVATION)
-            text = rest[: len(rest) - (begun if begun > 1 else 0)].rstrip()
-            self._output.add_arguments(text if self._has_arguments else text.lstrip() or "{}")
+            begun = suffix_overlap(self._buffer, "\n" + OBSERVATION)
+            kept = self._buffer[: len(self._buffer) - (begun if begun > 1 else 0)]
+            self._end_arguments("" if OBSERVATION.startswith(kept.strip()) else kept)
         elif self._mode != self._discard:
-            self._output.add_text(self._lead + rest[self._added_chars :])
+            self._output.add_text(self._lead + self._buffer[self._added_chars :])
+        self._buffer = ""
         return self._output.finish(cut)
 
     def _scan_start(self) -> bool:
@@ -212,7 +217,7 @@ class ReactToolParser(ToolParser):
         if input_start < 0:
             return False
         name = self._buffer[action + 1 + len(ACTION) : input_start].strip()
-        if name not in self._names:
+        if name not in self._tools:
             self._output.add_text(self._lead + self._buffer[self._added_chars : input_start + 1])
             self._lead = ""
             self._buffer = self._buffer[input_start + 1 :]
@@ -253,7 +258,7 @@ class ReactToolParser(ToolParser):
         if len(self._buffer) <= line + len(INPUT) and INPUT.startswith(self._buffer[line + 1 :]):
             return False
         name = self._buffer[1 + len(ACTION) : line].strip()
-        if name in self._names and self._buffer.startswith(INPUT, line + 1):
+        if name in self._tools and self._buffer.startswith(INPUT, line + 1):
             self._begin_call(name, line)
         else:
             self._output.add_text(self._buffer[:line])
@@ -261,26 +266,49 @@ class ReactToolParser(ToolParser):
         return True
 
     def _scan_arguments(self) -> bool:
-        """Scan a call's arguments, until the model invents a result."""
-        if not self._has_arguments:
+        """Scan a call's arguments, until they are complete or the model invents a result."""
+        if self._arguments is None:
             self._buffer = self._buffer.lstrip()
-        none = not self._has_arguments and self._buffer.startswith(OBSERVATION)
-        place = 0 if none else self._buffer.find("\n" + OBSERVATION)
+            if not self._buffer or OBSERVATION.startswith(self._buffer):
+                return False
+            if self._buffer.startswith(OBSERVATION):
+                self._end_arguments("")
+                return False
+            self._is_text = not self._buffer.startswith("{")
+            self._arguments = ValueStream()
+            if self._is_text:
+                self._output.add_arguments('"')
+        place = self._buffer.find("\n" + OBSERVATION)
         if place >= 0:
-            self._emit_arguments(place)
-            if not self._has_arguments:
-                self._output.add_arguments("{}")
-            self._buffer, self._mode = "", self._discard
+            self._end_arguments(self._buffer[:place])
             return False
-        self._emit_arguments(len(self._buffer) - suffix_overlap(self._buffer, "\n" + OBSERVATION))
+        stop = len(self._buffer) - suffix_overlap(self._buffer, "\n" + OBSERVATION)
+        if self._is_text:
+            stop = len(self._buffer[:stop].rstrip())
+            self._output.add_arguments(escape_text(self._buffer[:stop]))
+        else:
+            stop = self._feed(self._buffer[:stop])
+        self._buffer = self._buffer[stop:]
         return False
 
-    def _emit_arguments(self, size: int) -> None:
-        """Emit that many characters of the arguments, without trailing whitespace."""
-        body = self._buffer[:size].rstrip()
-        if body and not (not self._has_arguments and OBSERVATION.startswith(body)):
-            self._output.add_arguments(body)
-            self._has_arguments, self._buffer = True, self._buffer[len(body) :]
+    def _feed(self, text: str, final: bool = False) -> int:
+        stream = self._arguments
+        assert stream is not None, "arguments have begun"
+        at = stream.feed(text, 0, final)
+        self._output.add_arguments(stream.take())
+        if stream.done or stream.failed:
+            self._mode = self._discard
+        return at
+
+    def _end_arguments(self, rest: str) -> None:
+        """End the arguments with the rest of their text."""
+        if self._arguments is None and not rest.strip():
+            self._output.add_arguments("{}")
+        elif self._is_text:
+            self._output.add_arguments(escape_text(rest.rstrip()) + '"')
+        elif self._arguments is not None:
+            self._feed(rest, final=True)
+        self._buffer, self._mode = "", self._discard
 
     def _scan_answer(self) -> bool:
         """Emit the final answer without leading whitespace."""

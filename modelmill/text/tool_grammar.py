@@ -45,6 +45,34 @@ def forced_call_grammar(
     )
 
 
+def strict_call_grammar(tools: Sequence[Schema], several: bool, *, as_json: bool) -> Grammar | None:
+    """Return the grammar of an answer that may have calls; None if no function is strict.
+
+    Args:
+        tools: definitions of the tools.
+        several: whether the answer may have several calls.
+        as_json: whether arguments are written as JSON; a function that is not strict then takes any
+            object.
+
+    Raises:
+        RequestError: if a function's parameters are not an object.
+    """
+    functions = [tool["function"] for tool in tools]
+    if not any(function.get("strict") for function in functions):
+        return None
+    declared = [
+        {
+            "name": function["name"],
+            "arguments": arguments_schema(function)
+            if function.get("strict") or not as_json
+            else {"type": "object"},
+        }
+        for function in functions
+    ]
+    most = MAX_FORCED_CALLS if several else None
+    return Grammar("calls", json.dumps({"functions": declared, "most": most, "optional": True}))
+
+
 def arguments_schema(function: Schema) -> dict[str, Any]:
     """Return the schema of a function's arguments; a value that fits it fits the parameters.
 

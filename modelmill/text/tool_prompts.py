@@ -1,17 +1,4 @@
-"""Tools in prompts: tool definitions, earlier calls and results of a conversation as text.
-
-There are five styles of tool calls:
-
-* ``marked``: <tool_call>{"name", "arguments"}</tool_call> (Qwen 2.5 and later, Hermes);
-* ``bare``: the answer is {"name", "parameters"}, or follows <|python_tag|> (Llama 3);
-* ``listed``: [TOOL_CALLS] and a list of objects, or name[ARGS]object (Mistral);
-* ``react``: Thought, Action, Action Input, Observation, a line each (Qwen v1; text/react.py);
-* ``described``: for chat formats without tools: the system message explains the marked form, and
-  earlier calls and results are written in it.
-
-text/tool_parser.py parses calls of an answer; text/tool_grammar.py makes the grammar of forced
-calls.
-"""
+"""Tools in prompts: tool definitions, earlier calls and results of a conversation as text."""
 
 from __future__ import annotations
 
@@ -20,18 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
+from modelmill.text.answer_writer import write_answer
+from modelmill.text.chat_format_files import WITHOUT_TOOLS, load_format
 from modelmill.text.messages import validate_messages
 
-MARKED_STYLE = "marked"
-BARE_STYLE = "bare"
-LISTED_STYLE = "listed"
-REACT_STYLE = "react"
-DESCRIBED_STYLE = "described"
-CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_MARK = "<|python_tag|>"
-CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-CALL_MARKS = (CALL_OPEN, CALL_CLOSE, PYTHON_MARK, CALL_LIST_MARK, CALL_ARGS_MARK, CALL_ID_MARK)
-"""Control tokens that a tool parser needs in the text; plain answers omit them."""
 OBSERVATION = "Observation:"
 INTRO = """You may call functions to help with the user's query. Their signatures, in JSON:
 <tools>
@@ -43,31 +23,22 @@ For each call write a JSON object with its name and arguments inside these tags:
 </tool_call>"""
 
 
-def detect_tool_style(templates: str) -> str:
-    """Return the style in which chat templates write calls."""
-    if "tools" not in templates:
-        return DESCRIBED_STYLE
-    if CALL_LIST_MARK in templates:
-        return LISTED_STYLE
-    return MARKED_STYLE if CALL_OPEN in templates else BARE_STYLE
-
-
 def prepare_tools(
-    style: str,
+    format_name: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     *,
     writes_calls: bool = False,
 ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-    """Convert a conversation with tools for a chat format of this style.
+    """Convert a conversation with tools for a chat format.
 
     A conversation without tools, calls and results is unchanged.
 
     Args:
-        style: how the chat format writes calls.
+        format_name: of the chat format.
         messages: the conversation, as sent.
         tools: definitions of the tools.
-        writes_calls: whether the format writes earlier calls, even if it does not write tools.
+        writes_calls: whether the template writes earlier calls, even if it does not write tools.
 
     Returns:
         The conversation and variables for the template.
@@ -79,19 +50,15 @@ def prepare_tools(
         message.get("role") == "tool" or message.get("tool_calls") for message in messages
     ):
         return list(messages), {}
-    if style == DESCRIBED_STYLE and (tools or not writes_calls):
+    if format_name == WITHOUT_TOOLS and (tools or not writes_calls):
         return list(describe_tools(messages, tools)), {}
+    calls = load_format(format_name).calls
     out = validate_messages(messages, as_sent=True)
-    if style in (BARE_STYLE, REACT_STYLE):
+    if calls.one_per_message:
         out = split_parallel_calls(out)
-    if style == LISTED_STYLE:
+    if calls.short_ids:
         out = [_shorten_ids(message) for message in out]
     return list(out), {"tools": list(tools)} if tools else {}
-
-
-def tool_stop_strings(style: str) -> tuple[str, ...]:
-    """Return the stop strings of an answer with calls: a result would follow them."""
-    return (OBSERVATION,) if style == REACT_STYLE else ()
 
 
 def describe_tools(
@@ -127,16 +94,12 @@ def _message_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         }
     if not message.get("tool_calls"):
         return dict(message)
-    blocks = []
-    for call in message["tool_calls"]:
-        name = json.dumps(call["function"]["name"], ensure_ascii=False)
-        blocks.append(
-            f'{CALL_OPEN}\n{{"name": {name}, "arguments": {arguments_json(call)}}}\n{CALL_CLOSE}'
-        )
-    return {
-        "role": message["role"],
-        "content": "\n".join(filter(None, [message["content"], *blocks])),
-    }
+    calls = (
+        ParsedToolCall("", call["function"]["name"], arguments_json(call))
+        for call in message["tool_calls"]
+    )
+    answer = ParsedAnswer(message["content"], tuple(calls))
+    return {"role": message["role"], "content": write_answer(load_format(WITHOUT_TOOLS), answer)}
 
 
 def arguments_json(call: Mapping[str, Any]) -> str:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from modelmill.serve.response_items import ResponseItems
 from modelmill.serve.responses_schema import items_to_messages
-from modelmill.text import tool_prompts
-from modelmill.text.tool_parser import ToolCallDelta, make_tool_parser
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.answer_pieces import ReasoningDelta, ToolCallDelta
+from modelmill.text.chat_format_files import load_format
 from tests.serve.service_thread import ServiceThread
 
 GREEDY = {"model": "stories", "temperature": 0, "max_output_tokens": 24}
@@ -356,11 +357,11 @@ TOKENS = [
 @given(
     style=st.sampled_from(
         [
-            tool_prompts.MARKED_STYLE,
-            tool_prompts.BARE_STYLE,
-            tool_prompts.LISTED_STYLE,
-            tool_prompts.DESCRIBED_STYLE,
-            tool_prompts.REACT_STYLE,
+            "hermes",
+            "llama3_json",
+            "mistral_v1",
+            "described",
+            "qwen_react",
         ]
     ),
     tokens=st.lists(st.sampled_from(TOKENS), max_size=14),
@@ -368,7 +369,7 @@ TOKENS = [
 def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
     style: str, tokens: list[str]
 ) -> None:
-    items, parser = ResponseItems(hold_spaces=True), make_tool_parser(style, ["f"])
+    items, parser = ResponseItems(hold_spaces=True), make_answer_parser(load_format(style), ["f"])
     for place, token in enumerate(tokens):
         items.record_tokens(token, [place])
         for piece in parser.push(token):
@@ -385,10 +386,11 @@ def test_whatever_is_written_the_tokens_of_a_message_hold_its_text(
         # blanks at its head may be from before a call, whose tokens belong to no message
         assert part["text"].lstrip() in "".join(tokens[one] for one in part["logprobs"])
     if not any(item["type"] == "function_call" for item in items.output):
-        assert logprobs == [*range(len(tokens))] or style == tool_prompts.REACT_STYLE
+        assert logprobs == [*range(len(tokens))] or style == "qwen_react"
 
 
-def called(items: ResponseItems, piece: ToolCallDelta) -> Iterator[Any]:
+def called(items: ResponseItems, piece: ToolCallDelta | ReasoningDelta) -> Iterator[Any]:
+    assert isinstance(piece, ToolCallDelta), "no thinking here"
     if piece.name is not None:
         yield from items.start_call(piece.id or "", piece.name)
     yield from items.add_arguments(piece.arguments)

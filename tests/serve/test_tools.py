@@ -12,8 +12,8 @@ from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.request_state import RequestState
 from modelmill.serve.routes.chat import ChatResponseBuilder
 from modelmill.serve.schema import ChatRequest
-from modelmill.text import tool_prompts
-from modelmill.text.tool_parser import make_tool_parser
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.chat_format_files import load_format
 from tests.serve.service_thread import ServiceThread
 
 WEATHER = {
@@ -363,7 +363,7 @@ def test_a_forced_call_of_another_type_says_which_function(running: ServiceThrea
 
 
 REACT = SimpleNamespace(
-    tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE)
+    tokenizer=None, chat_format=SimpleNamespace(format_name="qwen_react", thinking=None)
 )
 
 
@@ -388,16 +388,21 @@ def test_only_a_stop_string_of_the_request_cuts_a_call(
     output = CompletionOutput(0, text, [1], "stop", ended)
     answer = RequestOutput("r", None, [1], [output])
     builder = ChatResponseBuilder(
-        body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
+        body,
+        SimpleNamespace(request_states=[SimpleNamespace(output=answer, prompt_thinking="free")]),
+        REACT,
     )  # type: ignore[arg-type]
     choice = builder._choice(output)
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, ended)
     assert choice["message"]["tool_calls"][0]["function"] == {
         "name": "weather",
-        "arguments": generated.strip(),
+        # what is no object is passed on as a JSON string
+        "arguments": generated.strip() if generated[0] == "{" else '"Paris"',
     }
     piece = ChatResponseBuilder(
-        body, SimpleNamespace(request_states=[SimpleNamespace(output=answer)]), REACT
+        body,
+        SimpleNamespace(request_states=[SimpleNamespace(output=answer, prompt_thinking="free")]),
+        REACT,
     )._delta_event(  # type: ignore[arg-type]
         OutputDelta(0, text, (1,), "stop", answer)
     )
@@ -409,10 +414,14 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
     """{"x": {"$ref": "#/properties/x"}}: no value is finite."""
     body = ChatRequest(**{**ASK, "tools": [WEATHER], "tool_choice": "required"})
     output = CompletionOutput(0, f'{{"name": "weather", "arguments": {text}', [1], "stop")
+    result = RequestOutput("r", None, [1], [output])
     answer = SimpleNamespace(
-        request_states=[SimpleNamespace(output=RequestOutput("r", None, [1], [output]))]
+        request_states=[SimpleNamespace(output=result, prompt_thinking="free")]
     )
-    choice = ChatResponseBuilder(body, answer, REACT)._choice(output)  # type: ignore[arg-type]
+    plain = SimpleNamespace(
+        tokenizer=None, chat_format=SimpleNamespace(format_name="json", thinking=None)
+    )
+    choice = ChatResponseBuilder(body, answer, plain)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == text
 
@@ -424,7 +433,7 @@ def test_a_forced_answer_that_is_no_call_is_reported_unless_it_was_cut(cut: bool
     """
     for text in ('{"name": "f", "arguments": 10}', '{"name": "f", "ar', "10"):
         for size in (1, 100):
-            parser = make_tool_parser(tool_prompts.BARE_STYLE, ["f"], forced=True)
+            parser = make_answer_parser(load_format("llama3_json"), ["f"], forced=True)
             pieces = [
                 piece
                 for at in range(0, len(text), size)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.text.chat import TemplateChat
 from modelmill.text.tokenizer import load_tokenizer
-from modelmill.text.tool_prompts import DESCRIBED_STYLE, prepare_tools
+from modelmill.text.tool_prompts import prepare_tools
 from tests.text.conftest import files_of, hf_files
 
 # as DeepSeek-R1-Distill's first template: a call is written beside null alone, its arguments as
@@ -171,13 +171,13 @@ def test_published_templates_write_what_transformers_writes(
 
 def test_calls_of_a_template_that_knows_no_tools_are_its_own_where_none_are_offered() -> None:
     chat = TemplateChat({"default": NULL_AND_TEXT}, load_tokenizer(hf_files()))
-    assert (chat.tool_style, chat.writes_calls) == (DESCRIBED_STYLE, True)
+    assert (chat.format_name, chat.writes_calls) == ("described", True)
     messages, variables = prepare_tools(
-        chat.tool_style, call_messages(None, TEXT), [], writes_calls=chat.writes_calls
+        chat.format_name, call_messages(None, TEXT), [], writes_calls=chat.writes_calls
     )
     assert variables == {}
     assert chat.render(messages) == f"[U]hi[C]function|weather|{TEXT}[R]5"
-    prepared, _ = prepare_tools(chat.tool_style, call_messages(None, TEXT), [], writes_calls=False)
+    prepared, _ = prepare_tools(chat.format_name, call_messages(None, TEXT), [], writes_calls=False)
     assert "tool_calls" not in prepared[1]
     chat.close()
 

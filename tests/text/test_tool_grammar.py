@@ -12,10 +12,11 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
-from modelmill.text import tool_prompts
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.answer_pieces import collect_tool_calls
+from modelmill.text.chat_format_files import load_format
 from modelmill.text.grammar import check_grammar
 from modelmill.text.tool_grammar import arguments_schema, close_schema, forced_call_grammar
-from modelmill.text.tool_parser import collect_tool_calls, make_tool_parser
 from tests.text.random_schemas import GUIDES, is_endless, is_valid, random_answer, random_parameters
 
 
@@ -57,7 +58,7 @@ def test_what_a_forced_call_writes_is_a_call_that_the_function_takes(
         if text is None:
             continue
         ended += 1
-        parser = make_tool_parser(tool_prompts.BARE_STYLE, ["f", "g"], forced=True)
+        parser = make_answer_parser(load_format("json"), ["f", "g"], forced=True)
         pieces = [piece for char in text for piece in parser.push(char)]
         content, calls = collect_tool_calls([*pieces, *parser.flush()])
         assert content == ""

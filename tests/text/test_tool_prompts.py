@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from modelmill.text import tool_prompts
+from modelmill.text.chat_format_files import detect_format
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -41,14 +42,14 @@ def test_a_format_without_tools_describes_them_in_words() -> None:
 @pytest.mark.parametrize(
     ("template", "style"),
     [
-        ("{{ messages }}", tool_prompts.DESCRIBED_STYLE),
-        ("{% if tools %}<tool_call>", tool_prompts.MARKED_STYLE),
-        ("{% if tools %}{", tool_prompts.BARE_STYLE),
-        ("{% if tools %}[TOOL_CALLS]", tool_prompts.LISTED_STYLE),
+        ("{{ messages }}", "described"),
+        ("{% if tools %}<tool_call>", "hermes"),
+        ("{% if tools %}{", "json"),
+        ("{% if tools %}[TOOL_CALLS]", "mistral_v1"),
     ],
 )
 def test_the_template_says_how_calls_are_written(template: str, style: str) -> None:
-    assert tool_prompts.detect_tool_style(template) == style
+    assert detect_format(template) == style
 
 
 def calls(*ids: str) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ PARALLEL: list[dict[str, Any]] = [
 
 
 def test_calls_made_at_once_are_written_one_by_one() -> None:
-    conversation, _ = tool_prompts.prepare_tools(tool_prompts.BARE_STYLE, PARALLEL, [])
+    conversation, _ = tool_prompts.prepare_tools("json", PARALLEL, [])
     actual = [
         (m["role"], m["content"], [c["id"] for c in m.get("tool_calls", ())]) for m in conversation
     ]
@@ -76,7 +77,7 @@ def test_calls_made_at_once_are_written_one_by_one() -> None:
         ("assistant", "", ["b"]),
         ("tool", "B", []), ("assistant", "Done", []),
     ]  # fmt: skip
-    messages, _ = tool_prompts.prepare_tools(tool_prompts.MARKED_STYLE, PARALLEL, [])
+    messages, _ = tool_prompts.prepare_tools("hermes", PARALLEL, [])
     assert len(messages) == len(PARALLEL)
 
 
@@ -87,16 +88,13 @@ def test_results_that_belong_to_no_call_are_kept() -> None:
 
 
 def test_mistral_gets_ids_of_nine_letters() -> None:
-    messages, more = tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, PARALLEL, [TOOL])
+    messages, more = tool_prompts.prepare_tools("mistral_v1", PARALLEL, [TOOL])
     made = [call["id"] for call in messages[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in messages[2:4]] == made[::-1]
     assert all(len(id) == 9 and id.isalnum() for id in made)
     assert more == {"tools": [TOOL]}
     fits = [{"role": "tool", "content": "", "tool_call_id": "abcDEF123"}]
-    assert (
-        tool_prompts.prepare_tools(tool_prompts.LISTED_STYLE, fits, [])[0][0]["tool_call_id"]
-        == "abcDEF123"
-    )
+    assert tool_prompts.prepare_tools("mistral_v1", fits, [])[0][0]["tool_call_id"] == "abcDEF123"
 
 
 def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
@@ -104,8 +102,8 @@ def test_what_has_nothing_to_do_with_tools_is_left_alone() -> None:
     assert all(
         tool_prompts.prepare_tools(style, odd, []) == (odd, {})
         for style in (
-            tool_prompts.DESCRIBED_STYLE,
-            tool_prompts.BARE_STYLE,
-            tool_prompts.REACT_STYLE,
+            "described",
+            "json",
+            "qwen_react",
         )
     )

@@ -26,13 +26,15 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema import ChatRequest, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.text import tool_prompts
-from modelmill.text.tool_parser import (
+from modelmill.text import tool_grammar, tool_prompts
+from modelmill.text.answer_parser import AnswerParser, make_answer_parser
+from modelmill.text.answer_pieces import (
+    AnswerPiece,
+    ReasoningDelta,
     ToolCallDelta,
-    ToolParser,
     collect_tool_calls,
-    make_tool_parser,
 )
+from modelmill.text.chat_format_files import load_format
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -79,34 +81,65 @@ def chat_request_state(
     check_functions(tool.function for tool in body.tools or ())
     check_message_sizes(text_processor, body.messages, max_model_len, body.offered_tools)
     grammar = body.validated_grammar()
-    style = text_processor.chat_format.tool_style
+    format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
     params = body.sampling_params()
     messages, template = tool_prompts.prepare_tools(
-        style, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
+        format_name, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
     )
-    parses_calls = bool(offered) and not body.forces_call
-    if parses_calls:
+    if offered:
         params = replace(
             params,
-            stop=tuple(dict.fromkeys((*params.stop, *tool_prompts.tool_stop_strings(style)))),
+            stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
+        )
+    if grammar is None:
+        grammar = tool_grammar.strict_call_grammar(
+            offered,
+            body.parallel_tool_calls is not False,
+            as_json=load_format(format_name).calls.writes_json,
         )
     salt = body.cache_salt or ""
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    if options:
+        template["options"] = options
     return text_processor.chat_request(
-        messages, params, cache_salt=salt, grammar=grammar, calls=parses_calls, **template
+        messages,
+        params,
+        cache_salt=salt,
+        grammar=grammar,
+        calls=bool(offered),
+        parses_thinking=True,
+        thinking_budget=body.thinking_token_budget,
+        **template,
     )
 
 
-def make_chat_tool_parser(body: ChatRequest, text_processor: TextProcessor) -> ToolParser | None:
-    """Make the parser of tool calls in an output; None if no tools may be called."""
-    names = [tool["function"]["name"] for tool in body.offered_tools]
-    if not names or text_processor.chat_format is None:
+def make_chat_tool_parser(
+    body: ChatRequest, text_processor: TextProcessor, state: RequestState | None = None
+) -> AnswerParser | None:
+    """Make the parser of an output; None if it has neither tools nor thinking.
+
+    Args:
+        body: the HTTP request.
+        text_processor: of the engine.
+        state: the engine's request, which knows whether the prompt began the thinking.
+    """
+    chat_format = text_processor.chat_format
+    tools = {
+        tool["function"]["name"]: tool["function"].get("parameters") for tool in body.offered_tools
+    }
+    if chat_format is None or not (tools or chat_format.thinking):
         return None
-    style = tool_prompts.BARE_STYLE if body.forces_call else text_processor.chat_format.tool_style
-    max_calls = 1 if body.parallel_tool_calls is False else None
-    thinking = body.messages[-1].get("role") == "tool"
-    return make_tool_parser(
-        style, names, max_calls=max_calls, thinking=thinking, forced=body.forces_call
+    return make_answer_parser(
+        load_format(chat_format.format_name),
+        tools,
+        thinking=chat_format.thinking,
+        thinks=state is not None and state.prompt_thinking == "open",
+        continues=body.messages[-1].get("role") == "tool",
+        max_calls=1 if body.parallel_tool_calls is False else None,
+        forced=body.forces_call,
     )
 
 
@@ -133,12 +166,15 @@ class ChatResponseBuilder(EventFormatter):
             ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
             for _ in range(self._n)
         ]
-        self._tool_parsers = [make_chat_tool_parser(body, text_processor) for _ in range(self._n)]
+        state = handle.request_states[0]
+        self._tool_parsers = [
+            make_chat_tool_parser(body, text_processor, state) for _ in range(self._n)
+        ]
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         tool_stops = (
             ()
             if text_processor.chat_format is None
-            else tool_prompts.tool_stop_strings(text_processor.chat_format.tool_style)
+            else load_format(text_processor.chat_format.format_name).calls.stops
         )
         # the stop strings of the tool format follow a complete call
         self._truncating_stops = frozenset(stops).difference(tool_stops)
@@ -150,20 +186,24 @@ class ChatResponseBuilder(EventFormatter):
 
     def _parse_calls(
         self, output: CompletionOutput, text: str, ended: bool
-    ) -> tuple[str, list[ToolCallDelta]]:
-        """Split new text of a choice into (content, deltas of tool calls)."""
+    ) -> tuple[str, str, list[ToolCallDelta]]:
+        """Split new text of a choice into (content, thinking, deltas of tool calls)."""
         index = output.index
         parser = self._tool_parsers[index]
         if parser is None:
-            return text, []
-        pieces = [*parser.push(text), *(parser.flush(is_truncated(output)) if ended else ())]
+            return text, "", []
+        pieces: list[AnswerPiece] = parser.push(text)
+        if ended:
+            pieces += parser.flush(is_truncated(output))
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
         for call in calls:
             self._num_calls[index] += call.name is not None
             self._arguments[index] = (
                 "" if call.name is not None else self._arguments[index]
             ) + call.arguments
-        return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
+        return content, reasoning, calls
 
     def _finish_reason(self, output: CompletionOutput, reason: str | None) -> str | None:
         finish_reason, index = openai_finish_reason(reason), output.index
@@ -192,8 +232,9 @@ class ChatResponseBuilder(EventFormatter):
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         # the stop token is not part of the text
         count = len(output.token_ids) - isinstance(output.stop_reason, int)
-        content, calls = self._parse_calls(output, output.text, ended=True)
+        content, reasoning, calls = self._parse_calls(output, output.text, ended=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning_fields(reasoning)
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [
@@ -230,12 +271,16 @@ class ChatResponseBuilder(EventFormatter):
         output = delta.output.outputs[delta.index]
         logprobs = self._logprobs[delta.index].format_next(output, len(delta.token_ids))
         ids = self._new_token_ids(output, delta) if self._body.return_token_ids else None
-        text, calls = self._parse_calls(output, delta.text, ended=delta.finish_reason is not None)
-        if not (text or calls or (logprobs and logprobs["content"]) or delta.finish_reason or ids):
+        text, reasoning, calls = self._parse_calls(
+            output, delta.text, ended=delta.finish_reason is not None
+        )
+        has_text = text or reasoning or calls
+        if not (has_text or (logprobs and logprobs["content"]) or delta.finish_reason or ids):
             return b""
         content: dict[str, Any] = (
-            {"content": text} if text or not (delta.finish_reason or calls) else {}
+            {"content": text} if text or not (delta.finish_reason or calls or reasoning) else {}
         )
+        content |= _reasoning_fields(reasoning)
         if calls:
             content["tool_calls"] = [_tool_call_delta(call) for call in calls]
         choice_fields: dict[str, Any] = {} if ids is None else {"token_ids": ids}
@@ -290,6 +335,11 @@ class ChatResponseBuilder(EventFormatter):
         """The usage if requested, and the end of the stream."""
         states = self._handle.request_states if self._body.wants_usage else None
         return openai_format.end_of_stream(self._head, states)
+
+
+def _reasoning_fields(reasoning: str) -> dict[str, str]:
+    """The thinking under both of its usual names; none if there is none."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 def _is_valid_json(arguments: str) -> bool:

@@ -28,7 +28,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.text.tool_parser import ToolCallDelta
+from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -118,9 +118,10 @@ class ResponsesBuilder(EventFormatter):
             "created_at": int(time.time()),
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
-        self._tool_parser = make_chat_tool_parser(chat, text_processor)
+        self._tool_parser = make_chat_tool_parser(chat, text_processor, handle.request_states[0])
         self._items = ResponseItems(hold_spaces=self._tool_parser is not None)
         self._num_events = 0
+        self._reasoning_tokens = 0
         self._status = "in_progress"
 
     def consume(self, items: Sequence[StreamItem]) -> None:
@@ -166,7 +167,14 @@ class ResponsesBuilder(EventFormatter):
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
         if logprobs is not None:
             self._items.record_tokens(delta.text, logprobs["content"])
-        return self._text_events(delta.text, output if delta.finish_reason is not None else None)
+        parser = self._tool_parser
+        thought = parser is not None and parser.in_reasoning
+        events = list(
+            self._text_events(delta.text, output if delta.finish_reason is not None else None)
+        )
+        if thought or (parser is not None and parser.in_reasoning):
+            self._reasoning_tokens += len(delta.token_ids)
+        return events
 
     def _text_events(self, text: str, ended: CompletionOutput | None) -> Iterable[ResponseEvent]:
         """Events of new text.
@@ -175,7 +183,7 @@ class ResponsesBuilder(EventFormatter):
             text: to add.
             ended: the output, if this is its last text.
         """
-        pieces: list[str | ToolCallDelta] = [text]
+        pieces: list[AnswerPiece] = [text]
         if self._tool_parser is not None:
             pieces = [
                 *self._tool_parser.push(text),
@@ -184,6 +192,9 @@ class ResponsesBuilder(EventFormatter):
         for piece in pieces:
             if isinstance(piece, str):
                 yield from self._items.add_text(piece)
+                continue
+            if isinstance(piece, ReasoningDelta):
+                yield from self._items.add_reasoning(piece.text)
                 continue
             if piece.name is not None:
                 yield from self._items.start_call(piece.id or "", piece.name)
@@ -253,7 +264,7 @@ class ResponsesBuilder(EventFormatter):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
 

@@ -1,0 +1,197 @@
+"""The constraint on a whole answer: thinking, then the answer or calls, in one automaton.
+
+So thinking cannot end in an answer that does not match: the grammar allows nothing but the answer
+after the mark that ends the thinking.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from modelmill.core.types import Grammar
+from modelmill.text import harmony
+from modelmill.text.argument_grammar import ArgumentGrammar
+from modelmill.text.call_reader import mark_parts
+from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
+
+PromptThinking = Literal["open", "closed", "free"]
+"""What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
+MAX_ID_DIGITS = 3
+
+
+def answer_grammar(
+    grammar: Grammar | None,
+    format_name: str,
+    thinking: ThinkingSyntax | None,
+    prompt_thinking: PromptThinking,
+    budget: int | None = None,
+) -> Grammar | None:
+    """Return the grammar of a whole answer of a chat format.
+
+    Args:
+        grammar: of the answer after the thinking; None: any text.
+        format_name: of the chat format.
+        thinking: marks of the thinking; None if the model does not think.
+        prompt_thinking: what the prompt says of it.
+        budget: maximum tokens of the thinking.
+
+    Returns:
+        None if nothing is constrained, the same grammar if the format adds nothing.
+    """
+    thinks = thinking is not None and prompt_thinking != "closed"
+    if not thinks:
+        budget = None
+    in_format = load_format(format_name).calls.style == "harmony"
+    calls = grammar is not None and grammar.grammar_type == "calls"
+    if grammar is None and budget is None:
+        return None
+    if grammar is not None and not (thinks or calls or in_format):
+        return grammar
+    marks = [thinking.open, thinking.close] if thinking is not None and thinks else None
+    inner = None if grammar is None else {"type": grammar.grammar_type, "text": grammar.text}
+    value = {
+        "format": format_name,
+        "marks": marks,
+        "thinking": prompt_thinking,
+        "budget": budget,
+        "answer": inner,
+    }
+    return Grammar("answer", json.dumps(value))
+
+
+def build_answer(
+    value: Mapping[str, Any], builder: LarkBuilder, documents: Mapping[str, Any] | None
+) -> str:
+    """Return the grammar in llguidance's format.
+
+    Args:
+        value: text of a grammar of the type answer.
+        builder: an empty one.
+        documents: grammar of the answer, if it is no calls.
+
+    Raises:
+        RequestError: if the format cannot express the arguments of a function.
+    """
+    syntax = load_format(value["format"])
+    answer = value["answer"]
+    if answer["type"] == "calls":
+        body = _calls(builder, syntax, json.loads(answer["text"]))
+    else:
+        assert documents is not None, "the answer has a grammar"
+        body = builder.document(dict(documents))
+        if syntax.calls.style == "harmony":
+            body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
+    return builder.build(f"{_thinking(builder, value)} {body}")
+
+
+def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
+    """The thinking with its marks, as far as the prompt has not written them."""
+    if value["marks"] is None:
+        return ""
+    opening, closing = (mark.strip() for mark in value["marks"])
+    blank = builder.terminal(r"/[ \n]{1,4}/") + "?"
+    if load_format(value["format"]).calls.style == "harmony":
+        closing += f"{harmony.START}assistant"
+        blank = ""
+    body = f"{builder.text(closing)} {blank}"
+    if value["thinking"] == "open":
+        return f"{body}"
+    return f"({builder.literal(opening)} {body})?"
+
+
+def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:
+    """One call, or up to ``most`` calls, perhaps after text (``optional``)."""
+    calls = syntax.calls
+    most, functions = value["most"], value["functions"]
+    several = most is not None and calls.max_calls is None and calls.style != "harmony"
+    bodies = [_call(builder, calls, function) for function in functions]
+    body = f"({' | '.join(bodies)})"
+    section = several or not calls.section_if_several
+    prefix = (calls.section_open if section else "") + calls.call_open
+    more = ""
+    if several:
+        separator = calls.separator + calls.call_open
+        mark = 's "," s' if separator == ", " else builder.literal(separator)
+        more = f"({mark} {body}){{0,{most - 1}}}"
+    end = builder.literal(calls.section_close) if section else ""
+    if calls.style == "react":
+        thought = f"{_thought(builder)} {body}"
+        text = builder.free_text(("Action:",)) if value.get("optional") else ""
+        return f"({text} | {thought})" if text else thought
+    if not value.get("optional"):
+        return f"{builder.literal(prefix)} {body} {more} {end}"
+    return _optional_calls(builder, calls, prefix, f"{body} {more} {end}")
+
+
+def _thought(builder: LarkBuilder) -> str:
+    """ReAct's thought up to the action."""
+    lead = builder.terminal(
+        r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/ & ~/(?s:.*)Action(?s:.*)Action: /"
+    )
+    return builder.rule(lead, "[lazy]")
+
+
+def _optional_calls(builder: LarkBuilder, calls: CallSyntax, prefix: str, body: str) -> str:
+    """Text, or text and calls."""
+    if calls.style == "harmony":
+        final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
+        return f"({final} {builder.free_text(())} | {body})"
+    parts = mark_parts(prefix)
+    opener = parts[0] if parts and len(parts[0]) > 1 else ""
+    marks = (opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional_open)
+    excluded = tuple(filter(None, marks))
+    if not opener:
+        text = builder.free_text(excluded, r"/[^{\[\s](?s:.*)/")
+        return f"({text} | {builder.literal(prefix)} {body})"
+    rest = prefix[prefix.index(opener) + len(opener) :]
+    if builder.is_token(opener):
+        text = builder.free_text(excluded)
+        return f"{text}? ({builder.literal(opener)} {builder.literal(rest)} {body})?"
+    return f"({builder.text(opener)} {builder.literal(rest)} {body} | {builder.terminal(ANY_TEXT)})"
+
+
+def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:
+    """One call without the mark before it."""
+    name, schema = function["name"], function["arguments"]
+    close = builder.literal(calls.call_close)
+    if calls.style == "json":
+        key, text, arguments = (
+            json.dumps(json.dumps(each)) for each in ("name", name, calls.arguments_key)
+        )
+        value = builder.schema(schema)
+        body = f'"{{" s {key} s ":" s {text} s "," s {arguments} s ":" s {value} s "}}"'
+        return f"{body} {close}"
+    if calls.style == "react":
+        return f"{json.dumps(name + calls.name_end)} {builder.schema(schema)}"
+    if calls.style == "harmony":
+        header = (
+            f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json"
+            f"{harmony.MESSAGE}"
+        )
+        return f"{builder.literal(header)} {builder.schema(schema)}"
+    parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
+    if calls.style == "pythonic":
+        assert parts is not None, "this style has a syntax of its own"
+        return f'{json.dumps(name + "(")} {parts.keywords()} ")"'
+    head = f"{_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+    if parts is None:
+        return f"{head} {builder.schema(schema)} {close}"
+    body = parts.parameters() if calls.style == "parameters" else parts.marked()
+    return f"{head} {body} {close}"
+
+
+def _head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
+    parts, rest = [], calls.head.replace("{name}", name)
+    for field, pattern in (
+        ("{index}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
+        ("{id}", "/[a-zA-Z0-9]{9}/"),
+    ):
+        before, found, after = rest.partition(field)
+        if found:
+            parts += [builder.literal(before), builder.terminal(pattern)]
+            rest = after
+    return " ".join(filter(None, [*parts, builder.literal(rest)]))

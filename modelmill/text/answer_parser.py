@@ -1,0 +1,223 @@
+"""Incremental parsing of answers: text becomes thinking, content and deltas of tool calls.
+
+Nothing that was emitted changes later. A call is emitted once its name is that of a tool and its
+arguments have begun; from then on its arguments are emitted as the model writes them, and are a
+prefix of valid JSON at every point. Text that turns out not to be a call is content. The result
+does not depend on how the text was cut into pieces, so a whole answer and a streamed one are equal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
+from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, overlap
+from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.json_calls import JsonCallReader
+from modelmill.text.named_calls import NamedCallReader, ParameterCallReader
+from modelmill.text.pythonic_calls import PythonicCallReader
+
+MIN_CUT_MARK_CHARS = 3
+"""Where a limit cut an answer off, that many characters of a mark at its end are not content."""
+READERS: dict[str, type[CallReader]] = {
+    "json": JsonCallReader,
+    "named": NamedCallReader,
+    "parameters": ParameterCallReader,
+    "pythonic": PythonicCallReader,
+}
+
+
+class AnswerParser(ABC):
+    """Splits an answer: a state machine over what is still open.
+
+    A state (``_mode``) reads from the buffer and returns whether the next one can go on.
+
+    Attributes:
+        in_reasoning: the text so far ends inside the thinking.
+    """
+
+    _mode: Callable[[], bool]
+
+    def __init__(self, tools: ToolSchemas, output: PieceCollector) -> None:
+        self._tools, self._output = tools, output
+        self._buffer = ""
+        self.in_reasoning = False
+
+    def push(self, text: str) -> list[AnswerPiece]:
+        """Add text; return the pieces that are now certain, in order."""
+        self._buffer += text
+        while self._buffer and self._mode():
+            pass
+        return self._output.drain()
+
+    @abstractmethod
+    def flush(self, cut: bool = False) -> list[AnswerPiece]:
+        """Return what is still buffered; cut: the answer was cut off by a limit."""
+
+
+def make_answer_parser(
+    syntax: ChatSyntax,
+    tools: ToolSchemas | Sequence[str] = (),
+    *,
+    thinking: ThinkingSyntax | None = None,
+    thinks: bool = False,
+    continues: bool = False,
+    max_calls: int | None = None,
+    forced: bool = False,
+) -> AnswerParser:
+    """Make the parser of one answer.
+
+    Args:
+        syntax: how the answer is written.
+        tools: names of the tools, with the JSON schemas of their parameters if those are known; a
+            call of another name is content.
+        thinking: marks of the thinking; None if the model does not think.
+        thinks: whether the prompt began the thinking.
+        continues: whether the prompt began the answer otherwise (ReAct's "Thought:").
+        max_calls: further calls are dropped.
+        forced: whether a grammar forces calls; the text of a call that was cut off is then not
+            content.
+    """
+    from modelmill.text.harmony import HarmonyParser
+    from modelmill.text.react import ReactToolParser
+
+    schemas: Mapping[str, Mapping[str, Any] | None] = (
+        tools if isinstance(tools, Mapping) else dict.fromkeys(tools)
+    )
+    output = PieceCollector(max_calls, short_ids=syntax.calls.short_ids, silent=forced)
+    if syntax.calls.style == "react":
+        return ReactToolParser(schemas, output, continues)
+    if syntax.calls.style == "harmony":
+        return HarmonyParser(schemas, output)
+    return MarkedAnswerParser(syntax, schemas, output, thinking, thinks)
+
+
+class MarkedAnswerParser(AnswerParser):
+    """Parser of formats that mark thinking and calls in the text."""
+
+    def __init__(
+        self,
+        syntax: ChatSyntax,
+        tools: ToolSchemas,
+        output: PieceCollector,
+        thinking: ThinkingSyntax | None,
+        thinks: bool,
+    ) -> None:
+        super().__init__(tools, output)
+        self._reader = READERS[syntax.calls.style](syntax.calls, tools, output) if tools else None
+        self._bare = syntax.calls.bare
+        self._thinking_open, self._thinking_close = ("", "") if thinking is None else thinking.marks
+        ends_at_calls = thinking is not None and thinking.ends_at_calls and self._reader is not None
+        self._thinking_ends = (
+            self._thinking_close,
+            *(self._reader.openers if ends_at_calls and self._reader else ()),
+        )
+        self.in_reasoning = thinks
+        self._mode = self._scan_start if thinking is not None else self._begin_content()
+
+    def flush(self, cut: bool = False) -> list[AnswerPiece]:
+        """See ``AnswerParser.flush``."""
+        reader = self._reader
+        if reader is not None and self._mode == self._scan_block:
+            reader.end(cut)
+        while self._mode == self._scan_block:
+            self._read_block(final=True)
+            while self._buffer and self._mode != self._scan_block and self._mode():
+                pass
+        rest, self._buffer = self._buffer, ""
+        if cut:
+            # the begin of a mark is no text
+            marks = self._thinking_ends if self.in_reasoning else reader.openers if reader else ()
+            if self._mode == self._scan_start and not self.in_reasoning:
+                marks = (*marks, self._thinking_open)
+            size = overlap(rest, marks)
+            rest = rest[: len(rest) - size] if size >= MIN_CUT_MARK_CHARS else rest
+        if self.in_reasoning:
+            self._output.add_reasoning(rest)
+        elif self._mode != self._scan_block:
+            self._output.add_text(rest)
+        return self._output.finish(cut)
+
+    def _begin_content(self) -> Callable[[], bool]:
+        """The mode at the begin of the content."""
+        self._marked = False
+        if self._reader is None or not self._bare:
+            return self._scan_content
+        self._reader.begin()
+        return self._scan_block
+
+    def _scan_start(self) -> bool:
+        """Detect whether the answer begins with thinking."""
+        text = self._buffer.lstrip()
+        mark = self._thinking_open
+        if not text or (len(text) < len(mark) and mark.startswith(text)):
+            return False
+        if text.startswith(mark):
+            self._buffer = text[len(mark) :]
+            self.in_reasoning = True
+        self._mode = self._scan_thinking if self.in_reasoning else self._begin_content()
+        return True
+
+    def _scan_thinking(self) -> bool:
+        """Emit the thinking up to its end."""
+        place, mark = find_first(self._buffer, self._thinking_ends)
+        if place < 0:
+            stop = len(self._buffer) - overlap(self._buffer, self._thinking_ends)
+            self._output.add_reasoning(self._buffer[:stop])
+            self._buffer = self._buffer[stop:]
+            return False
+        self._output.add_reasoning(self._buffer[:place])
+        self._output.end_reasoning()
+        if mark == self._thinking_close:
+            place += len(mark)
+        self._buffer = self._buffer[place:]
+        self.in_reasoning = False
+        self._mode = self._begin_content()
+        return True
+
+    def _scan_content(self) -> bool:
+        """Scan content up to an opening mark."""
+        if self._reader is None:
+            self._output.add_text(self._buffer)
+            self._buffer = ""
+            return False
+        place, mark = find_first(self._buffer, self._reader.openers)
+        if mark:
+            self._output.add_text(self._buffer[:place])
+            self._buffer = self._buffer[place:]
+            self._reader.begin()
+            self._marked = True
+            self._mode = self._scan_block
+            return True
+        stop = len(self._buffer) - overlap(self._buffer, self._reader.openers)
+        self._output.add_text(self._buffer[:stop])
+        self._buffer = self._buffer[stop:]
+        return False
+
+    def _scan_block(self) -> bool:
+        """Read calls."""
+        return self._read_block(final=False)
+
+    def _read_block(self, final: bool) -> bool:
+        reader = self._reader
+        assert reader is not None, "a block is read by the reader"
+        at = reader.feed(self._buffer, 0, final)
+        self._buffer = self._buffer[at:]
+        if not (reader.closed or reader.rejected or final):
+            return False
+        text = reader.release()
+        marked = self._marked or reader.num_calls or text.lstrip().startswith(reader.openers)
+        self._mode = self._scan_content
+        if reader.closed:
+            self._output.add_text(text)
+        elif final and reader.cut and marked:
+            self._buffer = ""  # a call that was cut off before it was reported
+        else:
+            # the mark is content; what follows it is read again, since it may have a call
+            self._buffer = text + self._buffer
+            size = next((len(m) for m in reader.openers if self._buffer.startswith(m)), 0)
+            self._output.add_text(self._buffer[:size])
+            self._buffer = self._buffer[size:]
+        return True

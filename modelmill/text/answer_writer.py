@@ -1,0 +1,136 @@
+"""Writes answers as the model does: the inverse of ``answer_parser``.
+
+A parsed answer is written back byte for byte if the model wrote it in its format's own form. JSON
+arguments and their numbers keep the text that the model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.text import harmony
+from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.value_stream import split_object
+
+_OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
+_PYTHON_WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+def write_answer(
+    syntax: ChatSyntax,
+    answer: ParsedAnswer,
+    *,
+    thinking: ThinkingSyntax | None = None,
+    thinks: bool = False,
+    several: bool = False,
+) -> str:
+    """Return the text of an answer.
+
+    Args:
+        syntax: how it is written.
+        answer: the answer.
+        thinking: marks of the thinking; None: the thinking is left out.
+        thinks: whether the prompt began the thinking already.
+        several: whether a single call stands in a list, too, where that is possible.
+    """
+    if syntax.calls.style == "harmony":
+        return _write_messages(answer)
+    text = ""
+    if thinking is not None and (answer.reasoning or thinks):
+        text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
+    return text + answer.content + write_calls(syntax.calls, answer, several=several)
+
+
+def write_calls(calls: CallSyntax, answer: ParsedAnswer, *, several: bool = False) -> str:
+    """Return the text of the calls, with what separates them from the content."""
+    if not answer.calls:
+        return ""
+    before = calls.content_end if answer.content else ""
+    written = (write_call(calls, call, index) for index, call in enumerate(answer.calls))
+    section = several or len(answer.calls) > 1 or not calls.section_if_several
+    opening, closing = (calls.section_open, calls.section_close) if section else ("", "")
+    return before + opening + calls.separator.join(written) + closing
+
+
+def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
+    """Return the text of one call; index: its number in the answer."""
+    if calls.style == "json":
+        name = json.dumps(call.name, ensure_ascii=False)
+        body = f'{{"name": {name}, "{calls.arguments_key}": {call.arguments}}}'
+        return calls.call_open + body + calls.call_close
+    if calls.style == "pythonic":
+        pairs = split_object(call.arguments) or []
+        return f"{call.name}({', '.join(f'{key}={to_python(value)}' for key, value in pairs)})"
+    head = _write_head(calls, call, index)
+    body = (
+        _write_parameters(calls, call)
+        if calls.style == "parameters"
+        else to_marked(call.arguments, calls.string_mark)
+    )
+    return calls.call_open + head + calls.name_end + body + calls.call_close
+
+
+def _write_head(calls: CallSyntax, call: ParsedToolCall, index: int) -> str:
+    if calls.id_from_head and re.fullmatch(calls.head_pattern, call.id):
+        match = re.fullmatch(calls.head_pattern, call.id)
+        if match and match["name"] == call.name:
+            return call.id
+    return calls.head.format(name=call.name, index=index, id=call.id)
+
+
+def _write_parameters(calls: CallSyntax, call: ParsedToolCall) -> str:
+    parameter = calls.parameter
+    assert parameter is not None, "this style has marks of an argument"
+    parts = []
+    for key, value in split_object(call.arguments) or []:
+        is_string = value[:1] == '"'
+        attribute = (
+            f'" string="{"true" if is_string else "false"}' if parameter.type_attribute else ""
+        )
+        text = json.loads(value) if is_string else value
+        parts.append(f"{parameter.open}{key}{attribute}{parameter.key_end}{text}{parameter.close}")
+    return "".join(parts)
+
+
+def to_python(value: str) -> str:
+    """Convert JSON text to a Python literal; all but the three constants stays as it is."""
+    return _OUTSIDE_STRINGS.sub(lambda match: _PYTHON_WORDS.get(match[0], match[0]), value)
+
+
+def to_marked(value: str, string_mark: str) -> str:
+    """Convert JSON text to a value with marked strings and bare keys (Gemma)."""
+    if not string_mark:
+        return value
+    return _marked(json.loads(value), string_mark)
+
+
+def _marked(value: Any, mark: str) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_marked(item, mark)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_marked(item, mark) for item in value) + "]"
+    return f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value)
+
+
+def _write_messages(answer: ParsedAnswer) -> str:
+    """Messages of gpt-oss; the prompt began the first one with <|start|>assistant."""
+    messages = []
+    if answer.reasoning:
+        messages.append(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}{answer.reasoning}")
+    if answer.content or not (answer.calls or answer.reasoning):
+        channel = "commentary" if answer.calls else "final"
+        messages.append(f"{harmony.CHANNEL}{channel}{harmony.MESSAGE}{answer.content}")
+    text = f"{harmony.END}{harmony.START}assistant".join(messages)
+    for call in answer.calls:
+        if text:
+            end = harmony.CALL if call is not answer.calls[0] else harmony.END
+            text += f"{end}{harmony.START}assistant"
+        text += (
+            f"{harmony.CHANNEL}commentary to=functions.{call.name} "
+            f"{harmony.CONSTRAIN}json{harmony.MESSAGE}{call.arguments}"
+        )
+    return text

@@ -1,0 +1,170 @@
+"""Reading one block of tool calls: what the styles of calls share."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelmill.text.answer_pieces import PieceCollector
+from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.value_stream import suffix_overlap
+
+ToolSchemas = Mapping[str, Mapping[str, Any] | None]
+"""Names of the tools → JSON schema of their parameters."""
+MAX_HEAD_CHARS = 256
+"""Maximum characters of a call's name with what stands around it."""
+_BLANKS = re.compile(r"\s+")
+_PARTS = re.compile(r"<[^<\s]*|[^<\s]+")
+
+
+def mark_parts(mark: str) -> tuple[str, ...]:
+    """Split a mark where models may write other whitespace: at blanks and before "<"."""
+    return tuple(_PARTS.findall(mark))
+
+
+def skip_blank(text: str, at: int) -> int:
+    """Return the position of the next character that is no whitespace."""
+    match = _BLANKS.match(text, at)
+    return match.end() if match else at
+
+
+def find_first(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int, str]:
+    """Return position and text of the first mark; (-1, "") if there is none."""
+    best, best_mark = -1, ""
+    for mark in marks:
+        place = text.find(mark, at)
+        if place >= 0 and (best < 0 or place < best):
+            best, best_mark = place, mark
+    return best, best_mark
+
+
+def overlap(text: str, marks: tuple[str, ...]) -> int:
+    """Return how many characters at the end of the text may begin one of the marks."""
+    return max((suffix_overlap(text, mark) for mark in marks), default=0)
+
+
+class CallReader(ABC):
+    """Reads one block of calls and passes them to a collector.
+
+    A state (``_state``) consumes text from a position and returns the next one; the same position
+    without a new state means that more text is needed.
+
+    Attributes:
+        openers: marks in content at which a block may begin.
+        closed: the block is complete; what follows is content.
+        rejected: the text since the last call is none; ``release`` returns it.
+        num_calls: calls so far.
+        cut: the answer was cut off by a limit.
+    """
+
+    _state: Callable[[str, int], int]
+
+    def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
+        self._syntax, self._tools, self._output = syntax, tools, output
+        self._section = mark_parts(syntax.section_open)
+        self._open = mark_parts(syntax.call_open)
+        self._close = mark_parts(syntax.call_close)
+        self._section_close = mark_parts(syntax.section_close)
+        first = [*self._section[:1], *self._open[:1], *syntax.openers]
+        # models write blanks before the bracket of a list
+        first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
+        optional = (syntax.code_mark, syntax.optional_open, *syntax.inline)
+        # a bracket alone begins calls only at the begin of the content
+        marks = (mark for mark in (*first, *optional) if len(mark) > 1)
+        self.openers = tuple(dict.fromkeys(marks))
+        self._ends = tuple(dict.fromkeys((*self._close[-1:], *self._section_close[-1:])))
+        self.closed = self.rejected = self.cut = False
+        self.num_calls = 0
+        self._pending: list[str] = []
+        self._drops = self._final = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a block at its first mark."""
+        self.closed = self.rejected = False
+        self.num_calls = 0
+        self._pending = []
+        self._state = self._first_state()
+
+    @abstractmethod
+    def _first_state(self) -> Callable[[str, int], int]:
+        """The state at the first mark of a block."""
+
+    def feed(self, text: str, at: int, final: bool = False) -> int:
+        """Consume text; returns the next position.
+
+        Args:
+            text: of the answer.
+            at: position in it.
+            final: whether the answer ends with the text.
+        """
+        self._final = final
+        while not (self.closed or self.rejected):
+            state, before = self._state, at
+            self._drops = False
+            at = state(text, at)
+            if not self._drops and at > before:
+                self._pending.append(text[before:at])
+            if at == before and self._state == state:
+                break
+        return at
+
+    def end(self, cut: bool) -> None:
+        """Say that nothing follows; cut: the answer was cut off by a limit."""
+        self.cut = cut
+
+    def release(self) -> str:
+        """Return the consumed text that is no call."""
+        pending, self._pending = "".join(self._pending), []
+        return pending
+
+    def _begin_call(self, name: str, id: str | None = None) -> None:
+        self.num_calls += 1
+        self._output.begin_call(name, id)
+
+    def _call_done(self) -> None:
+        """What was consumed so far, with what the current state consumes, belongs to a call."""
+        self._pending = []
+        self._drops = True
+
+    def _drop(self) -> None:
+        """What the current state consumes is a mark."""
+        self._drops = True
+
+    def _reject(self, at: int) -> int:
+        self.rejected = True
+        return at
+
+    def _end_block(self, at: int) -> int:
+        self.closed = True
+        return at
+
+    def _match(self, text: str, at: int, parts: tuple[str, ...]) -> tuple[int, int | None]:
+        """Match parts in order, with any whitespace before each; a part may be missing.
+
+        Returns:
+            The number of matched parts, and the position after the last one; None if more text is
+            needed.
+        """
+        count = 0
+        for part in parts:
+            place = skip_blank(text, at)
+            if text.startswith(part, place):
+                at, count = place + len(part), count + 1
+            elif not self._final and part.startswith(text[place:]):
+                return count, None
+            elif place < len(text) and part.startswith(text[place:]):
+                return count, len(text)  # a mark that the end of the answer cut off
+        return count, at
+
+    def _skip_call(self, text: str, at: int) -> int:
+        """Discard the rest of a call whose arguments are broken."""
+        self._call_done()
+        ends = (*self._ends, *self.openers)
+        place, mark = find_first(text, ends, at)
+        if place >= 0:
+            self.closed = True
+            return place + len(mark) if mark in self._ends else place
+        return len(text) if self._final else max(at, len(text) - overlap(text, ends))

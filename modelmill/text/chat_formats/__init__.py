@@ -1,0 +1,1 @@
+"""The chat formats, one file each; a format is found by its file name."""

@@ -1,0 +1,17 @@
+"""FunctionGemma: bare keys and marked strings in a call."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+
+FORMAT = ChatSyntax(
+    title="FunctionGemma",
+    calls=CallSyntax(
+        style="named",
+        call_open="<start_function_call>",
+        head="call:{name}",
+        head_pattern=r"(?:call)?\s*:?\s*(?P<name>[^\s:\"'<>\[\]{}()]+)",
+        string_mark="<escape>",
+        call_close="<end_function_call>",
+    ),
+    detect=(("<start_function_call>", "<escape>"),),
+    tokens=("<start_function_call>", "<escape>"),
+)

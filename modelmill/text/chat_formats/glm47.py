@@ -1,0 +1,20 @@
+"""GLM-4.7 and GLM-5: as GLM-4.5, without line breaks."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, ThinkingSyntax
+
+FORMAT = ChatSyntax(
+    title="GLM-4.7, GLM-5, Laguna, Ling 3",
+    calls=CallSyntax(
+        style="parameters",
+        call_open="<tool_call>",
+        parameter=ParameterSyntax(
+            "<arg_key>", "</arg_key><arg_value>", "</arg_value>", undeclared="json"
+        ),
+        call_close="</tool_call>",
+    ),
+    thinking=ThinkingSyntax("<think>", "</think>"),
+    detect=(
+        ("<tool_call>", "</arg_key><arg_value>", "{function-name}<arg_key>"),
+        ("<tool_call>", "<arg_key>"),
+    ),
+)

@@ -1,0 +1,15 @@
+"""gpt-oss's harmony: messages on channels (text/harmony.py)."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.harmony import CONTROL_TOKENS
+
+FORMAT = ChatSyntax(
+    title="gpt-oss",
+    # a call ends the turn, so that an answer has one
+    calls=CallSyntax(style="harmony", one_per_message=True),
+    thinking=ThinkingSyntax("<|channel|>analysis<|message|>", "<|end|>"),
+    detect=(("<|start|>", "<|channel|>", "<|message|>"),),
+    tokens=("<|start|>", "<|channel|>", "<|message|>"),
+    control_tokens=CONTROL_TOKENS,
+    not_turn_ends=("<|end|>",),
+)

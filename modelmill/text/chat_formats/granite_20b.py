@@ -1,0 +1,10 @@
+"""Granite 20B function calling: <function_call> before each object."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+
+FORMAT = ChatSyntax(
+    title="Granite 20B function calling",
+    calls=CallSyntax(style="json", call_open="<function_call> ", separator=" "),
+    detect=(("<function_call>",),),
+    tokens=("<function_call>",),
+)

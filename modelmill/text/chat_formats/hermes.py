@@ -1,0 +1,15 @@
+"""Hermes: JSON objects in <tool_call> tags, also of Qwen 2.5, Qwen3, Granite 4 and many others."""
+
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+
+FORMAT = ChatSyntax(
+    title="Hermes 2 and 3, Qwen 2.5, Qwen3, QwQ, Granite 4, SmolLM3",
+    calls=CallSyntax(
+        style="json",
+        call_open="<tool_call>\n",
+        call_close="\n</tool_call>",
+        separator="\n",
+        content_end="\n",
+    ),
+    detect=(("<tool_call>",), ("<tool_call>", "</tool_call>", "<|start_of_role|>")),
+)

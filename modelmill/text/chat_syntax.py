@@ -1,0 +1,153 @@
+"""How a chat format writes an answer: thinking, content, tool calls and their arguments.
+
+A format is one file of ``chat_formats`` with a ``FORMAT``. From it follow the parser of answers
+(``answer_parser``), the constraint on answers (``answer_grammar``), the writer of earlier answers
+(``answer_writer``) and random answers for tests (``tools.chat_formats``).
+
+Marks are written as the model writes them, with their whitespace. The parser also accepts them with
+other whitespace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+CallStyle = Literal["json", "named", "parameters", "pythonic", "react", "harmony"]
+"""Where a call has its name and its arguments:
+
+* ``json``: in one object, {"name", "arguments"};
+* ``named``: the name between marks, then the arguments as one value;
+* ``parameters``: the name between marks, then each argument between marks of its own;
+* ``pythonic``: name(key=value, …);
+* ``react``: lines "Action:" and "Action Input:";
+* ``harmony``: messages on channels.
+"""
+
+
+@dataclass(frozen=True)
+class ThinkingSyntax:
+    """Marks around the thinking at the begin of an answer.
+
+    Attributes:
+        open: before the thinking; often written by the prompt already.
+        close: after it.
+        ends_at_calls: the first mark of a call ends the thinking, too (only where that mark is a
+            control token, which a model does not quote).
+    """
+
+    open: str = "<think>\n"
+    close: str = "\n</think>\n\n"
+    ends_at_calls: bool = False
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """The marks without whitespace."""
+        return self.open.strip(), self.close.strip()
+
+
+@dataclass(frozen=True)
+class ParameterSyntax:
+    """Marks of one argument in the style ``parameters``.
+
+    Attributes:
+        open: before the key.
+        key_end: between key and value.
+        close: after the value.
+        type_attribute: the key is followed by string="true" for a string, else string="false".
+        undeclared: type of an argument that the tool does not declare: a string, or JSON if it is.
+    """
+
+    open: str
+    key_end: str
+    close: str
+    type_attribute: bool = False
+    undeclared: Literal["string", "json"] = "json"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How tool calls are written: section_open call separator call … section_close.
+
+    Attributes:
+        style: where a call has its name and its arguments.
+        section_open: before all calls of an answer.
+        section_close: after them.
+        call_open: before each call.
+        call_close: after each call.
+        separator: between two calls.
+        content_end: between content and the calls.
+        section_if_several: one call alone has no section marks.
+        optional_open: a mark that may stand before the calls; read, not written.
+        optional_close: the same after them.
+        arguments_key: key of the arguments in the style ``json``.
+        head: name of the call as written; {index}: number of the call.
+        head_pattern: regular expression of ``head`` with the groups name and perhaps id.
+        name_end: between the name and the arguments.
+        parameter: marks of an argument in the style ``parameters``.
+        string_mark: encloses strings inside arguments instead of quotes; keys are then bare.
+        bare: an answer that begins with a call needs no mark before it.
+        code_mark: before a call in Python syntax, which some models write instead.
+        inline: texts that begin a call inside content without a mark.
+        openers: further marks at which calls may begin, where models leave marks out.
+        id_from_head: the id of a call is its written head.
+        short_ids: ids have nine letters and digits.
+        one_per_message: earlier calls are given to the template one per message.
+        stops: strings that end an answer with calls.
+        max_calls: calls that one answer can have; None: any number.
+    """
+
+    style: CallStyle
+    section_open: str = ""
+    section_close: str = ""
+    call_open: str = ""
+    call_close: str = ""
+    separator: str = ""
+    content_end: str = ""
+    section_if_several: bool = False
+    optional_open: str = ""
+    optional_close: str = ""
+    arguments_key: str = "arguments"
+    head: str = "{name}"
+    head_pattern: str = r"(?P<name>[^\s\"'<>\[\]{}()]+)"
+    name_end: str = ""
+    parameter: ParameterSyntax | None = None
+    string_mark: str = ""
+    bare: bool = False
+    code_mark: str = ""
+    inline: tuple[str, ...] = ()
+    openers: tuple[str, ...] = ()
+    id_from_head: bool = False
+    short_ids: bool = False
+    one_per_message: bool = False
+    stops: tuple[str, ...] = ()
+    max_calls: int | None = None
+
+    @property
+    def writes_json(self) -> bool:
+        """Whether the arguments of a call are written as one JSON object."""
+        return self.style not in ("parameters", "pythonic") and not self.string_mark
+
+
+@dataclass(frozen=True)
+class ChatSyntax:
+    """One chat format.
+
+    Attributes:
+        title: models that use it, for the documentation.
+        calls: how tool calls are written.
+        thinking: marks of the thinking; used if the chat template has them. None: never.
+        detect: groups of texts; a chat template with all texts of one group has this format. Of
+            several formats the one with the longest group is taken.
+        tokens: the same for control tokens of the tokenizer, if the template shows no format.
+        control_tokens: further control tokens that the parser needs in the text.
+        not_turn_ends: control tokens that end a turn in other formats only.
+    """
+
+    title: str
+    calls: CallSyntax
+    thinking: ThinkingSyntax | None = field(default_factory=ThinkingSyntax)
+    detect: tuple[tuple[str, ...], ...] = ()
+    tokens: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = ()
+    not_turn_ends: tuple[str, ...] = ()

@@ -1,0 +1,138 @@
+"""Parser of gpt-oss's answers: messages on the channels analysis, commentary and final.
+
+Source: github.com/openai/harmony, docs/format.md. A message is a header with the channel and
+perhaps a recipient, ``<|message|>``, and the text up to ``<|end|>``, ``<|call|>`` or
+``<|return|>``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from modelmill.text.answer_parser import AnswerParser
+from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
+from modelmill.text.call_reader import ToolSchemas, find_first, overlap
+from modelmill.text.value_stream import ValueStream
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
+CONTROL_TOKENS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+MAX_HEADER_CHARS = 512
+_ENDS = (END, CALL, RETURN, START, CHANNEL)
+_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_HEADER_STARTS = (START, CHANNEL, "to=", "assistant" + CHANNEL, "assistant to=", MESSAGE)
+
+
+class HarmonyParser(AnswerParser):
+    """Analysis is thinking, a call is a message to functions.NAME, everything else content."""
+
+    def __init__(self, tools: ToolSchemas, output: PieceCollector) -> None:
+        super().__init__(tools, output)
+        self._mode = self._scan_header
+        self._header = ""
+        self._arguments = ValueStream()
+        self._has_arguments = False
+
+    def flush(self, cut: bool = False) -> list[AnswerPiece]:
+        """See ``AnswerParser.flush``."""
+        rest, self._buffer = self._buffer, ""
+        if self._mode in (self._scan_call, self._scan_call_end):
+            if self._mode == self._scan_call:
+                self._feed(rest, final=True)
+            if not self._has_arguments and not cut:
+                self._output.add_arguments("{}")
+        elif self._mode == self._scan_reasoning:
+            self._output.add_reasoning(rest)
+        elif self._mode == self._scan_content or not _is_header(rest):
+            self._output.add_text(rest)
+        return self._output.finish(cut)
+
+    def _scan_header(self) -> bool:
+        text = self._buffer.lstrip()
+        if not _is_header(text):
+            self._mode = self._scan_content
+            return True
+        place = self._buffer.find(MESSAGE)
+        if place < 0:
+            if len(self._buffer) > MAX_HEADER_CHARS:
+                self._mode = self._scan_content
+                return True
+            return False
+        header = self._header = self._buffer[: place + len(MESSAGE)]
+        self._buffer = self._buffer[len(header) :]
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        self._mode = self._scan_content
+        if name in self._tools:
+            self._output.begin_call(name)
+            self._arguments, self._has_arguments = ValueStream(), False
+            self._mode = self._scan_call
+        elif channel and channel[1] == "analysis":
+            self.in_reasoning = True
+            self._mode = self._scan_reasoning
+        elif name:
+            self._output.add_text(header)  # a call of a tool that does not exist is content
+        return True
+
+    def _scan_reasoning(self) -> bool:
+        text, ended = self._take_body()
+        self._output.add_reasoning(text)
+        if ended:
+            self._output.end_reasoning()
+            self.in_reasoning = False
+        return ended
+
+    def _scan_content(self) -> bool:
+        text, ended = self._take_body()
+        self._output.add_text(text)
+        return ended
+
+    def _scan_call(self) -> bool:
+        """Arguments; a mark inside a string of them is text."""
+        if not self._has_arguments:
+            self._buffer = self._buffer.lstrip()
+            if not self._buffer:
+                return False
+            if self._buffer[0] != "{":
+                self._mode = self._scan_call_end
+                return True
+        self._buffer = self._buffer[self._feed(self._buffer, final=False) :]
+        if not (self._arguments.done or self._arguments.failed):
+            return False
+        self._mode = self._scan_call_end
+        return True
+
+    def _scan_call_end(self) -> bool:
+        """What follows the arguments is discarded up to the end of the message."""
+        _, ended = self._take_body()
+        if ended and not self._has_arguments:
+            self._output.add_arguments("{}")
+        return ended
+
+    def _feed(self, text: str, final: bool) -> int:
+        if not self._has_arguments and not text.lstrip().startswith("{"):
+            return 0
+        self._has_arguments = True
+        at = self._arguments.feed(text, 0, final)
+        self._output.add_arguments(self._arguments.take())
+        return at
+
+    def _take_body(self) -> tuple[str, bool]:
+        """Take the text of a message up to its end, and whether it ended."""
+        place, mark = find_first(self._buffer, _ENDS)
+        if place < 0:
+            stop = len(self._buffer) - overlap(self._buffer, _ENDS)
+            text, self._buffer = self._buffer[:stop], self._buffer[stop:]
+            return text, False
+        text, self._buffer = self._buffer[:place], self._buffer[place:]
+        if mark not in (START, CHANNEL):
+            self._buffer = self._buffer[len(mark) :]
+        self._mode = self._scan_header
+        return text, True
+
+
+def _is_header(text: str) -> bool:
+    """Whether a text is the begin of a header, or may become one."""
+    text = text.lstrip()
+    return any(text.startswith(start) or start.startswith(text) for start in _HEADER_STARTS)

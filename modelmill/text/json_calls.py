@@ -1,0 +1,270 @@
+"""Calls as JSON objects {"name", "arguments"}, alone, in a list, or one after the other."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+
+from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, mark_parts
+from modelmill.text.tokenizer_base import replace_surrogates
+from modelmill.text.value_stream import ValueStream, clean_json
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+MAX_CODE_CHARS = 4096
+
+
+class JsonCallReader(CallReader):
+    """Reads call objects; keys may come in any order, and further ones are ignored."""
+
+    def _first_state(self) -> Callable[[str, int], int]:
+        code = self._syntax.code_mark
+        # a list's brackets are optional: what is between objects is read by _between
+        self._opening = tuple(
+            part[:-1] if part.endswith("[") and len(part) > 1 else part
+            for part in (*self._section, *mark_parts(code), *self._open, *self._syntax.openers)
+            if part != "["
+        )
+        self._closing = tuple(part for part in (*self._close, *self._section_close) if part != "]")
+        self._value: ValueStream | None = None
+        self._in_list = False
+        self._reset_object()
+        return self._scan_open
+
+    def _reset_object(self) -> None:
+        self._emitted = False  # this object has been reported as a call
+        self._name: str | None = None
+        self._arguments: str | None = None  # complete before the name was known
+        self._key: str | None = None
+        self._passing = False
+        self._key_chars = 0
+
+    def _scan_open(self, text: str, at: int) -> int:
+        count, place = self._match(text, at, self._opening)
+        if place is None:
+            return at
+        code = self._syntax.code_mark
+        if (
+            code
+            and text.startswith(code, at)
+            and not text[at + len(code) :].strip()
+            and not self._final
+        ):
+            return at
+        self._state = self._scan_between
+        if not count:
+            # without a mark, a call stands at the begin of the content or is an inline one
+            return at if self._syntax.bare or text[at:].startswith("{") else self._reject(at)
+        if code and text[at:place].strip() == code and text[place:].lstrip()[:1] not in "{[":
+            self._state = self._scan_code
+        return place
+
+    def _scan_between(self, text: str, at: int) -> int:
+        """Between objects."""
+        start = at
+        while at < len(text) and (
+            text[at].isspace()
+            or (text[at] == "[" and not self.num_calls and not self._in_list)
+            or (self.num_calls and text[at] in "],;}")
+        ):
+            self._in_list = self._in_list or text[at] == "["
+            at += 1
+        if at > start:
+            if self.num_calls:
+                self._call_done()
+            return at
+        if at == len(text):
+            return self._end_block(at) if self._final and self.num_calls else at
+        if text[at] == "{":
+            self._reset_object()
+            self._state = self._scan_key
+            return at + 1
+        if not self.num_calls:
+            return self._reject(at)
+        self._state = self._scan_close
+        return self._scan_close(text, at)
+
+    def _scan_close(self, text: str, at: int) -> int:
+        _, place = self._match(text, at, self._closing)
+        if place is None:
+            return at
+        self._drop()
+        self.closed = True
+        return place
+
+    def _scan_key(self, text: str, at: int) -> int:
+        if at == len(text):
+            return at
+        char = text[at]
+        if char.isspace():
+            return at + 1
+        if char == "}":
+            return self._object_done(at)
+        if char not in "\"'":
+            return self._fail(at)
+        self._value, self._key, self._passing = ValueStream(), None, False
+        self._key_chars = 0
+        self._state = self._scan_value
+        return at
+
+    def _scan_colon(self, text: str, at: int) -> int:
+        if at == len(text):
+            return at
+        if text[at] == ":":
+            self._state = self._start_value
+            return at + 1
+        return at + 1 if text[at].isspace() else self._fail(at)
+
+    def _start_value(self, text: str, at: int) -> int:
+        if at == len(text):
+            return at
+        if text[at].isspace():
+            return at + 1
+        self._value = ValueStream()
+        self._passing = (
+            text[at] == "{"
+            and self._key in ARGUMENT_KEYS
+            and self._name is not None
+            and not self._emitted
+        )
+        if self._passing:
+            self._emit_call("")
+        self._state = self._scan_value
+        return at
+
+    def _scan_value(self, text: str, at: int) -> int:
+        value = self._value
+        assert value is not None, "a value has begun"
+        start = at
+        at = value.feed(text, at, self._final)
+        if self._passing:
+            self._output.add_arguments(value.take())
+            self._call_done()
+            if value.failed:
+                self._state = self._skip_call
+            elif value.done:
+                self._state = self._scan_next
+            return at
+        if value.failed:
+            return self._fail(at)
+        self._key_chars += (at - start) if self._key is None else 0
+        if self._key_chars > MAX_HEAD_CHARS:
+            # no key is that long; the place does not depend on how the text came
+            return self._fail(at - (self._key_chars - MAX_HEAD_CHARS))
+        if not value.done:
+            return at
+        return at if self._value_done(value.take()) else self._fail(at)
+
+    def _scan_next(self, text: str, at: int) -> int:
+        if at == len(text):
+            return at
+        char = text[at]
+        if char == ",":
+            self._state = self._scan_key
+            return at + 1
+        if char.isspace():
+            return at + 1
+        return self._object_done(at) if char == "}" else self._fail(at)
+
+    # -- complete parts
+
+    def _fail(self, at: int) -> int:
+        """What follows cannot belong to a call object."""
+        if not self._emitted:
+            if self.num_calls:
+                self._state = self._scan_close
+                return at
+            return self._reject(at)
+        self._state = self._scan_close  # a brace is missing
+        return at
+
+    def _value_done(self, text: str) -> bool:
+        if self._key is None:
+            self._key, self._state = replace_surrogates(json.loads(text)), self._scan_colon
+            return True
+        self._state = self._scan_next
+        if self._key == "name":
+            return self._name_done(text)
+        if self._key not in ARGUMENT_KEYS or self._emitted or self._arguments is not None:
+            return True
+        arguments: str | None = text
+        if text[:1] == '"':
+            arguments = clean_json(replace_surrogates(json.loads(text)))
+        elif text == "null":
+            arguments = "{}"
+        if arguments is None or arguments[:1] != "{":
+            return False
+        if self._name is None:
+            self._arguments = arguments
+        else:
+            self._emit_call(arguments)
+        return True
+
+    def _name_done(self, text: str) -> bool:
+        if self._emitted or self._name is not None:
+            return True
+        name = replace_surrogates(json.loads(text)) if text[:1] == '"' else None
+        if name not in self._tools:
+            return False
+        self._name = name
+        if self._arguments is not None:
+            self._emit_call(self._arguments)
+        return True
+
+    def _emit_call(self, arguments: str) -> None:
+        assert self._name is not None, "a call has a name"
+        self._emitted = True
+        self._call_done()
+        self._begin_call(self._name)
+        self._output.add_arguments(arguments)
+
+    def _object_done(self, at: int) -> int:
+        if not self._emitted:
+            if self._name is None:
+                return self._fail(at)
+            self._emit_call("{}")
+        self._call_done()
+        self._state = self._scan_between
+        return at + 1
+
+    # -- code
+
+    def _scan_code(self, text: str, at: int) -> int:
+        """Code is complete only at the end of the answer."""
+        if not self._final:
+            return at
+        call = _parse_python_call(text[at:].strip())
+        if call is None or call[0] not in self._tools:
+            return self._reject(at)
+        self._call_done()
+        self._begin_call(call[0])
+        self._output.add_arguments(call[1])
+        return self._end_block(len(text))
+
+
+def _parse_python_call(code: str) -> tuple[str, str] | None:
+    """Parse one call name.call(key=value, …) or name(key=value, …) with literal values.
+
+    The code is not run.
+
+    Returns:
+        The name and the arguments as JSON; None for other code.
+    """
+    if len(code) > MAX_CODE_CHARS:
+        return None
+    try:
+        tree = ast.parse(code, mode="eval").body
+        if (
+            not isinstance(tree, ast.Call)
+            or tree.args
+            or not all(word.arg for word in tree.keywords)
+        ):
+            return None
+        function = tree.func
+        if isinstance(function, ast.Attribute) and function.attr == "call":
+            function = function.value
+        values = {word.arg: ast.literal_eval(word.value) for word in tree.keywords}
+        arguments = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return (function.id, replace_surrogates(arguments)) if isinstance(function, ast.Name) else None

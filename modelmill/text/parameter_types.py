@@ -1,0 +1,120 @@
+"""Types of arguments that a format writes without quotes: is a value a string, or JSON?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from modelmill.text.value_stream import clean_json
+
+JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
+MAX_REFERENCES = 32
+"""Maximum references of a schema that are followed one after the other."""
+
+
+@dataclass(frozen=True)
+class ParameterType:
+    """Type of an argument.
+
+    Attributes:
+        is_string: its value is always a string.
+        json_types: types that its value has if its text is JSON of that type; else it is a string.
+    """
+
+    is_string: bool
+    json_types: frozenset[str]
+
+
+def parameter_type(
+    parameters: Mapping[str, Any] | None, key: str, undeclared: str, attribute: bool | None = None
+) -> ParameterType:
+    """Return the type of an argument.
+
+    Args:
+        parameters: JSON schema of the tool's parameters.
+        key: name of the argument.
+        undeclared: "string" or "json": type of an argument without a declaration.
+        attribute: whether the model wrote that it is a string; None if it did not say. The schema
+            has priority.
+    """
+    properties = (parameters or {}).get("properties")
+    schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if attribute is not None and (not isinstance(schema, Mapping) or not schema):
+        return ParameterType(attribute, frozenset() if attribute else JSON_TYPES)
+    if not isinstance(schema, Mapping):
+        return ParameterType(undeclared == "string", JSON_TYPES)
+    types = schema_types(schema, parameters or {})
+    return ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Return the types that a schema's values can have; all of them if it does not say."""
+    every = {"string", *JSON_TYPES}
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return every
+    if "$ref" in schema:
+        target = resolve_pointer(schema["$ref"], root)
+        return every if target is None else schema_types(target, root, depth + 1)
+    if "const" in schema:
+        return {_type_of(schema["const"])}
+    if isinstance(schema.get("enum"), list):
+        return {_type_of(value) for value in schema["enum"]}
+    declared = schema.get("type")
+    if declared is not None:
+        types = set(declared if isinstance(declared, list) else [declared])
+        if not types <= every:
+            return every  # no type of JSON Schema, such as "float"
+        return types | {"integer"} if "number" in types else types
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            return set().union(*(schema_types(each, root, depth + 1) for each in schema[key]))
+    if isinstance(schema.get("allOf"), list) and schema["allOf"]:
+        return set.intersection(*(schema_types(each, root, depth + 1) for each in schema["allOf"]))
+    return every
+
+
+def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a reference like #/$defs/x points to; None if that does not exist."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    target: Any = root
+    for step in filter(None, reference[1:].split("/")):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, Mapping) or name not in target:
+            return None
+        target = target[name]
+    return target
+
+
+def typed_value(text: str, types: ParameterType) -> str:
+    """Return the JSON of an argument that is not always a string."""
+    value = clean_json(text.strip())
+    if value is not None:
+        value_type = json_type(value)
+        if value_type in types.json_types or (
+            value_type == "number" and "integer" in types.json_types
+        ):
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_type(value: str) -> str:
+    """Return the type of a JSON text that is not a string; "string" for a string."""
+    first = value[:1]
+    named = {
+        '"': "string",
+        "{": "object",
+        "[": "array",
+        "n": "null",
+        "t": "boolean",
+        "f": "boolean",
+    }
+    if first in named:
+        return named[first]
+    return "number" if any(char in value for char in ".eE") else "integer"
+
+
+def _type_of(value: Any) -> str:
+    return json_type(json.dumps(value))

@@ -1,0 +1,139 @@
+"""Calls in Python's syntax: [name(key=value, …), …] with literal values, which are not run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from modelmill.text.answer_pieces import PieceCollector
+from modelmill.text.call_reader import (
+    MAX_HEAD_CHARS,
+    CallReader,
+    ToolSchemas,
+    mark_parts,
+    skip_blank,
+)
+from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.value_stream import ValueStream
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+_KEY = re.compile(r"[^\W\d]\w*")
+
+
+class PythonicCallReader(CallReader):
+    """Reads a list of calls; the values are passed on as they come."""
+
+    def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
+        super().__init__(syntax, tools, output)
+        # a list inside content is known by the name of a tool
+        self.openers = (*self.openers, *(f"[{name}(" for name in tools))
+
+    def _first_state(self) -> Callable[[str, int], int]:
+        self._name = ""
+        self._started = False
+        self._value = ValueStream()
+        return self._scan_open
+
+    def _scan_open(self, text: str, at: int) -> int:
+        _, place = self._match(text, at, mark_parts(self._syntax.optional_open))
+        if place is None:
+            return at
+        start = skip_blank(text, place)
+        if start == len(text):
+            return self._reject(at) if self._final else at
+        if text[start] == "[":
+            self._state = self._scan_name
+            return start + 1
+        return self._reject(at)
+
+    def _scan_name(self, text: str, at: int) -> int:
+        start = skip_blank(text, at)
+        match = _NAME.match(text, start)
+        end = skip_blank(text, match.end()) if match else start
+        if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
+            return at
+        if match is None or text[end : end + 1] != "(" or match[0] not in self._tools:
+            return self._end_list(text, at) if self.num_calls else self._reject(at)
+        self._name, self._started = match[0], False
+        self._state = self._scan_key
+        return end + 1
+
+    def _scan_key(self, text: str, at: int) -> int:
+        """A keyword, or the end of the call."""
+        start = skip_blank(text, at)
+        if start < len(text) and text[start] == ")":
+            self._start_call("" if self._started else "{")
+            self._output.add_arguments("}")
+            self._state = self._scan_next
+            return start + 1
+        match = _KEY.match(text, start)
+        end = skip_blank(text, match.end()) if match else start
+        if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
+            return at
+        if match is None or text[end : end + 1] != "=":
+            return self._fail(at)
+        self._start_call(f'{", " if self._started else "{"}"{match[0]}": ')
+        self._started = True
+        self._value = ValueStream()
+        self._state = self._scan_value
+        return end + 1
+
+    def _start_call(self, arguments: str) -> None:
+        if not self._started:
+            self._begin_call(self._name)
+        self._output.add_arguments(arguments)
+        self._call_done()
+
+    def _scan_value(self, text: str, at: int) -> int:
+        at = self._value.feed(text, at)
+        self._output.add_arguments(self._value.take())
+        self._call_done()
+        if self._value.failed:
+            self._state = self._skip_call
+        elif self._value.done:
+            self._state = self._scan_comma
+        return at
+
+    def _scan_comma(self, text: str, at: int) -> int:
+        start = skip_blank(text, at)
+        if start == len(text):
+            return at
+        self._drop()
+        if text[start] == ",":
+            self._state = self._scan_key
+            return start + 1
+        self._state = self._scan_key if text[start] == ")" else self._skip_call
+        return start
+
+    def _scan_next(self, text: str, at: int) -> int:
+        """After a call: another one, or the end of the list."""
+        self._call_done()
+        start = skip_blank(text, at)
+        if start == len(text):
+            return self._end_block(at) if self._final else at
+        if text[start] == ",":
+            self._state = self._scan_name
+            return start + 1
+        self._state = self._scan_close
+        return start + (text[start] == "]")
+
+    def _end_list(self, text: str, at: int) -> int:
+        """A comma before the end of the list."""
+        self._drop()
+        self._state = self._scan_close
+        start = skip_blank(text, at)
+        return start + (text[start : start + 1] == "]")
+
+    def _scan_close(self, text: str, at: int) -> int:
+        _, place = self._match(text, at, mark_parts(self._syntax.optional_close))
+        if place is None:
+            return at
+        self._drop()
+        self.closed = True
+        return place
+
+    def _fail(self, at: int) -> int:
+        if not self._started:
+            return self._reject(at)
+        self._state = self._skip_call
+        return at

@@ -1,0 +1,332 @@
+"""Incremental conversion of a value, as models write it, to JSON.
+
+Valid JSON stays as it is. Accepted besides: single quotes, Python's True, False, None and escapes,
+line breaks inside strings, a comma before a closing bracket, and, with a string mark, Gemma's bare
+keys and marked strings. The output is a prefix of valid JSON at every point.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+_RUNS = {
+    '"': re.compile(r'[^"\\\x00-\x1f]+'),
+    "'": re.compile(r"[^\"'\\\x00-\x1f]+"),
+}
+_MARKED_RUN = re.compile(r'[^"\\\x00-\x1f]+')
+_BLANK = re.compile(r"[ \t\r\n]+")
+_ATOM = re.compile(r"[A-Za-z0-9+\-._]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORDS = {
+    **{word: word for word in ("true", "false", "null")},
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}
+_SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
+_CLOSERS = {"[": "]", "{": "}"}
+
+
+def suffix_overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of ``text`` may begin ``mark``."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-size:]):
+            return size
+    return 0
+
+
+def escape_text(text: str) -> str:
+    """Return the text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class ValueStream:
+    """Converts one value.
+
+    Attributes:
+        done: the value is complete.
+        failed: the text cannot be a value.
+    """
+
+    def __init__(self, string_mark: str = "") -> None:
+        self.done = self.failed = False
+        self._mark = string_mark
+        self._stack: list[str] = []
+        self._state: Callable[[str, int], int] = self._value
+        self._out: list[str] = []
+        self._pending = ""  # a comma and blanks that the next item confirms
+        self._quote = ""
+        self._is_key = False
+
+    def feed(self, text: str, at: int, final: bool = False) -> int:
+        """Consume from a position on; returns the next position.
+
+        It is before the end of the text if the value is complete, or failed there, or if what
+        follows is needed to decide; ``final``: nothing follows.
+        """
+        while at < len(text) and not (self.done or self.failed):
+            before, state = at, self._state
+            at = self._state(text, at)
+            if at == before and state == self._state:
+                break  # more text is needed
+        if final and not (self.done or self.failed):
+            self._finish(text[at:])
+            at = len(text)
+        return at
+
+    def take(self) -> str:
+        """Return the JSON since the last call."""
+        out, self._out = "".join(self._out), []
+        return out
+
+    @property
+    def depth(self) -> int:
+        """Open brackets."""
+        return len(self._stack)
+
+    def _finish(self, rest: str) -> None:
+        """Convert the number or word that the end of the text completes."""
+        if self._state in (self._value, self._member) and _ATOM.fullmatch(rest):
+            self._atom(rest)
+
+    def _fail(self, at: int) -> int:
+        self.failed = True
+        return at
+
+    def _emit(self, text: str) -> None:
+        if self._pending:
+            self._out.append(self._pending)
+            self._pending = ""
+        self._out.append(text)
+
+    def _end_value(self) -> None:
+        if self._stack:
+            self._state = self._next
+        else:
+            self.done = True
+
+    # -- states
+
+    def _value(self, text: str, at: int) -> int:
+        match = _BLANK.match(text, at)
+        if match:
+            if self._stack:
+                self._pending += match[0]
+            return match.end()
+        char = text[at]
+        if char == "]" and self._stack and self._stack[-1] == "[":
+            return self._close(at)
+        if self._mark and self._mark.startswith(char):
+            return self._open_marked(text, at)
+        if char in "\"'":
+            self._open_string(char, is_key=False)
+            return at + 1
+        if char in "{[":
+            self._emit(char)
+            self._stack.append(char)
+            self._state = self._key if char == "{" else self._value
+            return at + 1
+        run = _ATOM.match(text, at)
+        if run is None:
+            return self._fail(at)
+        if run.end() == len(text):
+            return at
+        if not self._atom(run[0]):
+            return self._fail(at)
+        return run.end()
+
+    def _atom(self, run: str) -> bool:
+        word = _WORDS.get(run) or (run if _NUMBER.fullmatch(run) else None)
+        if word is None:
+            return False
+        self._emit(word)
+        self._end_value()
+        return True
+
+    def _open_marked(self, text: str, at: int) -> int:
+        head = text[at : at + len(self._mark)]
+        if head == self._mark:
+            self._open_string("", is_key=False)
+            return at + len(self._mark)
+        return at if self._mark.startswith(head) else self._fail(at)
+
+    def _open_string(self, quote: str, is_key: bool) -> None:
+        self._emit('"')
+        self._quote, self._is_key = quote, is_key
+        self._state = self._string if quote else self._marked_string
+
+    def _end_string(self) -> None:
+        self._out.append('"')
+        if self._is_key:
+            self._state = self._colon
+        else:
+            self._end_value()
+
+    def _key(self, text: str, at: int) -> int:
+        match = _BLANK.match(text, at)
+        if match:
+            self._pending += match[0]
+            return match.end()
+        char = text[at]
+        if char == "}":
+            return self._close(at)
+        if char in "\"'":
+            self._open_string(char, is_key=True)
+            return at + 1
+        if not self._mark:
+            return self._fail(at)
+        if self._mark.startswith(char):
+            head = text[at : at + len(self._mark)]
+            if head == self._mark:
+                self._open_string("", is_key=True)
+                return at + len(self._mark)
+            if self._mark.startswith(head):
+                return at
+        end = text.find(":", at)
+        bad = re.compile(r"[{}\[\],\n]").search(text, at, end if end >= 0 else len(text))
+        if bad:
+            return self._fail(at)
+        if end < 0:
+            return at
+        self._emit(f'"{escape_text(text[at:end].strip())}"')
+        self._state = self._colon
+        return end
+
+    def _colon(self, text: str, at: int) -> int:
+        match = _BLANK.match(text, at)
+        if match:
+            self._out.append(match[0])
+            return match.end()
+        if text[at] != ":":
+            return self._fail(at)
+        # Gemma writes no blank; JSON libraries do
+        self._out.append(": " if self._mark else ":")
+        self._state = self._member
+        return at + 1
+
+    def _member(self, text: str, at: int) -> int:
+        """The value of a key, which must not be missing."""
+        if text[at] in "]}":
+            return self._fail(at)
+        state = self._state
+        at = self._value(text, at)
+        if self._state == state and self._pending and not self.failed:
+            self._out.append(self._pending)
+            self._pending = ""
+        return at
+
+    def _next(self, text: str, at: int) -> int:
+        match = _BLANK.match(text, at)
+        if match:
+            self._pending += match[0]
+            return match.end()
+        char = text[at]
+        if char == _CLOSERS[self._stack[-1]]:
+            return self._close(at)
+        if char != ",":
+            return self._fail(at)
+        self._pending += ", " if self._mark else ","
+        self._state = self._key if self._stack[-1] == "{" else self._value
+        return at + 1
+
+    def _close(self, at: int) -> int:
+        """End a container; a comma before it is dropped, blanks stay."""
+        self._pending = self._pending.replace(",", "")
+        self._emit(_CLOSERS[self._stack.pop()])
+        self._end_value()
+        return at + 1
+
+    def _string(self, text: str, at: int) -> int:
+        run = _RUNS[self._quote].match(text, at)
+        if run:
+            self._out.append(run[0])
+            return run.end()
+        char = text[at]
+        if char == self._quote:
+            self._end_string()
+        elif char == "\\":
+            return self._escape(text, at)
+        else:
+            self._out.append(escape_text(char))
+        return at + 1
+
+    def _escape(self, text: str, at: int) -> int:
+        if at + 1 == len(text):
+            return at
+        char = text[at + 1]
+        if char in _SIMPLE_ESCAPES:
+            self._out.append(text[at : at + 2])
+            return at + 2
+        size = _ESCAPE_SIZES.get(char, 0)
+        if size:
+            digits = text[at + 2 : at + 2 + size]
+            if not _HEX_DIGITS.issuperset(digits):
+                self._out.append("\\\\")
+                return at + 1
+            if len(digits) < size:
+                return at
+            code = int(digits, 16)
+            big = size == 8 and code <= 0x10FFFF
+            self._out.append(escape_text(chr(code)) if big else f"\\u{digits[-4:].zfill(4)}")
+            return at + 2 + size
+        if char == "'":
+            self._out.append("'")
+            return at + 2
+        self._out.append("\\\\")  # not an escape: a backslash
+        return at + 1
+
+    def _marked_string(self, text: str, at: int) -> int:
+        end = text.find(self._mark, at)
+        stop = end if end >= 0 else len(text) - suffix_overlap(text[at:], self._mark)
+        if stop > at:
+            self._out.append(escape_text(text[at:stop]))
+        if end < 0:
+            return stop
+        self._end_string()
+        return end + len(self._mark)
+
+
+def clean_json(text: str) -> str | None:
+    """Convert a whole value to JSON; None if it is not one value."""
+    stream = ValueStream()
+    at = stream.feed(text, 0, final=True)
+    return stream.take() if stream.done and not text[at:].strip() else None
+
+
+def split_object(text: str) -> list[tuple[str, str]] | None:
+    """Split a JSON object into keys and the JSON text of their values; None if it is not one."""
+    stream_at = len(text) - len(text.lstrip())
+    if text[stream_at : stream_at + 1] != "{":
+        return None
+    at, pairs = stream_at + 1, list[tuple[str, str]]()
+    while True:
+        at = _skip(text, at)
+        if text[at : at + 1] == "}" and not text[at + 1 :].strip():
+            return pairs
+        if pairs:
+            if text[at : at + 1] != ",":
+                return None
+            at = _skip(text, at + 1)
+        key, at = _take_value(text, at)
+        at = _skip(text, at)
+        if key is None or key[:1] != '"' or text[at : at + 1] != ":":
+            return None
+        value, at = _take_value(text, _skip(text, at + 1))
+        if value is None:
+            return None
+        pairs.append((json.loads(key), value))
+
+
+def _take_value(text: str, at: int) -> tuple[str | None, int]:
+    stream = ValueStream()
+    at = stream.feed(text, at)
+    return (stream.take() if stream.done else None), at
+
+
+def _skip(text: str, at: int) -> int:
+    match = _BLANK.match(text, at)
+    return match.end() if match else at

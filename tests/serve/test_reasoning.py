@@ -1,0 +1,233 @@
+"""Thinking is separated from content, whole and in streams; its switches reach the template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.serve.response_items import ResponseItems
+from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.routes.chat import ChatResponseBuilder, chat_request_state
+from modelmill.serve.routes.responses import ResponsesBuilder
+from modelmill.serve.schema import ChatRequest
+from modelmill.text.chat_syntax import ThinkingSyntax
+from modelmill.text_processor import TextProcessor
+from tests.text.conftest import hf_files, small_hf
+
+ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+THINKS = SimpleNamespace(
+    tokenizer=None, chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax())
+)
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+F = {"type": "function", "function": {"name": "f"}}
+
+
+def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:
+    result = RequestOutput("r", None, [1], [output])
+    state = SimpleNamespace(
+        output=result,
+        prompt_thinking=prompt_thinking,
+        request=SimpleNamespace(
+            params=SimpleNamespace(
+                top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, temperature=1.0
+            )
+        ),
+        token_counts=lambda index: (1, 1, 0),
+    )
+    return SimpleNamespace(request_states=[state])
+
+
+@pytest.mark.parametrize("tools", [None, [F]], ids=["no tools", "tools"])
+@pytest.mark.parametrize(
+    ("text", "state", "reasoning", "content"),
+    [
+        ("<think>\nWell.\n</think>\n\nHi.", "free", "Well.", "Hi."),
+        ("Well.\n</think>\n\nHi.", "open", "Well.", "Hi."),
+        ("Hi.", "closed", None, "Hi."),
+        ("Hi.", "free", None, "Hi."),
+        ("Well, 1 <", "open", "Well, 1 <", ""),
+    ],
+)
+def test_thinking_is_no_content(
+    text: str, state: str, reasoning: str | None, content: str, tools: Any
+) -> None:
+    body = ChatRequest(**ASK, tools=tools)
+    output = CompletionOutput(0, text, [1], "stop")
+    builder = ChatResponseBuilder(body, handle_of(output, state), THINKS)  # type: ignore[arg-type]
+    message = builder._choice(output)["message"]
+    assert message["content"] == content
+    assert message.get("reasoning_content") == message.get("reasoning") == reasoning
+    builder = ChatResponseBuilder(body, handle_of(output, state), THINKS)  # type: ignore[arg-type]
+    deltas: list[dict[str, Any]] = []
+    for place, char in enumerate(text):
+        last = place == len(text) - 1
+        part = CompletionOutput(0, text, [1], "stop" if last else None)
+        delta = OutputDelta(
+            0, char, (1,), "stop" if last else None, RequestOutput("r", None, [], [part])
+        )
+        event = builder._delta_event(delta)
+        if event:
+            deltas.append(json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"])
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+    assert "".join(delta.get("content", "") for delta in deltas) == content
+
+
+def test_thinking_comes_before_a_call() -> None:
+    body = ChatRequest(**ASK, tools=[F])
+    output = CompletionOutput(0, f"<think>\nI call.\n</think>\n\n{CALL}", [1], "stop")
+    choice = ChatResponseBuilder(body, handle_of(output), THINKS)._choice(output)  # type: ignore[arg-type]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning"] == "I call."
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_thinking_is_an_item_of_a_response() -> None:
+    body = ResponsesRequest(model="m", input="x")
+    output = CompletionOutput(0, "", [1], "stop")
+    builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output), THINKS)  # type: ignore[arg-type]
+    events = []
+    for text in ("<think>\nWe", "ll.\n</think>", "\n\nHi."):
+        events += list(builder._text_events(text, None))
+    events += list(builder._text_events("", output))
+    types = [event["type"] for event in events]
+    assert types[:3] == [
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+    ]
+    deltas = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "Well."
+    reasoning, message = builder.response()["output"]
+    assert reasoning["type"] == "reasoning"
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Well."}]
+    assert reasoning["status"] == "completed"
+    assert message["content"][0]["text"] == "Hi."
+    added = [e for e in events if e["type"] == "response.output_item.added"]
+    assert [e["output_index"] for e in added] == [0, 1]
+
+
+def test_tokens_of_the_thinking_are_counted() -> None:
+    body = ResponsesRequest(model="m", input="x")
+    output = CompletionOutput(0, "", [1], None)
+    builder = ResponsesBuilder(body, ChatRequest(**ASK), handle_of(output, "open"), THINKS)  # type: ignore[arg-type]
+    result = RequestOutput("r", None, [], [output])
+    texts = (("We", 2), ("ll.\n</think>", 3), ("Hi.", 4))
+    builder.consume(
+        [
+            SimpleNamespace(delta=OutputDelta(0, text, (1,) * count, None, result))
+            for text, count in texts
+        ]
+    )  # type: ignore[arg-type]
+    assert builder._reasoning_tokens == 5
+
+
+def test_thinking_that_is_cut_is_an_incomplete_item() -> None:
+    items = ResponseItems(hold_spaces=False)
+    list(items.add_reasoning("Well"))
+    list(items.finish("incomplete"))
+    (item,) = items.output
+    assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif enable_thinking is defined %}<think>\n{% endif %}"
+)
+
+
+MANIFEST: Any = SimpleNamespace(
+    generation={}, config={"eos_token_id": 259}, source={}, model_type="llama"
+)
+
+
+@pytest.fixture(scope="module")
+def processor() -> TextProcessor:
+    files = hf_files(small_hf(), chat_template=TEMPLATE, eos_token="<|end|>")
+    return TextProcessor(Path("tiny"), MANIFEST, files)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 7}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "grammar_type"),
+    [
+        ({"enable_thinking": False}, "closed", "json"),
+        ({"enable_thinking": True}, "open", "answer"),
+        ({}, "free", "answer"),
+        (None, "free", "answer"),
+    ],
+)
+def test_the_switch_reaches_the_template_and_the_constraint(
+    processor: TextProcessor, options: Any, state: str, grammar_type: str
+) -> None:
+    body = ChatRequest(**ASK, chat_template_kwargs=options, response_format=SCHEMA)
+    request = chat_request_state(processor, body, 512)
+    assert request.prompt_thinking == state
+    assert request.request.grammar is not None
+    assert request.request.grammar.grammar_type == grammar_type
+
+
+def test_a_budget_is_part_of_the_constraint(processor: TextProcessor) -> None:
+    body = ChatRequest(
+        **ASK, thinking_token_budget=3, chat_template_kwargs={"enable_thinking": True}
+    )
+    request = chat_request_state(processor, body, 512).request
+    assert request.grammar is not None
+    assert json.loads(request.grammar.text)["budget"] == 3
+    guide = processor.make_guide(request, 262)
+    for _ in range(3):
+        guide.accept(104)
+    assert int.from_bytes(guide.mask().tobytes(), "little").bit_count() == 1
+
+
+def test_the_effort_reaches_a_template_that_reads_it() -> None:
+    template = "{{ messages[0].content }}{{ reasoning_effort | default('he') }}"
+    files = hf_files(small_hf(), chat_template=template, eos_token="<|end|>")
+    processor = TextProcessor(Path("tiny"), MANIFEST, files)
+    low = chat_request_state(processor, ChatRequest(**ASK, reasoning_effort="llo"), 512)
+    unset = chat_request_state(processor, ChatRequest(**ASK), 512)
+    assert processor.tokenizer is not None
+    assert processor.tokenizer.decode(list(low.request.prompt)).endswith("xllo")
+    assert processor.tokenizer.decode(list(unset.request.prompt)).endswith("xhe")
+
+
+def test_a_template_option_of_the_engine_is_refused(processor: TextProcessor) -> None:
+    body = ChatRequest(**ASK, chat_template_kwargs={"messages": []})
+    with pytest.raises(RequestError, match="'messages' is set by the engine"):
+        chat_request_state(processor, body, 512)
+
+
+def test_a_strict_function_is_constrained_without_being_forced(processor: TextProcessor) -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    state = chat_request_state(processor, ChatRequest(**ASK, tools=[strict]), 512)
+    assert state.request.grammar is not None
+    assert json.loads(json.loads(state.request.grammar.text)["answer"]["text"])["optional"]
+    assert chat_request_state(processor, ChatRequest(**ASK, tools=[F]), 512).request.grammar is None
+
+
+def test_a_budget_for_a_model_that_does_not_think_is_refused() -> None:
+    files = hf_files(small_hf(), chat_template="{{ messages[0].content }}", eos_token="<|end|>")
+    body = ChatRequest(**ASK, thinking_token_budget=5)
+    with pytest.raises(
+        RequestError, match="thinking_token_budget: the chat template of this model"
+    ):
+        chat_request_state(TextProcessor(Path("tiny"), MANIFEST, files), body, 512)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_thinking_that_a_client_sends_back_reaches_the_template(key: str) -> None:
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    files = hf_files(small_hf(), chat_template=template, eos_token="<|end|>")
+    processor = TextProcessor(Path("tiny"), MANIFEST, files)
+    assert processor.chat_format is not None
+    messages = [{"role": "assistant", "content": "hello", key: "llo"}]
+    assert processor.chat_format.render(messages) == "[llo]hello"

@@ -1,0 +1,110 @@
+"""Every file of chat_formats: random answers come back, and templates show their format."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from modelmill.text.chat_format_files import (
+    control_marks,
+    detect_format,
+    detect_thinking,
+    format_names,
+    load_format,
+)
+from modelmill.text.chat_syntax import ChatSyntax
+from tools.chat_formats.check_answers import check_answer
+
+
+@pytest.mark.parametrize("name", format_names())
+def test_streamed_is_whole_is_written_back(name: str) -> None:
+    """More of them: ``python -m tools.chat_formats --count N``."""
+    for seed in range(60):
+        check_answer(load_format(name), random.Random(f"{name} {seed}"))
+
+
+@pytest.mark.parametrize("name", format_names())
+def test_a_file_describes_one_format(name: str) -> None:
+    syntax = load_format(name)
+    assert isinstance(syntax, ChatSyntax)
+    assert syntax.title
+    assert (syntax.calls.style == "parameters") == (syntax.calls.parameter is not None)
+    marks = set(control_marks(syntax, syntax.thinking))
+    assert marks
+    assert marks.issuperset(syntax.control_tokens)
+
+
+def test_a_name_without_a_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="no chat format 'herms'; there are deepseek_v3, "):
+        load_format("herms")
+
+
+# what published templates write of a call, and the format that it is; {% if tools %} stands in all
+CALL_TEXTS = [
+    ("<tool_call>\n{\"name\": \"' + name", "hermes"),  # Qwen 2.5, Qwen3, Hermes 2 and 3
+    ("<|start_of_role|> <tool_call>\n{ </tool_call>", "hermes"),  # Granite 4
+    ("<tool_call>\n<function=' + name + '>\n' <parameter=' + key", "qwen3_coder"),
+    ("<seed:tool_call>\n<function=' + name + '>\n' <parameter=' + key", "seed_oss"),
+    ("<tool_call>{function-name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>", "glm45"),
+    ("<tool_call>{function-name}<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "glm47"),
+    ("<|python_tag|>", "llama3_json"),
+    ("ipython {\"name\": \"' + name + '\", ' \"parameters\": ", "llama3_json"),
+    ("[func_name1(params_name1=params_value1)]", "llama_pythonic"),
+    ("[TOOL_CALLS][", "mistral_v1"),
+    ("[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]'", "mistral_v11"),
+    ("[TOOL_CALLS]' + name + '[ARGS]'", "mistral_v13"),
+    ("<｜tool▁calls▁begin｜> type + '<｜tool▁sep｜>' ```json", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek_v31"),
+    ("dsml_token = '｜DSML｜' '<' + dsml_token + 'function_calls>", "deepseek_v32"),
+    ("dsml_token = '｜DSML｜' '<' + dsml_token + 'tool_calls>", "deepseek_v4"),
+    ("<|start|>assistant<|channel|>analysis<|message|>", "gpt_oss"),
+    ("<|tool_call>call:' + name + '{' '}<tool_call|>", "gemma4"),
+    ("<start_function_call>call:<escape>", "function_gemma"),
+    ("<start_of_turn> [func_name1(params", "gemma3"),
+    ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite3"),
+    ("<function_call> ", "granite_20b"),
+    ("<|action_start|><|plugin|>\n{", "internlm2"),
+    ("<|tool_calls_section_begin|><|tool_call_begin|> <|tool_call_argument_begin|>", "kimi_k2"),
+    ("<tool_calls>\n{\"name\": ", "minimax_m1"),
+    ("<minimax:tool_call> <invoke name=", "minimax_m2"),
+    ("functools[{", "phi4_mini"),
+    ("<TOOLCALL>[", "nemotron_nano"),
+    ("<tool_calls>[{", "hunyuan"),
+    ("{", "json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "name"), CALL_TEXTS)
+def test_a_template_shows_its_format(text: str, name: str) -> None:
+    assert detect_format("{% if tools %}" + text + "{% endif %}") == name
+
+
+def test_a_template_without_tools_has_them_described() -> None:
+    assert detect_format("{{ messages }}", ["[TOOL_CALLS]"]) == "described"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (["<s>", "[TOOL_CALLS]"], "mistral_v1"),
+        (["[TOOL_CALLS]", "[ARGS]"], "mistral_v13"),
+        (["<|python_tag|>"], "llama3_json"),
+        (["<s>"], "json"),
+    ],
+)
+def test_control_tokens_show_what_the_template_does_not(tokens: list[str], name: str) -> None:
+    assert detect_format("{% if tools %}{{ tools }}{% endif %}", tokens) == name
+
+
+def test_thinking_is_what_the_template_writes() -> None:
+    hermes, mistral = load_format("hermes"), load_format("mistral_v13")
+    assert detect_thinking(hermes, "no thinking") is None
+    assert detect_thinking(hermes, "<think>\n</think>") == hermes.thinking
+    magistral = detect_thinking(mistral, "[THINK][/THINK]")
+    assert magistral is not None
+    assert magistral.marks == ("[THINK]", "[/THINK]")
+    # Mistral's calls with other marks of the thinking
+    other = detect_thinking(mistral, "<think></think>")
+    assert other is not None
+    assert other.marks == ("<think>", "</think>")

@@ -1,0 +1,1 @@
+"""Random conversations in every chat format: streamed = whole = written back."""

@@ -1,0 +1,60 @@
+"""``python -m tools.chat_formats.page``: write the table of formats in docs/tool-calling.md.
+
+A row comes from the format's file; the call is written by the same code that writes history.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
+from modelmill.text.answer_writer import write_answer
+from modelmill.text.chat_format_files import format_names, load_format
+from modelmill.text.chat_syntax import ChatSyntax
+from tools import generated_page
+
+PAGE = Path("docs/tool-calling.md")
+BEGIN, END = "<!-- formats: made by `make chat-formats` -->\n", "<!-- end of formats -->\n"
+EXAMPLE = ParsedToolCall("abc123XYZ", "f", '{"town": "Ulm", "days": 2}')
+
+
+def table() -> str:
+    """The table of formats."""
+    rows = [
+        "| format | models | a call of `f` with town “Ulm” and 2 days | thinking |",
+        "|---|---|---|---|",
+    ]
+    rows += [_row(name, load_format(name)) for name in format_names()]
+    return "\n".join(rows) + "\n"
+
+
+def _row(name: str, syntax: ChatSyntax) -> str:
+    call = write_answer(syntax, ParsedAnswer("", (EXAMPLE,))).replace("\n", "⏎")
+    thinking = "" if syntax.thinking is None else f"`{syntax.thinking.marks[0]}`"
+    cells = (f"`{name}`", syntax.title, f"`` {call} ``", thinking)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
+    """The page by its path below the repository, with a fresh table."""
+    text = (root / PAGE).read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return {PAGE: head + BEGIN + table() + END + tail}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    return generated_page.run(
+        argv,
+        __doc__,
+        "chat-formats",
+        lambda root: generated_page.stale_pages(root, render(root)),
+        lambda root: generated_page.write_pages(root, render(root)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
