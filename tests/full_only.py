@@ -327,6 +327,27 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_mamba2_faults.py": (
+        "*-float32-int4]",
+        "*bfloat16-*",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "A for",
+                "B ",
+                "D f",
+                "SiLU",
+                "convolution'",
+                "decay",
+                "dt_bias",
+                "heads",
+                "inputs",
+                "norm",
+                "steps",
+                "x and",
+            )
+        ),
+    ),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-30B-A3B]",
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
@@ -478,6 +499,7 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_planted_fault_is_refused_by_name[further-*-float32-rptq]",
     ),
     "tests/models/test_delta_net_faults.py": ("*-float32-int4]", "*-float32-smoothquant]"),
+    "tests/models/test_mamba2_faults.py": ("*-float32-int4]",),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),
