@@ -430,6 +430,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_users_own_word_stands_for_the_library",
         "test_where_torch_was_first_its_threads_spin_no_longer",
     ),
+    "tests/runtime/test_state_slots.py": (
+        "test_a_conversation_in_whole_steps_gives_the_same_tokens",
+        "test_batches_and_mixed_steps_compute_what_single_ones_do",
+        "test_preempted_sequences_go_on_as_before[False]",
+        "test_fewer_sequences_run_where_states_do_not_fit",
+    ),
     "tests/runtime/test_tp_workers.py": (
         "test_the_same_answers_as_one[gpt2-3]",
         "test_the_same_answers_as_one[qwen2-*",

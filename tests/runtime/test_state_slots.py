@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -126,6 +127,20 @@ def test_forks_and_beams_copy_the_state(model: Any) -> None:
     assert scores[0] > scores[1]
 
 
+def test_parts_end_at_pages_but_not_those_of_beams(model: Any) -> None:
+    """The last tokens of all beams must run in one step, whatever pages they fill."""
+    scheduler = tiny.make_engine(model).scheduler
+    for computed, remaining, count, expected in (
+        (0, 30, 20, 16), (16, 30, 8, 8), (16, 6, 6, 6), (16, 30, 5, 8), (20, 2, 1, 2),
+    ):  # fmt: skip
+        seq: Any = SimpleNamespace(
+            computed=computed, remaining=remaining, branch_end=0, beam_search=None
+        )
+        assert scheduler._end_of_part(seq, count, {}) == expected
+        seq.beam_search = seq
+        assert scheduler._end_of_part(seq, count, {}) == count
+
+
 def score_of(model: Any, prompt: tuple[int, ...], ids: tuple[int, ...]) -> float:
     """The log-probability of an answer, computed as a prompt."""
     engine = tiny.make_engine(model)
@@ -221,7 +236,7 @@ def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
     expected, _ = answer(engine, prompt)
     scheduler = engine.scheduler
     engine.add(tiny.requests([prompt], tiny.params(max_tokens=13, ignore_eos=True), eos=())[0])
-    with mock.patch.object(scheduler, "_end_of_part", lambda *_: 0):
+    with mock.patch.object(scheduler, "_end_of_part", return_value=0):
         schedule = scheduler.schedule()
     assert schedule is not None
     assert (schedule.work, schedule.state_copies) == ([], [])
