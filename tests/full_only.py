@@ -327,6 +327,27 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_mamba2_faults.py": (
+        "*-float32-int4]",
+        "*bfloat16-*",
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "A for",
+                "B ",
+                "D f",
+                "SiLU",
+                "convolution'",
+                "decay",
+                "dt_bias",
+                "heads",
+                "inputs",
+                "norm",
+                "steps",
+                "x and",
+            )
+        ),
+    ),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-30B-A3B]",
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
@@ -409,6 +430,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_users_own_word_stands_for_the_library",
         "test_where_torch_was_first_its_threads_spin_no_longer",
     ),
+    "tests/runtime/test_state_slots.py": (
+        "test_a_conversation_in_whole_steps_gives_the_same_tokens",
+        "test_batches_and_mixed_steps_compute_what_single_ones_do",
+        "test_preempted_sequences_go_on_as_before[False]",
+        "test_fewer_sequences_run_where_states_do_not_fit",
+    ),
     "tests/runtime/test_tp_workers.py": (
         "test_the_same_answers_as_one[gpt2-3]",
         "test_the_same_answers_as_one[qwen2-*",
@@ -478,6 +505,7 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_planted_fault_is_refused_by_name[further-*-float32-rptq]",
     ),
     "tests/models/test_delta_net_faults.py": ("*-float32-int4]", "*-float32-smoothquant]"),
+    "tests/models/test_mamba2_faults.py": ("*-float32-int4]",),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",
     ),

@@ -19,6 +19,7 @@ from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -28,6 +29,7 @@ from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.sample import SampleInputs
+from modelmill.ops.state_rows import StateRows
 from modelmill.ops.triton.communication import custom_all_reduce
 from modelmill.ops.triton.norm_quantize import gptq_columns
 from modelmill.ops.w8a8_linear import Linear8BitInputs
@@ -49,7 +51,7 @@ def problems() -> Iterator[Problem]:
     for make in (
         gemm_16bit, gemm_weight_only, gemm_8bit, gemm_clustered, prefill_attention,
         decode_attention, image_attention, norm_quantize, norms, elementwise, rope, sampling,
-        communication, experts, routing, cases,
+        communication, experts, routing, recurrences, cases,
     ):  # fmt: skip
         yield from make()
 
@@ -57,6 +59,21 @@ def problems() -> Iterator[Problem]:
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """A tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def recurrences() -> Iterator[Problem]:
+    """Decodes, and a prompt, of Qwen3-Next's heads in 16 bits, and of a smaller size."""
+    for tokens, key_heads, heads, dim in ((1, 16, 32, 128), (64, 16, 32, 128), (64, 2, 4, 64)):
+        rows = StateRows(
+            tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64),
+            *(tensor(1, dtype=torch.int64) for _ in range(3)), tokens, 16,
+        )  # fmt: skip
+        inputs = GatedDeltaInputs(
+            tensor(tokens, (2 * key_heads + heads) * dim),
+            tensor(tokens, 2 * heads, dtype=torch.float32), tensor(heads), tensor(heads),
+            tensor(3, heads, dim, dim, dtype=torch.float32), rows,
+        )  # fmt: skip
+        yield from _call("gated_delta_rule", inputs)
 
 
 def _call(op: str, *args: Any) -> Iterator[Problem]:

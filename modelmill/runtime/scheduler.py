@@ -424,7 +424,7 @@ class Scheduler:
 
     def _end_of_part(self, seq: Sequence, count: int, picked: dict[Sequence, int]) -> int:
         """How many of ``count`` tokens a step takes: with recurrent state, up to a full page."""
-        if self.states is None or count <= 0 or seq.remaining == 1:
+        if self.states is None or count <= 0 or seq.remaining == 1 or seq.beam_search is not None:
             return count
         if self.step_token_budget < self.limits.page_size:
             return count

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from modelmill.ops import causal_conv, gated_delta_rule, ssd_scan
+from modelmill.ops import causal_conv, gated_delta_rule, registry, ssd_scan
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
@@ -211,3 +212,18 @@ def test_the_division_of_a_scan_into_steps_changes_no_bit(edges: tuple[int, ...]
     whole, parts = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
     assert torch.equal(scan(8, edges, parts), scan(8, (0, COUNT), whole))
     assert torch.equal(parts[0], whole[0])
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule"])
+def test_a_kernel_leaves_the_states_of_the_reference(op: str) -> None:
+    """Of its cases: the states of all slots and the snapshots, which outputs do not show."""
+    kernel, reference = registry.implementations(op)["triton"], registry.reference(op)
+    if (reason := kernel.available("cpu")) is not None:
+        pytest.skip(reason)
+    for case in import_module(f"modelmill.ops.{op}").cases("cpu", torch.float32):
+        states = []
+        for run in (kernel.run, reference):
+            args = case.args | {"state": case.args["state"].clone()}
+            registry.by_name(op, run)(**args)
+            states.append(args["state"][:-1])  # the last slot is padding
+        torch.testing.assert_close(*states, rtol=0, atol=1e-5)

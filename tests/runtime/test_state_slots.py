@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -124,6 +125,20 @@ def test_forks_and_beams_copy_the_state(model: Any) -> None:
     (ids,) = results.values()
     scores = [score_of(model, prompt, other) for other in (ids, drawn(len(ids), 3))]
     assert scores[0] > scores[1]
+
+
+def test_parts_end_at_pages_but_not_those_of_beams(model: Any) -> None:
+    """The last tokens of all beams must run in one step, whatever pages they fill."""
+    scheduler = tiny.make_engine(model).scheduler
+    for computed, remaining, count, expected in (
+        (0, 30, 20, 16), (16, 30, 8, 8), (16, 6, 6, 6), (16, 30, 5, 8), (20, 2, 1, 2),
+    ):  # fmt: skip
+        seq: Any = SimpleNamespace(
+            computed=computed, remaining=remaining, branch_end=0, beam_search=None
+        )
+        assert scheduler._end_of_part(seq, count, {}) == expected
+        seq.beam_search = seq
+        assert scheduler._end_of_part(seq, count, {}) == count
 
 
 def score_of(model: Any, prompt: tuple[int, ...], ids: tuple[int, ...]) -> float:

@@ -1,0 +1,115 @@
+"""Faults of Mamba2 that no config makes: refused, with layer and module named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from modelmill.nn.causal_conv import CausalConv
+from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
+from modelmill.ops import causal_conv, ssd_scan
+from tests.accept.build_and_accept import build_and_accept
+from tests.models.families.mamba2 import CASE
+from tests.models.test_delta_net_faults import changed_state, swapped
+from tests.models.test_moe_faults import changed_module, changed_tensor
+
+SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("float32", "none", {}),
+    ("bfloat16", "none", {}),
+    ("float32", "int4", {"group_size": 32, "method": "nearest"}),
+)
+LAYER = "layers.1.attn"
+CONV, SSM, NORM = "attn.conv", "attn.ssm", "attn.gated_norm"
+
+
+def changed_tokens(**changes: Callable[[Any], torch.Tensor]) -> Any:
+    """Another preparation of the tokens for the scan."""
+    real = ssd_scan._prepare
+
+    def prepare(inputs: Any) -> Any:
+        tokens = real(inputs)
+        return tokens._replace(**{name: change(tokens) for name, change in changes.items()})
+
+    return mock.patch.object(ssd_scan, "_prepare", prepare)
+
+
+def norm_before_gate(self: Any, x: torch.Tensor, xbcz: torch.Tensor, step: Any) -> torch.Tensor:
+    del step
+    grouped = x.unflatten(1, (self.spec.groups, -1))
+    normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.spec.eps)
+    gate = torch.nn.functional.silu(xbcz[:, -x.shape[1] :].float())
+    return (normed.flatten(1) * self.weight.float() * gate).to(xbcz.dtype)
+
+
+def norm_over_all(self: Any, x: torch.Tensor, xbcz: torch.Tensor, step: Any) -> torch.Tensor:
+    del step
+    gated = x * torch.nn.functional.silu(xbcz[:, -x.shape[1] :].float())
+    scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.spec.eps)
+    return (gated * scale * self.weight.float()).to(xbcz.dtype)
+
+
+def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
+    return lambda: changed_tensor(f"{LAYER}.{name}", change)
+
+
+# the fault, the modules one of which is named, and their layer
+FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+    "inputs of the convolution off by one token": (
+        lambda: changed_state(CausalConv, lambda state: state.roll(1, 1)), (f"{CONV}.state",), 0,
+    ),
+    "state decayed once more": (
+        lambda: changed_state(StateSpaceScan, lambda state: state * 0.9), (f"{SSM}.state",), 0,
+    ),
+    "convolution shifted": (tensor("conv.weight", lambda t: t.roll(1, 1)), (CONV,), 1),
+    "convolution's bias forgotten": (tensor("conv.bias", torch.zeros_like), (CONV,), 1),
+    "SiLU behind the convolution forgotten": (
+        lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        (CONV,), 0,
+    ),
+    "decay's sign": (lambda: changed_tokens(log_decay=lambda t: -0.1 * t.log_decay), (SSM,), 0),
+    "decay forgotten": (
+        lambda: changed_tokens(log_decay=lambda t: torch.zeros_like(t.log_decay)), (SSM,), 0,
+    ),
+    "B without the step": (
+        lambda: changed_tokens(delta=lambda t: torch.ones_like(t.delta)), (SSM,), 0,
+    ),
+    "B and C exchanged": (lambda: changed_tokens(b=lambda t: t.c, c=lambda t: t.b), (SSM,), 0),
+    "A for A_log": (tensor("ssm.A_log", torch.exp), (SSM,), 1),
+    "D forgotten": (tensor("ssm.D", torch.zeros_like), (SSM,), 1),
+    "dt_bias forgotten": (tensor("ssm.dt_bias", torch.zeros_like), (SSM,), 1),
+    "heads of D in another order": (tensor("ssm.D", lambda t: t.flip(0)), (SSM,), 1),
+    "steps of other heads": (tensor("rates.weight", lambda t: t.roll(1, 0)), ("attn.rates",), 1),
+    "x and z exchanged": (
+        tensor("in_proj.weight", swapped(slice(0, 96), slice(160, 256))),
+        ("attn.x_proj", "attn.z_proj"), 1,
+    ),
+    "norm in front of the gate": (
+        lambda: changed_module(GatedGroupNorm, norm_before_gate), (NORM,), 0,
+    ),
+    "norm over all groups": (lambda: changed_module(GatedGroupNorm, norm_over_all), (NORM,), 0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mamba2")
+    CASE.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: "-".join(each[:2]))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused_by_name(
+    fault: str, setting: tuple[str, str, dict[str, Any]], checkpoint: Path, tmp_path: Path
+) -> None:
+    plant, modules, layer = FAULTS[fault]
+    dtype, recipe, options = setting
+    with plant():
+        report, written = build_and_accept(checkpoint, tmp_path / "e", dtype, recipe, **options)
+    assert not written
+    assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
