@@ -16,6 +16,7 @@ from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
 from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.router_topk import RouterTopkInputs
 
 
 class FusedMoE(nn.Module):
@@ -55,11 +56,11 @@ class FusedMoE(nn.Module):
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config, bias = moe.routing.config, moe.routing.selection_bias
-    logits = step.ops.router_gemm(x, moe.router.weight)
-    inputs = FusedTopkInputs(
-        logits,
-        bias,
+    config, ops = moe.routing.config, step.ops
+    inputs = RouterTopkInputs(
+        x,
+        moe.router.weight,
+        moe.routing.selection_bias,
         config.top_k,
         config.scores == SIGMOID,
         config.renormalize,
@@ -67,7 +68,11 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
         config.groups,
         config.top_groups,
     )
-    return cast(tuple[torch.Tensor, torch.Tensor], step.ops.fused_topk(inputs))
+    chosen = None if ops.router_topk is None else ops.router_topk(inputs)
+    if chosen is None:
+        logits = ops.router_gemm(x, moe.router.weight)
+        chosen = ops.fused_topk(FusedTopkInputs(logits, *inputs[2:]))
+    return cast(tuple[torch.Tensor, torch.Tensor], chosen)
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
