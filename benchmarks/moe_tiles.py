@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.moe_step import FORMATS, MoEShape, make_layers, make_step, states  # noqa: E402
+from benchmarks.moe_step import MoEShape, make_layers, make_step, states  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -157,12 +157,12 @@ def _both(*contexts: Any) -> Iterator[None]:
 def main(words: Sequence[str] | None = None) -> None:
     """Time and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--format", action="append", choices=FORMATS)
+    parser.add_argument("--format", action="append", choices=DECODE)
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args(words)
     shape = MoEShape(layers=options.layers)
-    for name in options.format or FORMATS:
+    for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:
             timer = ExpertsTimer(layers, shape, tokens)
