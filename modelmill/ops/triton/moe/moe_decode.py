@@ -33,7 +33,7 @@ Tile = tuple[int, int, int]
 FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
 DOWN_TILE: Tile = (2, 256, 4)
-# the conversion of x is shared by more rows of 8 bits, whose instructions count more than their bytes
+# more rows share the conversion of x: 8 bits are bound by instructions before bytes
 GATE_UP_TILE_8BIT: Tile = (4, 2048, 4)
 DOWN_TILE_8BIT: Tile = (4, 256, 4)
 MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
