@@ -25,7 +25,6 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rope_cos_sin import RopeCosSinInputs
-from modelmill.ops.router_topk import RouterTopkInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.sample import SampleInputs
@@ -344,8 +343,6 @@ def routing() -> Iterator[Problem]:
         yield from _call("router_gemm", tensor(tokens, 2048), tensor(128, 2048))
     yield from _call("router_gemm", tensor(32, 2048), tensor(128, 2048))
     yield from _call("router_gemm", tensor(2, 2048, dtype=F32), tensor(512, 2048, dtype=F32))
-    for x, weight in ((tensor(1, 2048), tensor(128, 2048)), (tensor(16, 2048), tensor(512, 2048))):
-        yield from _call("router_topk", RouterTopkInputs(x, weight, None, 8))
     for tokens, count, sigmoid in ((1, 128, False), (4096, 512, True)):
         logits, bias = tensor(tokens, count, dtype=F32), tensor(count, dtype=F32)
         scored = FusedTopkInputs(logits, bias if sigmoid else None, 8, sigmoid=sigmoid)

@@ -16,7 +16,6 @@ from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
 from modelmill.ops.fused_topk import FusedTopkInputs
-from modelmill.ops.router_topk import RouterTopkInputs
 
 
 class FusedMoE(nn.Module):
@@ -56,10 +55,9 @@ class FusedMoE(nn.Module):
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config, ops = moe.routing.config, step.ops
-    inputs = RouterTopkInputs(
-        x,
-        moe.router.weight,
+    config = moe.routing.config
+    inputs = FusedTopkInputs(
+        step.ops.router_gemm(x, moe.router.weight),
         moe.routing.selection_bias,
         config.top_k,
         config.scores == SIGMOID,
@@ -68,11 +66,7 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
         config.groups,
         config.top_groups,
     )
-    chosen = None if ops.router_topk is None else ops.router_topk(inputs)
-    if chosen is None:
-        logits = ops.router_gemm(x, moe.router.weight)
-        chosen = ops.fused_topk(FusedTopkInputs(logits, *inputs[2:]))
-    return cast(tuple[torch.Tensor, torch.Tensor], chosen)
+    return cast(tuple[torch.Tensor, torch.Tensor], step.ops.fused_topk(inputs))
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:

@@ -12,8 +12,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
   the down projection's input (``silu_mul_quant``);
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
-* the router of a mixture with its top-k (``router_topk``), and its experts, whose tokens are
-  grouped (``nn.fused_moe``);
+* the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
 * the last layer's second half for the rows whose logits are needed only (``nn.logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """

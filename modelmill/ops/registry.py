@@ -250,9 +250,7 @@ def _pick_fused(
     if reason is None and module is not None and requested in (None, backend):
         fallback = (lambda *_, **__: None) if declaration.optional else reference(op)
         order = BACKEND_PREFERENCE[device_type]
-        # Triton's interpreter, which tests choose, is not in the order of a CPU
-        rest = order[order.index(backend) + 1 :] if backend in order else ()
-        lower = _usable_backends(op, rest, device_type, forced=False)
+        lower = _usable_backends(op, order[order.index(backend) + 1 :], device_type, forced=False)
         return _chain(op, declaration, [module, *lower.values()], fallback, tuning)
     if requested is not None:
         raise UsageError(

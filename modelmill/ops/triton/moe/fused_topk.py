@@ -24,7 +24,7 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
 MAX_EXPERTS = 1024
-MAX_COMPARED = 16384  # values of the comparison in registers at once
+_MAX_COMPARED = 16384  # values of the comparison in registers at once
 
 
 def supports(inputs: FusedTopkInputs) -> bool:
@@ -50,7 +50,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     pdl = pdl_launch_options(logits.device, tokens)
     constants = (
         top_k, inputs.sigmoid, inputs.renormalize, bias is not None, block,
-        min(block, MAX_COMPARED // block), pdl["PDL"],
+        min(block, _MAX_COMPARED // block), pdl["PDL"],
     )  # fmt: skip
     _launcher(
         (tokens, 1, 1), (logits, logits if bias is None else bias, weights, ids),
@@ -66,25 +66,12 @@ def _kernel(
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait(PDL)
-    choose_experts(
-        logits_ptr, bias_ptr, weights_ptr, ids_ptr, tl.program_id(0).to(tl.int64), experts, scale,
-        TOP_K, SIGMOID, RENORMALIZE, BIAS, BLOCK_E, CHUNK,
-    )  # fmt: skip
-
-
-@triton.jit
-def choose_experts(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, token, experts, scale,
-    TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Store the weights and ids of one token's experts."""
+    token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * experts
     expert = tl.arange(0, BLOCK_E)
     inside = expert < experts
-    # not from the first-level cache, which may lack what other programs of this launch have stored
-    logit = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    pdl_wait(PDL)
+    logit = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"))
     largest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - largest), axis=0)
     score = _score(logit, largest, total, SIGMOID)
@@ -93,9 +80,7 @@ def choose_experts(
     for start in range(0, BLOCK_E, CHUNK):
         other = start + tl.arange(0, CHUNK)
         there = other < experts
-        logit_there = tl.load(
-            logits_ptr + other, mask=there, other=float("-inf"), cache_modifier=".cg"
-        )
+        logit_there = tl.load(logits_ptr + other, mask=there, other=float("-inf"))
         score_there = _score(logit_there, largest, total, SIGMOID)
         against = _ranked(score_there, bias_ptr, other, there, BIAS)[None, :]
         before = (against == ranked[:, None]) & (other[None, :] < expert[:, None])

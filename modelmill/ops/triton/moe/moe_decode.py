@@ -34,8 +34,8 @@ FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
 DOWN_TILE: Tile = (2, 256, 4)
 # more rows share the conversion of x: 8 bits are bound by instructions before bytes
-GATE_UP_TILE_8BIT: Tile = (4, 2048, 4)
-DOWN_TILE_8BIT: Tile = (4, 256, 4)
+GATE_UP_TILE_8BIT: Tile = (4, 1024, 4)
+DOWN_TILE_8BIT: Tile = (4, 256, 8)
 MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
 
 

@@ -25,7 +25,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_GEMV_ROWS = 16
 # (tokens, experts, columns) of a program on tensor cores
 _FEW_ROWS_TILE, _MANY_ROWS_TILE = (16, 16, 256), (32, 64, 128)
-_MANY_ROWS = 512
+_MANY_ROWS = 2048
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -66,32 +66,24 @@ def _gemv_kernel(
     x_ptr, weight_ptr, out_ptr, experts, k, x_stride, stride,
     EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    expert, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    logit = dot_product(
-        x_ptr + token * x_stride, weight_ptr + expert * stride, k, EVEN, BLOCK_K, PDL
-    )
-    tl.store(out_ptr + token * experts + expert, logit)
-
-
-@triton.jit
-def dot_product(x_ptr, weight_ptr, k, EVEN: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """Σ x · w; the first weights are loaded before the wait for x."""
+    expert = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
+    source = weight_ptr + expert * stride + column
+    # the first weights are loaded before the wait for x
     if EVEN:
-        w = tl.load(weight_ptr + column)
+        w = tl.load(source)
     else:
-        w = tl.load(weight_ptr + column, mask=column < k, other=0.0)
+        w = tl.load(source, mask=column < k, other=0.0)
     pdl_wait(PDL)
     total = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, k, BLOCK_K):
         left = k - start
-        next_w = tl.load(
-            weight_ptr + start + BLOCK_K + column, mask=column < left - BLOCK_K, other=0.0
-        )
-        x = tl.load(x_ptr + start + column, mask=column < left, other=0.0)
+        next_w = tl.load(source + start + BLOCK_K, mask=column < left - BLOCK_K, other=0.0)
+        x = tl.load(x_ptr + token * x_stride + start + column, mask=column < left, other=0.0)
         total += w.to(tl.float32) * x.to(tl.float32)
         w = next_w
-    return tl.sum(total)
+    tl.store(out_ptr + token * experts + expert, tl.sum(total))
 
 
 @triton.jit(do_not_specialize=["tokens"])
