@@ -43,7 +43,7 @@ from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 
-FORMATS = ("dense", "int8", "int4")
+FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8")  # names of weight_formats
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
 ROUNDS = 9
 MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each
@@ -172,7 +172,7 @@ def reference_error(layer: FusedMoE, x: torch.Tensor, device: str) -> float:
 def line(timing: MoEStepTiming) -> str:
     """A line of the table."""
     return (
-        f"{timing.weight_format:8} {timing.tokens:6} {timing.step_ms:10.4f} "
+        f"{timing.weight_format:11} {timing.tokens:6} {timing.step_ms:10.4f} "
         f"{timing.routing_ms:10.4f} {timing.floor_ms:10.4f} {timing.ratio:7.2f} "
         f"{timing.experts_per_layer:8.1f} {timing.error:9.4f}"
     )
@@ -204,7 +204,7 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     }
     device, command = device_name(options.device), shlex.join(["python", *sys.argv])
     print(json.dumps({"device": device, **facts}), flush=True)
-    print("format   tokens    step ms routing ms   floor ms   ratio  experts     error")
+    print("format      tokens    step ms routing ms   floor ms   ratio  experts     error")
     timings, rows = [], []
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.moe_step import FORMATS, MoEShape, make_layers, make_step, states  # noqa: E402
+from benchmarks.moe_step import MoEShape, make_layers, make_step, states  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -31,6 +31,7 @@ from modelmill.ops.triton.moe import (  # noqa: E402
     experts,
     grouped_gemm,
     grouped_gemm_int4,
+    int4_fused_moe,
     moe_decode,
     moe_decode_int4,
 )
@@ -40,23 +41,27 @@ TOKENS = (1, 2, 8, 32, 64, 256, 1024, 4096)
 ROUNDS = 7
 DECODE: dict[str, dict[str, tuple[tuple[int, int, int], ...]]] = {
     "dense": {
-        "GATE_UP_TILE": (
-            (1, 2048, 4), (2, 2048, 4), (4, 2048, 8), (2, 1024, 4), (4, 1024, 4), (8, 512, 4),
-            (1, 2048, 2), (2, 2048, 8), (4, 512, 2), (1, 1024, 2),
+        "GATE_UP_TILE": ((1, 2048, 4), (2, 2048, 4), (8, 512, 4), (1, 1024, 2), (4, 512, 4)),
+        "DOWN_TILE": ((2, 256, 4), (4, 256, 8), (1, 256, 2), (2, 128, 2), (4, 256, 4)),
+    },
+    "int8": {
+        "GATE_UP_TILE_8BIT": (
+            (2, 2048, 4), (4, 2048, 4), (8, 512, 4), (4, 512, 2), (16, 512, 8), (8, 512, 2),
+            (4, 1024, 4), (2, 512, 1),
         ),
-        "DOWN_TILE": (
-            (1, 256, 2), (1, 256, 4), (2, 256, 4), (4, 256, 4), (4, 256, 8), (1, 1024, 4),
-            (2, 1024, 8), (1, 1024, 8), (1, 512, 4), (2, 512, 4), (8, 128, 4), (2, 128, 4),
+        "DOWN_TILE_8BIT": (
+            (2, 256, 4), (4, 256, 4), (8, 256, 4), (4, 256, 8), (2, 256, 2), (2, 1024, 4),
+            (4, 1024, 8),
         ),
     },
     "int4": {
         "GATE_UP_TILE": (
-            (1, 256, 2), (2, 256, 4), (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 128, 4),
-            (8, 64, 4), (2, 256, 2), (16, 64, 4),
+            (4, 256, 4), (8, 256, 4), (8, 256, 8), (4, 256, 2), (2, 256, 2), (16, 256, 8),
+            (8, 128, 4), (16, 256, 4), (8, 64, 2), (16, 64, 4),
         ),
         "DOWN_TILE": (
-            (1, 32, 2), (2, 32, 4), (4, 32, 4), (8, 32, 4), (8, 32, 8), (1, 128, 4), (2, 128, 4),
-            (4, 128, 8), (4, 32, 2), (2, 32, 2),
+            (4, 32, 4), (8, 32, 4), (16, 32, 4), (4, 32, 2), (8, 32, 8), (2, 128, 4), (4, 128, 4),
+            (4, 128, 8), (2, 32, 2), (1, 128, 4),
         ),
     },
 }  # fmt: skip
@@ -76,7 +81,7 @@ GROUPED_INT4: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((64, 3, 4), (128, 3, 8), (128, 3, 4), (64, 4, 4)),
     128: ((64, 3, 4), (128, 3, 8), (64, 3, 8)),
 }
-PAIRS, TILES = 0, 1 << 30  # pairs for each expert up to which pairs are computed: always, never
+PAIRS = 0  # pairs for each expert up to which pairs are computed: always
 
 
 class ExpertsTimer:
@@ -107,7 +112,8 @@ def grouped(module: Any, tokens: int, tiles: tuple[Any, Any]) -> Iterator[None]:
     with (
         mock.patch.dict(module.TILES, {tokens: tiles}),
         mock.patch.object(module, "_tokens_per_tile", return_value=tokens),
-        mock.patch.object(experts, "_PAIRS_PER_EXPERT", TILES),
+        mock.patch.object(experts, "computes_pairs", return_value=False),
+        mock.patch.object(int4_fused_moe, "computes_pairs", return_value=False),
     ):
         yield
 
@@ -118,19 +124,17 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
     decode = moe_decode_int4 if name == "int4" else moe_decode
     few = mock.patch.object(decode, "FEW_TOKENS", 1 << 30)
     if tokens <= 16:
-        for constant, tiles in DECODE["int4" if name == "int4" else "dense"].items():
+        for constant, tiles in DECODE[name].items():
             for tile in tiles if tokens <= 2 else tiles[:3]:
                 yield f"pairs {constant} {tile}", _both(
                     few, mock.patch.object(decode, constant, tile),
                     mock.patch.object(experts, "_PAIRS_PER_EXPERT", PAIRS),
                 )  # fmt: skip
-    if tokens == 1:
-        return  # always pair by pair
     average = tokens * shape.top_k / shape.experts
     module: Any = grouped_gemm_int4 if name == "int4" else grouped_gemm
     table: dict[int, Any] = GROUPED_INT4 if name == "int4" else GROUPED
     for size, tiles in table.items():
-        if size / 4 <= max(average, 4) <= size * 4:
+        if size / 4 <= max(average, 4) <= size * 4 and (tokens > 1 or size == 16):
             for tile in tiles:
                 made = tile if name == "int4" else GroupedTile(size, *tile)
                 first, second = module.TILES.get(size, (made, made))
@@ -153,12 +157,12 @@ def _both(*contexts: Any) -> Iterator[None]:
 def main(words: Sequence[str] | None = None) -> None:
     """Time and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--format", action="append", choices=FORMATS)
+    parser.add_argument("--format", action="append", choices=DECODE)
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args(words)
     shape = MoEShape(layers=options.layers)
-    for name in options.format or FORMATS:
+    for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:
             timer = ExpertsTimer(layers, shape, tokens)

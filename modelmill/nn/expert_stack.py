@@ -19,9 +19,30 @@ from modelmill.nn.moe import Expert, MoE
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.registry import Ops
 from modelmill.weights.base import WeightFormat
+from modelmill.weights.w8a8 import W8A8Weight
 
-OPS = {"dense": "fused_moe", "int8": "int8_fused_moe", "int4": "int4_fused_moe"}
+OPS = {
+    "dense": "fused_moe",
+    "int8": "int8_fused_moe",
+    "int4": "int4_fused_moe",
+    "w8a8": "w8a8_fused_moe",
+    "fp8": "fp8_fused_moe",
+}
 """The grouped op of each weight format that has one."""
+STACKED = ("weight", "scale", "offset")
+"""Suffixes of the tensors that a grouped op reads."""
+
+
+def grouped_op(weight: WeightFormat) -> str | None:
+    """The op that multiplies with such weights.
+
+    None where no op does, as for the static ranges of single experts' inputs.
+    """
+    if isinstance(weight, W8A8Weight):
+        if weight.float_input:
+            return OPS["int8"] if weight.format == "w8a8" else None
+        return OPS[weight.format] if weight.inv_input_scale is None else None
+    return None if "perm" in weight.tensors() else OPS.get(weight.format)
 
 
 class StackedExperts:
@@ -69,29 +90,29 @@ def stack_experts(moe: MoE) -> StackedExperts | None:
     experts = [cast(Expert, expert) for expert in moe.experts]
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
-    op = OPS.get(gate_up[0].weight.format)
+    op = grouped_op(gate_up[0].weight)
     plain = all(
         isinstance(expert.act, SiluMul) and linear.bias is None
         for expert in experts
         for linear in (expert.gate_up_proj, expert.down_proj)
     )
     kinds = {_kind(linear.weight) for linear in (*gate_up, *down)}
-    if op is None or not plain or len(kinds) > 1 or "perm" in gate_up[0].weight.tensors():
+    if op is None or not plain or len(kinds) > 1:
         return None
     return StackedExperts(op, gate_up, down)
 
 
 def _kind(weight: WeightFormat) -> tuple[object, ...]:
-    """What the weights of a stack have in common: format, groups, tensors and their dtypes."""
+    """What the weights of a stack have in common: op, groups, tensors and their dtypes."""
     tensors = weight.tensors()
     dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
-    return (type(weight), getattr(weight, "group_size", 0), *dtypes)
+    return (grouped_op(weight), getattr(weight, "group_size", 0), *dtypes)
 
 
 def stack_weights(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
     """[E, …] of each tensor that the weights store, by suffix; the weights become views of them."""
     stacks = {}
-    for suffix in linears[0].weight.tensors().keys() - {"sizes"}:
+    for suffix in (each for each in STACKED if each in linears[0].weight.tensors()):
         parts = [linear.weight.tensors()[suffix] for linear in linears]
         stack = stacked(parts)
         if stack is None:

@@ -55,11 +55,10 @@ class FusedMoE(nn.Module):
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config, bias = moe.routing.config, moe.routing.selection_bias
-    logits = step.ops.router_gemm(x, moe.router.weight)
+    config = moe.routing.config
     inputs = FusedTopkInputs(
-        logits,
-        bias,
+        step.ops.router_gemm(x, moe.router.weight),
+        moe.routing.selection_bias,
         config.top_k,
         config.scores == SIGMOID,
         config.renormalize,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.nn.expert_stack import OPS, stack_experts, stack_weights, stacked
+from modelmill.nn.expert_stack import OPS, STACKED, stack_experts, stack_weights, stacked
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
@@ -26,6 +26,16 @@ def mixture(weight_format: str, **switches: Any) -> MoE:
     )
 
 
+def with_input_scale(weight_format: str, input_scale: float) -> MoE:
+    """The same whose weights say how their inputs are quantized."""
+    moe = mixture(weight_format)
+    for expert in moe.experts:
+        for linear in (expert.gate_up_proj, expert.down_proj):
+            matrix = torch.zeros(linear.shape)  # type: ignore[arg-type]
+            linear.weight = pack(weight_format, matrix, torch.float32, input_scale=input_scale)  # type: ignore[union-attr]
+    return moe
+
+
 def experts_linears(moe: MoE) -> list[Linear]:
     """The first products of all experts."""
     return [expert.gate_up_proj for expert in moe.experts]  # type: ignore[misc]
@@ -39,7 +49,7 @@ def test_an_expert_keeps_its_values_as_views_of_the_stack(weight_format: str) ->
     linears = experts_linears(moe)
     for linear, expected in zip(linears, before, strict=True):
         assert torch.equal(linear.weight.dense(), expected)
-    for suffix in linears[0].weight.tensors().keys() - {"sizes"}:
+    for suffix in linears[0].weight.tensors().keys() & STACKED:
         storages = {
             linear.weight.tensors()[suffix].untyped_storage().data_ptr() for linear in linears
         }
@@ -68,7 +78,12 @@ def test_views_in_another_order_are_no_stack() -> None:
 
 
 def test_what_no_grouped_op_computes_is_not_stacked() -> None:
-    assert stack_experts(mixture("w8a8")) is None
+    assert stack_experts(mixture("rptq")) is None
+    assert stack_experts(with_input_scale("w8a8", 0.5)) is None, "a static range of each expert"
+    assert stack_experts(with_input_scale("fp8", -1.0)) is None
+    floats = stack_experts(with_input_scale("w8a8", -1.0))
+    assert floats is not None
+    assert floats.op == OPS["int8"]
     assert stack_experts(mixture("dense", activation="gelu")) is None
     mixed = mixture("dense")
     matrix = torch.zeros(2 * INNER, HIDDEN)

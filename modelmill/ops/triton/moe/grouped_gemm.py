@@ -24,7 +24,6 @@ import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
-from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
@@ -56,6 +55,8 @@ TILES: dict[int, tuple[GroupedTile, GroupedTile]] = {
     64: (GroupedTile(64, 128, 64, 4, 8), GroupedTile(64, 128, 64, 4, 4)),
     128: (GroupedTile(128, 128, 64, 3, 8), GroupedTile(128, 128, 64, 4, 8)),
 }
+# 64 tokens of 8-bit weights: gate and up
+GATE_UP_TILE_8BIT = GroupedTile(64, 64, 64, 4, 4)
 GROUP = 8  # tiles of tokens that share tiles of the weight in L2
 
 
@@ -90,6 +91,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     by_pair = torch.empty((tokens * top_k, hidden), dtype=dtype, device=x.device)
     shared_bytes, size = max_shared_bytes(x.device), inputs.gate_up.element_size()
     first, second = TILES[block]
+    if size == 1 and block == GATE_UP_TILE_8BIT.tokens:
+        first = GATE_UP_TILE_8BIT
     x_size = x.element_size()
     first = _fit_tile_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
     second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
@@ -230,10 +233,8 @@ def _multiply_add(w, x, total, X_SCALE: tl.constexpr, INT8: tl.constexpr):
         # Hopper accumulates fp8 with few bits; after 128 columns the sum is added in float32
         COLUMNS: tl.constexpr = x.shape[0] if x.shape[0] < 128 else 128
         return tl.dot(w, x, total, max_num_imprecise_acc=COLUMNS)
-    elif w.dtype == tl.int8:
-        return tl.dot(to_float32(w).to(x.dtype), x, total, input_precision="ieee")
     else:
-        return tl.dot(w, x, total, input_precision="ieee")
+        return tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
 
 
 @triton.jit

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
@@ -32,26 +31,6 @@ from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT
 
 CHUNK = 128  # most columns of a chunk: two products with 64 columns each
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
-_ASSEMBLY = tl.constexpr(not INTERPRETED)
-
-
-def _nibbles_asm(exponent: int) -> str:
-    """PTX that makes 16-bit numbers of four low nibbles ($0, $1) and four high ones ($2, $3)."""
-    return f"""{{
-    .reg .b32 u, v, e;
-    mov.b32 e, {exponent * 0x01010101};
-    and.b32 u, $4, 0x0F0F0F0F;
-    shr.u32 v, $4, 4;
-    and.b32 v, v, 0x0F0F0F0F;
-    prmt.b32 $0, u, e, 0x4140;
-    prmt.b32 $1, u, e, 0x4342;
-    prmt.b32 $2, v, e, 0x4140;
-    prmt.b32 $3, v, e, 0x4342;
-    }}"""
-
-
-_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43))
-_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64))
 # (weight rows, stages, warps) by tokens of a tile: of gate and of up each, and of down
 TILES = {
     16: ((64, 4, 4), (64, 4, 4)),
@@ -175,9 +154,8 @@ def _chunk_product(
         codes = tl.load(at)
     else:
         codes = tl.load(at, mask=(byte < width - start // 2)[None, :], other=0)
-    low, high = _biased_nibbles(codes, x_low.dtype)
-    part = tl.dot(low, x_low, input_precision="ieee")
-    part = tl.dot(high, x_high, part, input_precision="ieee")
+    part = tl.dot(_biased(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
+    part = tl.dot(_biased(codes >> 4, x_low, CODE_BIAS), x_high, part, input_precision="ieee")
     grid = weight_row * groups + start // GROUP
     scale = tl.load(scale_ptr + grid).to(tl.float32)
     if OFFSET:
@@ -188,22 +166,12 @@ def _chunk_product(
 
 
 @triton.jit
-def _biased_nibbles(codes, dtype: tl.constexpr):
-    """The low and the high nibbles of bytes with the exponent's value added, in a 16-bit dtype."""
-    if _ASSEMBLY and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=4,
-        )  # fmt: skip
-    elif _ASSEMBLY:  # noqa: RET505  Triton needs all branches
-        return tl.inline_asm_elementwise(
-            _NIBBLES_TO_FLOAT16, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16),
-            is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        exponent: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-        low = ((codes & 15).to(tl.uint16) | exponent).to(dtype, bitcast=True)
-        return low, ((codes >> 4).to(tl.uint16) | exponent).to(dtype, bitcast=True)
+def _biased(codes, like, CODE_BIAS: tl.constexpr):
+    """Codes 0…15 as 16-bit numbers of the dtype of ``like``, with CODE_BIAS added."""
+    if CODE_BIAS == 128:
+        return (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505  Triton needs both branches
+        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
 
 
 _launcher = CachedLauncher(_grouped_kernel)

@@ -33,6 +33,9 @@ Tile = tuple[int, int, int]
 FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
 DOWN_TILE: Tile = (2, 256, 4)
+# more rows share the conversion of x: 8 bits are bound by instructions before bytes
+GATE_UP_TILE_8BIT: Tile = (4, 1024, 4)
+DOWN_TILE_8BIT: Tile = (4, 256, 8)
 MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
 
 
@@ -63,7 +66,9 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     pdl = pdl_launch_options(x.device, tokens)
     gate_up, down = inputs.gate_up, inputs.down
 
-    rows, columns, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
+    is_8bit = gate_up.element_size() == 1
+    tile = GATE_UP_TILE_8BIT if is_8bit else GATE_UP_TILE
+    rows, columns, warps = _tile_config(tile, tokens, hidden)
     scale = inputs.gate_up_scale
     blocks = -(-inner_size // rows)
     sizes = (inner_size, hidden, blocks, x.stride(0), gate_up.stride(0), gate_up.stride(1))
@@ -79,7 +84,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     )  # fmt: skip
 
     inner, inner_scale = quantize_rows(inner, act_dtype)
-    rows, columns, warps = _tile_config(DOWN_TILE, tokens, inner_size)
+    tile = DOWN_TILE_8BIT if is_8bit else DOWN_TILE
+    rows, columns, warps = _tile_config(tile, tokens, inner_size)
     scale, shared = inputs.down_scale, inputs.shared
     down_sizes = (hidden, inner_size, down.stride(0), down.stride(1))
     _down_launcher(

@@ -40,8 +40,8 @@ _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
     prmt.b32 $3, u, 0x43000000, 0x7344;
     }""")
 # (rows, words, warps) of a program: of gate and of up each, and of down
-GATE_UP_TILE: Tile = (8, 256, 4)
-DOWN_TILE: Tile = (4, 32, 4)
+GATE_UP_TILE: Tile = (16, 256, 4)
+DOWN_TILE: Tile = (8, 32, 8)
 MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32 alone comes here with many
 
 

@@ -25,7 +25,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_GEMV_ROWS = 16
 # (tokens, experts, columns) of a program on tensor cores
 _FEW_ROWS_TILE, _MANY_ROWS_TILE = (16, 16, 256), (32, 64, 128)
-_MANY_ROWS = 512
+_MANY_ROWS = 2048
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -70,6 +70,7 @@ def _gemv_kernel(
     token = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
     source = weight_ptr + expert * stride + column
+    # the first weights are loaded before the wait for x
     if EVEN:
         w = tl.load(source)
     else:
