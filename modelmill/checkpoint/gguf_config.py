@@ -19,6 +19,9 @@ MAX_COUNT = 1 << 24
 MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 """Architectures with experts that have a name of their own → model_type."""
 
+OWN_EXPERT_KEYS = ("gpt-oss",)
+"""Architectures whose reader reads the keys of experts itself."""
+
 SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -46,10 +49,10 @@ def read_config(
     """
     keys = ArchitectureKeys(raw, arch)
     experts = keys.get_count("expert_count", 0)
-    if experts and arch != "llama" and arch not in MOE_MODEL_TYPES:
+    if experts and arch not in ("llama", *MOE_MODEL_TYPES, *OWN_EXPERT_KEYS):
         raise UnknownArchitecture(
             f"{raw.path}: is a mixture of experts of architecture {arch}; modelmill reads those of "
-            f"llama (Mixtral), {', '.join(MOE_MODEL_TYPES)}"
+            f"llama (Mixtral), {', '.join((*MOE_MODEL_TYPES, *OWN_EXPERT_KEYS))}"
         )
     if (
         "token_embd.weight" not in raw.names()
@@ -64,7 +67,7 @@ def read_config(
         "torch_dtype": str(raw.tensor_info("token_embd.weight").torch_dtype).removeprefix("torch."),
     }
     config.update((reader or {"gpt2": _gpt2, "qwen": _qwen}.get(arch, _llama))(keys))
-    if experts:
+    if experts and arch not in OWN_EXPERT_KEYS:
         config.update(_experts(keys, experts, config["model_type"]))
     ids = _special_ids(raw, vocabulary)
     config.update({name: value for name, value in ids.items() if not isinstance(value, list)})

@@ -71,6 +71,15 @@ GEMMA_NAMES = {
     "blk.post_attention_norm": "post_attention_layernorm",
     "blk.post_ffw_norm": "post_feedforward_layernorm",
 }
+GPT_OSS_NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if "ffn" not in gguf},
+    "blk.post_attention_norm": "post_attention_layernorm",
+    "blk.attn_sinks": "self_attn.sinks",
+    "blk.ffn_gate_inp": "mlp.router",
+    "blk.ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "blk.ffn_up_exps": "mlp.experts.*.up_proj",
+    "blk.ffn_down_exps": "mlp.experts.*.down_proj",
+}
 GLM4_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
     "blk.ffn_up": "mlp.gate_up_proj",
@@ -339,6 +348,22 @@ def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read gpt-oss; that YaRN's ramp is not truncated belongs to the architecture."""
+    config = _rms(keys)
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"] |= {"truncate": False}
+    return {
+        **config,
+        "head_dim": head_dim(keys),
+        "intermediate_size": keys.get_count("expert_feed_forward_length"),
+        "num_local_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
+        "sliding_window": keys.get_count("attention.sliding_window"),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
 def _query_scalar(keys: ArchitectureKeys, largest: int) -> int:
     """The number whose root divides the scores: channels of a head; in 27B, width by heads."""
     if keys.get_count("block_count") == largest:
@@ -347,6 +372,7 @@ def _query_scalar(keys: ArchitectureKeys, largest: int) -> int:
 
 
 FURTHER_ARCHITECTURES = {
+    "gpt-oss": GgufArchitecture(GPT_OSS_NAMES, model_type="gpt_oss", read_config=_gpt_oss),
     "gemma": GgufArchitecture(LLAMA_NAMES, norms_plus_one=True, read_config=_gemma),
     "gemma2": GgufArchitecture(GEMMA_NAMES, norms_plus_one=True, read_config=_gemma2),
     "gemma3": GgufArchitecture(

@@ -206,6 +206,13 @@ class GgufAsHf:
                 entry = _HfTensor(f"{name}{EXPERT_SEPARATOR}{expert}", shape[1:], None)
                 self._add_entry(target.replace("*", str(expert)), entry)
             return
+        if "*" in target and len(shape) == 2:  # a bias of each expert
+            for expert in range(shape[0]):
+                own = _HfTensor(name, shape[1:], _row(expert))
+                self._add_entry(target.replace("*", str(expert)), own)
+            return
+        if base == "blk.attn_sinks":  # no tensor of a module there
+            target = target.removesuffix(".weight")
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
@@ -268,6 +275,10 @@ def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor
         return torch.cat(parts, 1).reshape(tensor.shape)
 
     return undo
+
+
+def _row(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor[index]
 
 
 def _minus_one(tensor: torch.Tensor) -> torch.Tensor:

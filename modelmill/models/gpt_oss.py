@@ -41,9 +41,7 @@ YARN = {
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GptOssConfig."""
-    defaults: dict[str, Any] = {
-        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128
-    }  # fmt: skip
+    defaults: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         defaults["rope_parameters"] = YARN
     raw = overlay_config(raw, defaults)

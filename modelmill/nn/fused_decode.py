@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from modelmill.nn.attention import Attention, RopeCosSin
+from modelmill.nn.attention import Attention, AttentionSpec, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, SiluMul
@@ -65,7 +65,8 @@ def _computes_layer(layer: nn.Module) -> bool:
         return False
     spec = layer.attn.spec
     return (
-        isinstance(layer.attn_norm, RMSNorm)
+        isinstance(spec, AttentionSpec)
+        and isinstance(layer.attn_norm, RMSNorm)
         and isinstance(layer.mlp.act, SiluMul)
         and spec.rotates
         and spec.qkv_norm is None

@@ -30,7 +30,8 @@ DECLARATION = RecipeDeclaration(
     weight_format="mixed_rows",
     docs=(
         "what the file has",
-        "a GGUF of Q4_0, Q4_1 or Q8_0 stays unchanged instead of being expanded",
+        "a GGUF of Q4_0, Q4_1 or Q8_0 and the experts of gpt-oss (MXFP4) stay unchanged instead of "
+        "being expanded",
     ),
 )
 

@@ -25,6 +25,8 @@ from modelmill.text.tokenizer_files import TokenizerSettings, is_token_id, read_
 GGUF_VOCAB_FILE = "gguf_vocab.json"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WHITESPACE_PATTERN = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+CAPITALS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+SMALL_LETTERS = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # how text is cut before merging, by the file's tokenizer.ggml.pre
 SPLIT_PATTERNS = {
     "llama3": (
@@ -39,6 +41,12 @@ SPLIT_PATTERNS = {
     "qwen35": (
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{WHITESPACE_PATTERN}"
+    ),
+    # o200k, of gpt-oss: words in small letters, or capitals before small ones
+    "gpt-4o": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL_LETTERS}+{CONTRACTIONS}?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL_LETTERS}*{CONTRACTIONS}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{WHITESPACE_PATTERN}"
     ),
 }
 PRE_TOKENIZER_ALIASES = {

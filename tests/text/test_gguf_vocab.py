@@ -33,6 +33,7 @@ def test_byte_level():
         ("llama-bpe", ["ab", " ", "123", "  ", " x"]),
         ("qwen2", ["ab", " ", "1", "2", "3", "  ", " x"]),
         ("qwen35", ["ab", " ", "1", "2", "3", "  ", " x"]),
+        ("gpt-4o", ["ab", " ", "123", "  ", " x"]),
     ],
 )
 def test_pre_tokenizers_cut_as_their_models_do(pre, pieces):
@@ -45,6 +46,17 @@ def test_pre_tokenizers_cut_as_their_models_do(pre, pieces):
         )
     ]
     assert [piece.replace("Ġ", " ") for piece in cut] == pieces
+
+
+def test_words_are_cut_at_capitals_in_gpt_4o_only():
+    """The regular expression of tiktoken's o200k_base."""
+    from modelmill.text.gguf_vocab import _pre_tokenizer
+
+    def cut(pre, text):
+        return [piece for piece, _ in _pre_tokenizer(pre).pre_tokenize_str(text)]
+
+    assert cut("gpt-4o", "camelCase it's") == ["camel", "Case", "Ġit's"]
+    assert cut("llama3", "camelCase it's") == ["camelCase", "Ġit", "'s"]
 
 
 def test_marks_belong_to_words_in_qwen35_only():

@@ -70,6 +70,7 @@ POST_NORMS = {
 }
 GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
     "gemma3_text": GEMMA_NORMS,
     "olmo2": POST_NORMS,
@@ -139,11 +140,12 @@ FURTHER_ARCHITECTURES = {
     "chatglm": "chatglm",
     "gptneox": "gpt_neox",
     "falcon": "falcon",
+    "gpt-oss": "gpt_oss",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
-SCALED = {"gemma3": "linear"}  # of full attention
+SCALED = {"gemma3": "linear", "gpt-oss": "yarn"}
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 LAYERS = {
@@ -193,6 +195,8 @@ class GgufSource(TensorSource):
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         stem, _, suffix = name.rpartition(".")
+        if suffix == "sinks":
+            return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
         own = FAMILY_NAMES.get(self._config["model_type"], {})
         if stem in own:
             return f"{own[stem]}.{suffix}"
@@ -370,7 +374,29 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
+        **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
     }
+
+
+def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
+    experts = {
+        "num_local_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+    }
+    if fact("rope.scaling.type", "none") != "yarn":
+        return experts | {"rope_parameters": {"rope_type": "default"}}
+    scaling = {
+        "rope_type": "yarn",
+        "truncate": False,
+        "factor": float(fact("rope.scaling.factor")),
+        "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        value = float(fact(f"rope.scaling.yarn_{name}", 0))
+        if value:
+            scaling[name] = value
+    return experts | {"rope_scaling": scaling}
 
 
 def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,16 @@ class GptOssReference(PlainDecoderReference):
             for name in ("q", "k", "v", "o_proj")
         }
         weights["router"] = self.read_affine(f"{stem}.mlp.router", True)
+        if self.source.has(f"{stem}.mlp.experts.0.gate_proj.weight"):  # GGUF
+            for part in ("gate", "up", "down"):
+                for expert in range(self.num_experts):
+                    own = f"{stem}.mlp.experts.{expert}.{part}_proj.weight"
+                    weights[f"experts.{expert}.{part}"] = Affine(self.source.get(own))
+            for name, affine in weights.items():
+                if name.startswith("experts."):
+                    bias = self.source.get(f"{stem}.mlp.{name}_proj.bias")
+                    weights[name] = affine._replace(bias=bias)
+            return weights
         for matrix, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             name = f"{stem}.mlp.experts.{matrix}"
             biases = self.source.get(f"{name}_bias")
