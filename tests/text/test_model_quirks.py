@@ -49,8 +49,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("f", {"either": 7})]),
     # an attribute against the tool's parameters
     ("deepseek_v32", '<｜DSML｜function_calls><｜DSML｜invoke name="f">'
-     '<｜DSML｜parameter name="days" string="true">4</｜DSML｜parameter><｜DSML｜parameter name="more" string="false">[1]'
-     "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>", "",
+     '<｜DSML｜parameter name="days" string="true">4</｜DSML｜parameter>'
+     '<｜DSML｜parameter name="more" string="false">[1]</｜DSML｜parameter>'
+     "</｜DSML｜invoke></｜DSML｜function_calls>", "",
      [("f", {"days": 4, "more": [1]})]),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n"
      "```json\n{}\n```<｜tool▁call▁end｜>\nDone.", "Done.", [("g", {})]),
