@@ -187,7 +187,10 @@ class TextConfig(StrictModel):
 
 
 class ReasoningConfig(StrictModel):
-    """Reasoning options of the OpenAI API; accepted and ignored."""
+    """Reasoning options of the OpenAI API.
+
+    effort is a variable of chat templates that read it; the others are accepted and ignored.
+    """
 
     effort: str | None = None
     summary: str | None = None
@@ -235,6 +238,9 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningConfig | None = None
     stream_options: ResponseStreamOptions | None = None
     prompt_cache_retention: str | None = None
+    # extensions
+    chat_template_kwargs: JsonObject | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)
 
     def check(self) -> None:
         """Raise RequestError for fields that are not supported."""
@@ -298,6 +304,9 @@ class ResponsesRequest(SamplingFields):
             logprobs=True if self.wants_logprobs else None,
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
+            thinking_token_budget=self.thinking_token_budget,
         )
 
     def _chat_tools(

@@ -7,7 +7,7 @@ after the mark that ends the thinking.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from modelmill.core.types import Grammar
@@ -124,7 +124,8 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         return f"({text} | {thought})" if text else thought
     if not value.get("optional"):
         return f"{builder.literal(prefix)} {body} {more} {end}"
-    return _optional_calls(builder, calls, prefix, f"{body} {more} {end}")
+    names = [function["name"] for function in functions]
+    return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
 
 
 def _thought(builder: LarkBuilder) -> str:
@@ -135,23 +136,29 @@ def _thought(builder: LarkBuilder) -> str:
     return builder.rule(lead, "[lazy]")
 
 
-def _optional_calls(builder: LarkBuilder, calls: CallSyntax, prefix: str, body: str) -> str:
-    """Text, or text and calls."""
+def _optional_calls(
+    builder: LarkBuilder, calls: CallSyntax, prefix: str, body: str, names: Sequence[str]
+) -> str:
+    """Text, or text and calls; the text has nothing that the parser reads as a call."""
     if calls.style == "harmony":
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
         return f"({final} {builder.free_text(())} | {body})"
     parts = mark_parts(prefix)
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
-    marks = (opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional_open)
+    marks = [opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional_open]
+    if calls.style == "pythonic":
+        marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
+    start = r"/[^{\[\s](?s:.*)/" if calls.bare else ANY_TEXT
+    text = builder.free_text(excluded, start)
     if not opener:
-        text = builder.free_text(excluded, r"/[^{\[\s](?s:.*)/")
         return f"({text} | {builder.literal(prefix)} {body})"
     rest = prefix[prefix.index(opener) + len(opener) :]
+    call = f"{builder.literal(rest)} {body}"
     if builder.is_token(opener):
-        text = builder.free_text(excluded)
-        return f"{text}? ({builder.literal(opener)} {builder.literal(rest)} {body})?"
-    return f"({builder.text(opener)} {builder.literal(rest)} {body} | {builder.terminal(ANY_TEXT)})"
+        return f"{text}? ({builder.literal(opener)} {call})?"
+    terms = (r"~/(?s:\s*[{\[].*)/",) if calls.bare else ()
+    return f"({builder.text(opener, terms=terms)} {call} | {text})"
 
 
 def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
 from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, overlap
 from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
 from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.named_calls import NamedCallReader, ParameterCallReader
+from modelmill.text.named_calls import NamedCallReader
+from modelmill.text.parameter_calls import ParameterCallReader
 from modelmill.text.pythonic_calls import PythonicCallReader
 
 MIN_CUT_MARK_CHARS = 3

@@ -1,4 +1,4 @@
-"""Calls with the name between marks: then the arguments as one value, or each between marks."""
+"""Calls with the name between marks, then the arguments as one value."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from modelmill.text.call_reader import (
     CallReader,
     find_first,
     mark_parts,
-    overlap,
     skip_blank,
 )
-from modelmill.text.parameter_types import ParameterType, parameter_type, typed_value
-from modelmill.text.value_stream import ValueStream, escape_text
+from modelmill.text.value_stream import ValueStream
 
 
 class NamedCallReader(CallReader):
@@ -143,164 +141,3 @@ class NamedCallReader(CallReader):
         self._drop()
         self.closed = True
         return end
-
-
-class ParameterCallReader(NamedCallReader):
-    """Reads calls that write each argument between marks of its own."""
-
-    def _first_state(self) -> Callable[[str, int], int]:
-        parameter = self._syntax.parameter
-        assert parameter is not None, "this style has marks of an argument"
-        self._parameter = parameter
-        self._param_open = mark_parts(parameter.open)
-        self._key_end = mark_parts(parameter.key_end)
-        # line breaks around a value belong to the marks
-        self._value_start = parameter.key_end[len(parameter.key_end.rstrip()) :]
-        self._value_end = parameter.close[: len(parameter.close) - len(parameter.close.lstrip())]
-        self._value_close = mark_parts(parameter.close)[0]
-        self._num_arguments = 0
-        self._type: ParameterType = ParameterType(False, frozenset())
-        self._prefix = ""
-        self._json, self._json_size = ValueStream(), 0
-        return super()._first_state()
-
-    def _argument_starts(self) -> tuple[str, ...]:
-        return () if self._name_end else ("<",)
-
-    def _scan_name_end(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, self._name_end)
-        if place is None:
-            return at
-        self._begin_call(self._name, self._id)
-        self._output.add_arguments("{")
-        self._call_done()
-        self._num_arguments = 0
-        self._state = self._scan_parameter
-        return place
-
-    def _scan_parameter(self, text: str, at: int) -> int:
-        """An argument, or the end of the call."""
-        self._drop()
-        count, place = self._match(text, at, self._param_open)
-        if place is None:
-            return at
-        if count == len(self._param_open):
-            self._state = self._scan_key
-            return place
-        ends = self._close or self._section_close
-        count, place = self._match(text, at, ends)
-        if place is None:
-            return at
-        if not count and not (self._final and not text[at:].strip()):
-            rest = skip_blank(text, at)
-            if rest == len(text):
-                return at
-            self._state = self._skip_call
-            return at
-        if count or not self.cut:
-            self._output.add_arguments("}")
-        self._state = self._scan_next
-        return place
-
-    def _scan_key(self, text: str, at: int) -> int:
-        self._drop()
-        mark = self._key_end[0]
-        place = text.find(mark, at)
-        if place < 0:
-            if self._final or len(text) - at > MAX_HEAD_CHARS:
-                self._state = self._skip_call
-            return at
-        _, end = self._match(text, place, self._key_end)
-        if end is None:
-            return at
-        key, attribute = text[at:place].strip(), None
-        if self._parameter.type_attribute:
-            key, attribute = _split_attribute(key)
-        self._type = parameter_type(
-            self._tools.get(self._name), key, self._parameter.undeclared, attribute
-        )
-        self._prefix = f'{", " if self._num_arguments else ""}"{escape_text(key)}": '
-        self._num_arguments += 1
-        self._state = self._scan_value_start
-        return end
-
-    def _scan_value_start(self, text: str, at: int) -> int:
-        """Skip the line break before a value."""
-        self._drop()
-        blank = self._value_start
-        rest = text[at : at + len(blank)]
-        if len(rest) < len(blank) and blank.startswith(rest) and not self._final:
-            return at
-        if self._type.is_string:
-            self._output.add_arguments(self._prefix + '"')
-        self._json, self._json_size = ValueStream(), 0
-        self._state = self._scan_text
-        return at + len(blank) if rest == blank else at
-
-    def _scan_text(self, text: str, at: int) -> int:
-        """A value up to its closing mark; a string is passed on as it comes."""
-        self._drop()
-        place = self._json_end(text, at) if not self._type.is_string else -1
-        if place is None:
-            return at
-        marks = self._value_marks()
-        if place < 0:
-            place, _ = find_first(text, marks, at)
-        if place < 0:
-            if not self._type.is_string:
-                if self._final:
-                    self._state = self._skip_call
-                return len(text) if self._final else at
-            stop = len(text) - overlap(text[at:], (self._value_end + self._value_close, *marks))
-            self._output.add_arguments(escape_text(text[at:stop]))
-            return len(text) if self._final else stop
-        value = text[at:place]
-        if self._value_end and value.endswith(self._value_end):
-            value = value[: -len(self._value_end)]
-        if self._type.is_string:
-            self._output.add_arguments(escape_text(value) + '"')
-        else:
-            self._output.add_arguments(self._prefix + typed_value(value, self._type))
-        self._state = self._scan_value_close
-        return place
-
-    def _value_marks(self) -> tuple[str, ...]:
-        """Marks that end a value; a model that leaves the closing mark out writes what follows."""
-        if not self._value_end:
-            return (self._value_close,)
-        end = self._syntax.call_close if self._type.is_string else self._close[0]
-        following = (self._param_open[0], end)
-        return (self._value_close, *(self._value_end + mark for mark in following))
-
-    def _json_end(self, text: str, at: int) -> int | None:
-        """Where a JSON value ends, which may have the closing mark in its strings.
-
-        Returns:
-            The position; -1 if the text is no JSON value; None if more text is needed.
-        """
-        stream = self._json
-        self._json_size = stream.feed(text, at + self._json_size, self._final) - at
-        stream.take()
-        if not (stream.done or stream.failed or self._final):
-            return None
-        end = skip_blank(text, at + self._json_size)
-        if not stream.done:
-            return -1
-        if text.startswith(self._value_close, end):
-            return end
-        begun = self._value_close.startswith(text[end:]) and not self._final
-        return None if begun else -1
-
-    def _scan_value_close(self, text: str, at: int) -> int:
-        self._drop()
-        _, place = self._match(text, at, mark_parts(self._parameter.close))
-        if place is None:
-            return at
-        self._state = self._scan_parameter
-        return place
-
-
-def _split_attribute(key: str) -> tuple[str, bool | None]:
-    """Split name" string="true into the name and whether it is a string."""
-    match = re.fullmatch(r'([^"]*)"\s*string="(true|false)', key)
-    return (match[1], match[2] == "true") if match else (key, None)

@@ -231,3 +231,25 @@ def test_thinking_that_a_client_sends_back_reaches_the_template(key: str) -> Non
     assert processor.chat_format is not None
     messages = [{"role": "assistant", "content": "hello", key: "llo"}]
     assert processor.chat_format.render(messages) == "[llo]hello"
+
+
+def test_a_response_takes_the_same_switches() -> None:
+    body = ResponsesRequest(
+        model="m",
+        input="x",
+        reasoning={"effort": "low"},  # type: ignore[arg-type]
+        chat_template_kwargs={"enable_thinking": False},
+        thinking_token_budget=7,
+    )
+    chat = body.to_chat_request()
+    assert (chat.reasoning_effort, chat.thinking_token_budget) == ("low", 7)
+    assert chat.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_a_strict_function_with_a_bad_schema_is_refused_by_its_field(
+    processor: TextProcessor,
+) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"type": "y"}}}}
+    body = ChatRequest(**ASK, tools=[{"type": "function", "function": function}])
+    with pytest.raises(RequestError, match=r"^tools: the parameters of f: "):
+        chat_request_state(processor, body, 512)

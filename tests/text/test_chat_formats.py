@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from modelmill.text.chat import load_chat
 from modelmill.text.chat_format_files import (
     control_marks,
     detect_format,
@@ -14,6 +15,8 @@ from modelmill.text.chat_format_files import (
     load_format,
 )
 from modelmill.text.chat_syntax import ChatSyntax
+from modelmill.text.tokenizer import load_tokenizer
+from tests.text.conftest import hf_files, small_hf
 from tools.chat_formats.check_answers import check_answer
 
 
@@ -78,6 +81,16 @@ CALL_TEXTS = [
 @pytest.mark.parametrize(("text", "name"), CALL_TEXTS)
 def test_a_template_shows_its_format(text: str, name: str) -> None:
     assert detect_format("{% if tools %}" + text + "{% endif %}") == name
+
+
+@pytest.mark.parametrize(
+    ("template", "stops"),
+    [("{{ messages[0].content }}<|end|>", (259,)), ("<|start|><|channel|><|message|><|end|>", ())],
+)
+def test_the_end_of_a_harmony_message_ends_no_turn(template: str, stops: tuple[int, ...]) -> None:
+    chat = load_chat(hf_files(small_hf(), chat_template=template), load_tokenizer(hf_files()))
+    assert chat is not None
+    assert chat.stop_ids == stops
 
 
 def test_a_template_without_tools_has_them_described() -> None:

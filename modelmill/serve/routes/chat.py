@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
 from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
@@ -35,6 +36,7 @@ from modelmill.text.answer_pieces import (
     collect_tool_calls,
 )
 from modelmill.text.chat_format_files import load_format
+from modelmill.text.grammar import check_grammar
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -93,11 +95,7 @@ def chat_request_state(
             stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
         )
     if grammar is None:
-        grammar = tool_grammar.strict_call_grammar(
-            offered,
-            body.parallel_tool_calls is not False,
-            as_json=load_format(format_name).calls.writes_json,
-        )
+        grammar = _strict_grammar(body, offered, format_name)
     salt = body.cache_salt or ""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
@@ -114,6 +112,31 @@ def chat_request_state(
         thinking_budget=body.thinking_token_budget,
         **template,
     )
+
+
+def _strict_grammar(
+    body: ChatRequest, offered: Sequence[dict[str, Any]], format_name: str
+) -> Grammar | None:
+    """The constraint on calls of strict functions that the model may leave out.
+
+    Raises:
+        RequestError: the parameters of a function cannot be used.
+    """
+    grammar = tool_grammar.strict_call_grammar(
+        offered,
+        body.parallel_tool_calls is not False,
+        as_json=load_format(format_name).calls.writes_json,
+    )
+    if grammar is None:
+        return None
+    if body.ignore_eos:
+        raise RequestError("ignore_eos has no meaning with a strict function; leave it out")
+    try:
+        check_grammar(grammar)
+    except RequestError as error:
+        text = str(error).removeprefix("tools: ")
+        raise RequestError(f"tools: {text}") from None
+    return grammar
 
 
 def make_chat_tool_parser(
