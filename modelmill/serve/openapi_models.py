@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
+from modelmill.serve.dialects.anthropic_models import CountTokensResponse, MessageResponse
+from modelmill.serve.dialects.ollama_models import (
+    OllamaChatResponse,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
+    OllamaPsResponse,
+    OllamaShowResponse,
+    OllamaTagsResponse,
+    OllamaVersionResponse,
+)
+from modelmill.serve.response_model import ResponseModel
+
 REF = "#/components/schemas/{model}"
-
-
-class ResponseModel(BaseModel):
-    """No other keys than these."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class EngineStatus(ResponseModel):
@@ -70,13 +77,40 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
+class TokenPiece(ResponseModel):
+    """A token; the piece is its bytes where it is a part of a character."""
+
+    id: int
+    piece: str | list[int]
+
+
 class TokenizeResponse(ResponseModel):
     """Response body of POST /tokenize."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] = Field(default_factory=list)
+
+
+class TemplateResponse(ResponseModel):
+    """Response body of POST /apply-template."""
+
+    prompt: str
+
+
+class PropsResponse(ResponseModel):
+    """Response body of GET /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
 
 
 class DetokenizeResponse(ResponseModel):
@@ -161,7 +195,12 @@ class GeneratedResponse(ResponseModel):
 
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage
+    timings: dict[str, Any] = Field(default_factory=dict, description="as llama.cpp's")
+    warnings: list[str] = Field(
+        default_factory=list, description="what of the request was not enforced"
+    )
 
 
 class ChatCompletionResponse(GeneratedResponse):
@@ -170,6 +209,7 @@ class ChatCompletionResponse(GeneratedResponse):
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
@@ -190,6 +230,7 @@ class CompletionChoice(ResponseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
     token_ids: list[int] = Field(default_factory=list)
     prompt_token_ids: list[int] = Field(default_factory=list)
 
@@ -328,12 +369,31 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/models/{name}": ModelCard,
     "/tokenize": TokenizeResponse,
     "/detokenize": DetokenizeResponse,
+    "/apply-template": TemplateResponse,
+    "/props": PropsResponse,
     "/v1/chat/completions": ChatCompletionResponse,
     "/v1/completions": CompletionResponse,
     "/v1/embeddings": EmbeddingResponse,
     "/v1/responses": ResponsesResponse,
+    "/v1/messages": MessageResponse,
+    "/v1/messages/count_tokens": CountTokensResponse,
+    "/api/chat": OllamaChatResponse,
+    "/api/generate": OllamaGenerateResponse,
+    "/api/embed": OllamaEmbedResponse,
+    "/api/embeddings": OllamaEmbeddingsResponse,
+    "/api/show": OllamaShowResponse,
+    "/api/tags": OllamaTagsResponse,
+    "/api/ps": OllamaPsResponse,
+    "/api/version": OllamaVersionResponse,
 }
-STREAMING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMING_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
+NDJSON_PATHS = ("/api/chat", "/api/generate")
+"""Paths whose streams are lines of JSON."""
 SSE_EVENT_SCHEMA = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -366,6 +426,8 @@ def add_response_schemas(document: dict[str, Any]) -> None:
             }
             if path in STREAMING_PATHS:
                 content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
+            if path in NDJSON_PATHS:
+                content["application/x-ndjson"] = {"schema": {"type": "object"}}
             operation["responses"]["200"]["content"] = content
     for operation in document["paths"].get("/metrics", {}).values():
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
@@ -34,7 +34,7 @@ from modelmill.serve.strict_models import (
     Metadata,
     StrictModel,
 )
-from modelmill.serve.validation_errors import summarize_errors
+from modelmill.serve.typed_objects import parse_typed
 
 LOGPROBS = "message.output_text.logprobs"
 LongText = Annotated[str, Field(max_length=10 << 20)]
@@ -334,7 +334,7 @@ def items_to_messages(
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for index, raw in enumerate(items):
-        item = _parse_item(raw, f"input[{index}]")
+        item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
             _append_item(messages, item)
         except RequestError as error:
@@ -362,20 +362,3 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 def _chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.to_chat_part() for part in content]
-
-
-def _parse_item(raw: Mapping[str, Any], path: str) -> InputItem:
-    item_type = raw.get("type", "message")
-    model = _ITEM_TYPES.get(item_type) if isinstance(item_type, str) else None
-    if model is None:
-        raise RequestError(
-            f"{path}: items of type {str(item_type)[:40]!r} are not supported; there are "
-            f"{', '.join(_ITEM_TYPES)}"
-        )
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
-        body = "the request's body"  # the item as a whole is invalid
-        detail = line.removeprefix(body) if line.startswith(body) else f".{line}"
-        raise RequestError(path + detail) from None

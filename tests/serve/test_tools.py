@@ -363,7 +363,7 @@ def test_a_forced_call_of_another_type_says_which_function(running: ServiceThrea
 
 
 REACT = SimpleNamespace(
-    tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE)
+    fingerprint="", tokenizer=None, chat_format=SimpleNamespace(tool_style=tool_prompts.REACT_STYLE)
 )
 
 

@@ -104,6 +104,25 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "include": b"[]",
         "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
     },
+    "/v1/messages": {
+        "messages": b'[{"role":"user","content":"x"}]', "max_tokens": b"1", "system": b'"x"',
+        "tools": b"null", "stop_sequences": b"[]", "metadata": b"{}", "thinking": b"null",
+    },
+    "/v1/messages/count_tokens": {
+        "messages": b'[{"role":"user","content":"x"}]', "system": b'"x"', "tools": b"null",
+    },
+    "/api/chat": {
+        "messages": b'[{"role":"user","content":"x"}]', "options": b'{"num_predict":1}',
+        "tools": b"null", "format": b"null", "keep_alive": b"null",
+    },
+    "/api/generate": {
+        "prompt": b'"x"', "options": b'{"num_predict":1}', "images": b"null", "context": b"[]",
+        "format": b"null",
+    },
+    "/api/embed": {"input": b'"x"', "options": b"null"},
+    "/api/embeddings": {"prompt": b'"x"', "options": b"null"},
+    "/api/show": {"name": b'"stories"', "verbose": b"null"},
+    "/apply-template": {"messages": b'[{"role":"user","content":"x"}]', "tools": b"null"},
     "/v1/embeddings": {"input": b'"x"', "dimensions": b"1"},
     "/v1/segment": {
         "image": b'"x"', "points": b"[[1,2]]", "labels": b"[1]", "boxes": b"null",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from modelmill.outputs import CompletionOutput
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_answer import AnswerCollector, exhaust
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -51,7 +51,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     builder = ResponsesBuilder(body, chat, handle, engine.text_processor)
     if body.stream:
         return EventStream(handle, builder, service.run_in_thread if body.wants_logprobs else None)
-    response = await wait_or_disconnect(request, _ResponseCollector(handle, builder))
+    response = await wait_or_disconnect(request, AnswerCollector(handle, builder))
     return await service.run_in_thread(openai_format.Utf8JsonResponse, response)
 
 
@@ -75,30 +75,6 @@ def _map_field_name(text: str) -> str:
         if text.startswith(chat_field):
             return field + text[len(chat_field) :]
     return text
-
-
-class _ResponseCollector:
-    """Collects the whole response from the same deltas as the events.
-
-    So tokens are assigned to items in one place only.
-    """
-
-    def __init__(self, handle: RequestHandle, builder: ResponsesBuilder) -> None:
-        self._handle, self._builder = handle, builder
-
-    async def finish(self) -> dict[str, Any]:
-        """Wait until the response has finished.
-
-        Raises:
-            ModelmillError: the request failed.
-        """
-        while items := await self._handle.fetch():
-            self._builder.consume(items)
-        return self._builder.response()
-
-    def close(self) -> None:
-        """Abort the request if it has not finished."""
-        self._handle.close()
 
 
 class ResponsesBuilder(EventFormatter):
@@ -126,7 +102,7 @@ class ResponsesBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for each in items:
-            deque(self._delta_events(each), maxlen=0)
+            exhaust(self._delta_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""
