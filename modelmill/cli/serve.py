@@ -52,7 +52,12 @@ class Args(CommonArgs):
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = option(
-        (), "name of each engine in requests (default: its folder's name)"
+        (),
+        "name of each engine in requests (default: its folder's name); of a single engine, several "
+        "names",
+    )
+    alias: tuple[str, ...] = option(
+        (), "a further name of an engine: ALIAS=NAME (repeatable)", metavar="ALIAS=NAME"
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
@@ -121,19 +126,21 @@ def run(args: Args) -> int:
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
     place, names = _server_options(args), _model_names(args)
+    aliases = _aliases(args, names)
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
 
-        return serve_replicas(args, place, names, _open_messages(args))
+        return serve_replicas(args, place, names, _open_messages(args), aliases)
 
     gone = next((path for path in args.engines if not path.exists()), None)
     if gone is not None:
         raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
 
     async def serve() -> None:
-        engines = _engines(args, names)
-        await Server(engines, place).run(
+        engines = {engine.name: engine for engine in _engines(args, names)}
+        by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
+        await Server([*engines.values()], place, by_name).run(
             lambda url: announce_address(args, url, names, f"loading {', '.join(names)}"),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
@@ -220,7 +227,8 @@ def _model_names(args: Args) -> list[str]:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
         )
-    names = list(args.served_model_name) or [served_name(path) for path in args.engines]
+    given = args.served_model_name[:1] if len(args.engines) == 1 else args.served_model_name
+    names = list(given) or [served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
@@ -234,6 +242,26 @@ def _model_names(args: Args) -> list[str]:
             f"two engines would be served as {double}; give --served-model-name for each"
         )
     return names
+
+
+def _aliases(args: Args, names: Sequence[str]) -> dict[str, str]:
+    """Return further names → the name of their engine."""
+    aliases: dict[str, str] = {}
+    pairs = [(name, names[0]) for name in args.served_model_name[1:] if len(names) == 1]
+    for entry in args.alias:
+        alias, separator, name = entry.partition("=")
+        if not separator or not alias.strip():
+            raise UsageError(f"--alias {entry}: give it as ALIAS=NAME")
+        pairs.append((alias, name))
+    for alias, name in pairs:
+        if name not in names:
+            raise UsageError(
+                f"--alias: no engine is served as {name}; there are {', '.join(names)}"
+            )
+        if alias in names or alias in aliases or not alias.strip():
+            raise UsageError(f"--alias: the name {alias!r} is taken; give another")
+        aliases[alias] = name
+    return aliases
 
 
 def served_name(path: Path) -> str:

@@ -21,6 +21,7 @@ from modelmill.core.quoting import one_line
 from modelmill.serve import errors
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.error_form import error_body
+from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
 from modelmill.serve.dialects.ollama_schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -39,10 +40,12 @@ from modelmill.serve.routes import (
     completions,
     embeddings,
     health,
+    llama_cpp,
     messages,
     ollama,
     page,
     responses,
+    scores,
     segment,
     tokenize,
 )
@@ -55,6 +58,7 @@ from modelmill.serve.schema import (
     TemplateRequest,
     TokenizeRequest,
 )
+from modelmill.serve.scoring import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.validation_errors import summarize_errors
@@ -67,6 +71,10 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/segment": SegmentRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/completion": NativeCompletionRequest,
+    "/infill": InfillRequest,
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
     "/api/embed": OllamaEmbedRequest,
@@ -105,6 +113,8 @@ def make_app(service: Service) -> ASGIApp:
     )
     app.state.service = service
     modules = (
+        llama_cpp,
+        scores,
         health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
     )  # fmt: skip
     for module in modules:

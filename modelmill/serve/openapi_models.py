@@ -362,6 +362,64 @@ class ResponsesResponse(ResponseModel):
     user: str | None
 
 
+class RankedDocument(ResponseModel):
+    """A document with its similarity to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] = Field(default_factory=dict)
+
+
+class RerankResponse(ResponseModel):
+    """Response body of POST /v1/rerank."""
+
+    id: str = Field(pattern="^rerank-")
+    model: str
+    method: Literal["embedding_cosine"]
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(ResponseModel):
+    """The similarity of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ResponseModel):
+    """Response body of POST /v1/score."""
+
+    id: str = Field(pattern="^score-")
+    object: Literal["list"]
+    created: int
+    model: str
+    method: Literal["embedding_cosine"]
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
+class NativeCompletionResponse(ResponseModel):
+    """Response body of POST /completion and /infill."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Literal[True]
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    has_new_line: bool
+    truncated: Literal[False]
+    stop_type: Literal["eos", "limit", "word", "none"]
+    stopping_word: str
+    timings: dict[str, Any]
+    warnings: list[str] = Field(default_factory=list)
+
+
 RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/health": HealthResponse,
     "/version": VersionResponse,
@@ -375,6 +433,10 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/completions": CompletionResponse,
     "/v1/embeddings": EmbeddingResponse,
     "/v1/responses": ResponsesResponse,
+    "/v1/rerank": RerankResponse,
+    "/v1/score": ScoreResponse,
+    "/completion": NativeCompletionResponse,
+    "/infill": NativeCompletionResponse,
     "/v1/messages": MessageResponse,
     "/v1/messages/count_tokens": CountTokensResponse,
     "/api/chat": OllamaChatResponse,
@@ -391,6 +453,8 @@ STREAMING_PATHS = (
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
+    "/completion",
+    "/infill",
 )
 NDJSON_PATHS = ("/api/chat", "/api/generate")
 """Paths whose streams are lines of JSON."""

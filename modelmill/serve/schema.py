@@ -24,13 +24,13 @@ from modelmill.core.types import (
     sampling_range,
 )
 from modelmill.serve.gbnf import gbnf_grammar
+from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import AccountFields, PeerFields
 from modelmill.serve.schema_coercion import coerce_grammar
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     MAX_ITEMS,
     JsonObject,
-    JsonObjectList,
     StrictModel,
     known_names,
     limit_keys,
@@ -381,7 +381,9 @@ class CompletionRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream()
-        if self.suffix and (self.echo or not all(isinstance(each, str) for each in self.prompts())):
+        if self.suffix is not None and (
+            self.echo or not all(isinstance(each, str) for each in self.prompts())
+        ):
             raise RequestError("suffix needs a prompt of text, and has no echo")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of must equal n: answers are not ranked")
@@ -435,18 +437,35 @@ class NamedToolChoice(StrictModel):
     function: NamedFunction
 
 
+class AllowedTools(StrictModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], FAIL_FAST] = Field(min_length=1, max_length=128)
+
+
+class AllowedToolChoice(StrictModel):
+    """tool_choice: some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(GenerationFields):
     """Request body of POST /v1/chat/completions."""
 
-    messages: JsonObjectList = Field(min_length=1)
+    messages: ChatMessages = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+    tool_choice: (
+        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None
+    ) = Field(
         None,
-        description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+        description='"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
     )
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
@@ -467,10 +486,8 @@ class ChatRequest(GenerationFields):
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
             raise RequestError("tools has two functions of the same name")
-        if (
-            isinstance(self.tool_choice, NamedToolChoice)
-            and self.tool_choice.function.name not in names
-        ):
+        chosen = [] if self.tool_choice is None else self._chosen_names()
+        if not set(chosen) <= set(names):
             raise RequestError("tool_choice names a function that is not among the tools")
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
@@ -499,11 +516,28 @@ class ChatRequest(GenerationFields):
         """The tools that may be called."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        allowed = isinstance(self.tool_choice, AllowedToolChoice)
+        names = frozenset(self._chosen_names() if allowed else ())
+        return [
+            tool.model_dump(exclude_none=True)
+            for tool in self.tools or ()
+            if not allowed or tool.function.name in names
+        ]
+
+    def _chosen_names(self) -> list[str]:
+        """Names of the functions in tool_choice."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedToolChoice):
+            return [choice.function.name]
+        if isinstance(choice, AllowedToolChoice):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return []
 
     @property
     def forces_call(self) -> bool:
         """Whether the output must be a tool call."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
 
     def grammar(self) -> Grammar | None:
@@ -548,7 +582,7 @@ class TemplateRequest(StrictModel):
     """POST /apply-template: the prompt of a conversation as text."""
 
     model: str | None = Field(None, max_length=1024)
-    messages: JsonObjectList | None = None
+    messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
 

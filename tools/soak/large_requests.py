@@ -119,6 +119,15 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "prompt": b'"x"', "options": b'{"num_predict":1}', "images": b"null", "context": b"[]",
         "format": b"null",
     },
+    "/v1/rerank": {"query": b'"x"', "documents": b'["x"]', "user": b'"x"'},
+    "/v1/score": {"text_1": b'"x"', "text_2": b'["x"]', "user": b'"x"'},
+    "/completion": {
+        "prompt": b'"x"', "n_predict": b"1", "samplers": b"[]", "stop": b'"x"', "grammar": b"null",
+        "allowed_token_ids": b"null", "bad_words": b"null", "dry_sequence_breakers": b"[]",
+    },
+    "/infill": {
+        "input_prefix": b'"x"', "input_suffix": b'"x"', "input_extra": b"[]", "n_predict": b"1",
+    },
     "/api/embed": {"input": b'"x"', "options": b"null"},
     "/api/embeddings": {"prompt": b'"x"', "options": b"null"},
     "/api/show": {"name": b'"stories"', "verbose": b"null"},

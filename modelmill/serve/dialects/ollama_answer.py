@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from modelmill.outputs import OutputDelta
-from modelmill.serve.chat_answer import AnswerPiece, ReasoningText, is_json
+from modelmill.serve.chat_answer import AnswerPiece, ReasoningText, ToolCallDelta, is_json
 from modelmill.serve.errors import ApiError
 from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason
 from modelmill.serve.stream import EventFormatter
-from modelmill.text.tool_parser import ToolCallDelta
 
 NANOSECONDS = 1_000_000_000
 

@@ -12,6 +12,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.dialects.ollama_options import OllamaOptions
+from modelmill.serve.dialects.thinking import thinking_fields
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -122,6 +123,7 @@ class OllamaGenerationFields(OllamaModelFields):
             messages=messages,
             logprobs=logprobs,
             top_logprobs=self.top_logprobs if logprobs else None,
+            **thinking_fields(None if self.think is None else self.think is not False),
             **self.shared_fields(),
             **fields,
         )
@@ -187,7 +189,7 @@ class OllamaGenerateRequest(OllamaGenerationFields):
         fields = self.shared_fields()
         return CompletionRequest(
             prompt=self.prompt or "",
-            suffix=self.suffix,
+            suffix=self.suffix or None,
             parse_special=True if self.raw else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             **{"n_predict": -1, **fields},

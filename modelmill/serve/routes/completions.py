@@ -115,7 +115,7 @@ def _encode_prompt(
     text_processor.check_length(prompt, longest)
     tokenizer, ends = text_processor.tokenizer, tuple[int, ...]()
     encoded: str | list[int] = prompt
-    if isinstance(prompt, str) and body.suffix and tokenizer is not None:
+    if isinstance(prompt, str) and body.suffix is not None and tokenizer is not None:
         text_processor.check_length(body.suffix, max_model_len)
         encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
         ends = marks.ends
