@@ -227,8 +227,8 @@ def _model_names(args: Args) -> list[str]:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
         )
-    given = args.served_model_name[:1] if len(args.engines) == 1 else args.served_model_name
-    names = list(given) or [served_name(path) for path in args.engines]
+    primary = args.served_model_name[:1] if len(args.engines) == 1 else args.served_model_name
+    names = list(primary) or [served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):

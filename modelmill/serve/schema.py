@@ -23,7 +23,7 @@ from modelmill.core.types import (
     SamplingParams,
     sampling_range,
 )
-from modelmill.serve.gbnf import gbnf_grammar
+from modelmill.text.gbnf import gbnf_grammar
 from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import AccountFields, PeerFields
 from modelmill.serve.schema_coercion import coerce_grammar
@@ -243,23 +243,23 @@ class GenerationFields(SamplingFields, PeerFields):
         Raises:
             RequestError: the fields contradict each other.
         """
-        given: dict[str, Grammar | None] = {}
+        grammars: dict[str, Grammar | None] = {}
         if self.response_format is not None:
-            given["response_format"] = self.response_format.to_grammar()
+            grammars["response_format"] = self.response_format.to_grammar()
         if self.structured_outputs is not None:
-            given["structured_outputs"] = self.structured_outputs.to_grammar()
+            grammars["structured_outputs"] = self.structured_outputs.to_grammar()
         if self.json_schema is not None:
             check_data(self.json_schema, "json_schema: the JSON schema")
-            given["json_schema"] = Grammar("json", json.dumps(self.json_schema))
+            grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
         if self.grammar_ is not None:
-            given["grammar"] = gbnf_grammar(self.grammar_)
+            grammars["grammar"] = gbnf_grammar(self.grammar_)
         if self.allowed_token_ids is not None:
             ids = sorted(set(self.allowed_token_ids))
-            given["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
-        names = [name for name, grammar in given.items() if grammar is not None]
+            grammars["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
+        names = [name for name, grammar in grammars.items() if grammar is not None]
         if len(names) > 1:
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; give one of them")
-        return given[names[0]] if names else None
+        return grammars[names[0]] if names else None
 
     def validated_grammar(self) -> Grammar | None:
         """Return ``grammar`` after checking that it compiles.
@@ -301,13 +301,13 @@ class GenerationFields(SamplingFields, PeerFields):
     def _grammar_field(self) -> str:
         """The field that constrains the output."""
         names = (("structured_outputs",) * 2, ("json_schema",) * 2, ("grammar_", "grammar"))
-        given = (name for field, name in names if getattr(self, field) is not None)
-        return next(given, "response_format")
+        present = (name for field, name in names if getattr(self, field) is not None)
+        return next(present, "response_format")
 
     def _max_tokens(self, limit: int | None, default: int | None) -> int | None:
         """The limit of the output: ``limit``, else n_predict, else the default."""
-        given = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
-        if self.n_predict is not None and not given:
+        limits = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
+        if self.n_predict is not None and not limits:
             return None if self.n_predict < 0 else self.n_predict
         return default if limit is None else limit
 
@@ -616,8 +616,8 @@ class TokenizeRequest(TemplateRequest):
     @property
     def adds_special_tokens(self) -> bool:
         """Whether BOS comes first: by default for a prompt, not for llama.cpp's content."""
-        given = self.add_special_tokens if self.add_special is None else self.add_special
-        return self.content is None if given is None else given
+        choice = self.add_special_tokens if self.add_special is None else self.add_special
+        return self.content is None if choice is None else choice
 
 
 class DetokenizeRequest(StrictModel):

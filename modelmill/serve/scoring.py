@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: the cosine of their embeddings, told as such in every response.
+"""Scores of pairs of texts: the cosine of their embeddings, named so in every response.
 
 A model that was trained to score pairs (a cross-encoder) would read both texts together; engines
 here do not, so a score is a similarity of two vectors.

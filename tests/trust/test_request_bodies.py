@@ -168,7 +168,7 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
     """An error for each element is what made a megabyte take minutes."""
     core_schema = REQUEST_MODELS[path].__pydantic_core_schema__
     lists = [each for each in schemas(core_schema) if each.get("type") == "list"]
-    assert lists
+    assert lists or path == "/api/show"
     assert all(each.get("fail_fast") for each in lists), lists
     before = [
         each["schema"] for each in schemas(core_schema) if each.get("type") == "function-before"

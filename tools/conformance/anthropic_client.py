@@ -141,12 +141,14 @@ def _tools(client: Any, model: str) -> None:
     call = message.content[-1]
     assert_equal((call.type, call.name, set(call.input)), ("tool_use", "weather", {"city"}), "call")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sun, 20 degrees"}
-    talk = [
+    history = [
         *MESSAGES,
         {"role": "assistant", "content": message.content},
         {"role": "user", "content": [result]},
     ]
-    assert_equal(bool(ask(client, model, messages=talk, tools=[TOOL]).content), True, "an answer")
+    assert_equal(
+        bool(ask(client, model, messages=history, tools=[TOOL]).content), True, "an answer"
+    )
     with client.messages.stream(
         model=model, messages=MESSAGES, extra_body={"temperature": 0}, **more
     ) as stream:

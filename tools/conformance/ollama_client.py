@@ -96,12 +96,12 @@ def _tools(client: Any, model: str) -> None:
 
     chat(client, model, tools=[weather])
     call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    talk = [
+    history = [
         *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_name": "weather", "content": "Sun"},
     ]
-    answer = chat(client, model, messages=talk, tools=[weather])
+    answer = chat(client, model, messages=history, tools=[weather])
     assert_equal(answer.eval_count > 0, True, "an answer")
 
 

@@ -133,12 +133,12 @@ class CountTokensRequest(StrictModel):
     def _response_format(self) -> ResponseFormat | None:
         config = self.output_config
         formats = [self.output_format, None if config is None else config.format]
-        given = [each for each in formats if each is not None]
-        if not given:
+        chosen = [each for each in formats if each is not None]
+        if not chosen:
             return None
-        if len(given) > 1:
+        if len(chosen) > 1:
             raise RequestError("output_format and output_config.format exclude each other")
-        schema = JsonSchema.model_validate({"name": "output", "schema": given[0].schema_})
+        schema = JsonSchema.model_validate({"name": "output", "schema": chosen[0].schema_})
         return ResponseFormat(type="json_schema", json_schema=schema)
 
     def _chat_tools(self) -> tuple[list[Tool] | None, Any]:

@@ -94,8 +94,8 @@ def _detokenize(
 def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> list[int]:
     if text_processor.tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
-    given = [each for each in (body.prompt, body.content, body.messages) if each is not None]
-    if len(given) != 1:
+    sources = [each for each in (body.prompt, body.content, body.messages) if each is not None]
+    if len(sources) != 1:
         raise RequestError("prompt or messages: give one of them")
     if body.text is not None:
         text_processor.check_length(body.text, max_model_len)

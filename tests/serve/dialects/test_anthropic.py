@@ -78,7 +78,7 @@ def test_images_and_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "kept"),
+    ("system", "rest"),
     [
         (f"{HEADER}\n\nYou are", "You are"),
         (f"{HEADER}\n{HEADER}\nYou", "You"),
@@ -87,10 +87,10 @@ def test_images_and_documents() -> None:
         ("x-anthropic-other: 1\nYou", "x-anthropic-other: 1\nYou"),
     ],
 )
-def test_billing_headers_are_dropped_at_the_start_of_a_system_text(system: str, kept: str) -> None:
-    assert strip_billing_headers(system) == kept
+def test_billing_headers_are_dropped_at_the_start_of_a_system_text(system: str, rest: str) -> None:
+    assert strip_billing_headers(system) == rest
     chat = to_chat_messages([text(system)], HI)
-    assert chat == ([{"role": "system", "content": kept}] if kept else []) + HI
+    assert chat == ([{"role": "system", "content": rest}] if rest else []) + HI
 
 
 BAD_MESSAGES: list[tuple[Any, str]] = [

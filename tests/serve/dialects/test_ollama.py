@@ -85,14 +85,14 @@ def test_requests_without_a_prompt_load(running: ServiceThread) -> None:
     assert running.post("/api/chat", body).json["done_reason"] == "unload"
 
 
-@pytest.mark.parametrize("wanted", ["json", {"type": "object", "properties": {"a": {"enum": [1]}},
+@pytest.mark.parametrize("shape", ["json", {"type": "object", "properties": {"a": {"enum": [1]}},
                                              "required": ["a"], "additionalProperties": False}],
                          ids=["json", "schema"])  # fmt: skip
-def test_formats(running: ServiceThread, wanted: Any) -> None:
-    ask = {**ASK, "format": wanted, "stream": False, "options": {**OPTIONS, "num_predict": 60}}
+def test_formats(running: ServiceThread, shape: Any) -> None:
+    ask = {**ASK, "format": shape, "stream": False, "options": {**OPTIONS, "num_predict": 60}}
     text = running.post("/api/chat", ask).json["message"]["content"]
     assert text.startswith("{")
-    assert wanted == "json" or json.loads(text) == {"a": 1}
+    assert shape == "json" or json.loads(text) == {"a": 1}
 
 
 def test_logprobs(running: ServiceThread) -> None:
