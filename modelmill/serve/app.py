@@ -34,7 +34,7 @@ from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.routes import (
     chat,
     completions,
@@ -47,6 +47,7 @@ from modelmill.serve.routes import (
     responses,
     scores,
     segment,
+    stored_responses,
     tokenize,
 )
 from modelmill.serve.schema import (
@@ -67,6 +68,7 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/compact": CompactRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
@@ -119,7 +121,8 @@ def make_app(service: Service) -> ASGIApp:
     )  # fmt: skip
     for module in modules:
         app.include_router(module.router)
-    app.include_router(ollama.listing)
+    for more in (stored_responses.router, stored_responses.by_id, ollama.listing):
+        app.include_router(more)
     app.add_route("/openapi.json", _document, include_in_schema=False)
     app.add_exception_handler(ApiError, _handle_error)
     app.add_exception_handler(ModelmillError, _handle_error)
@@ -133,7 +136,7 @@ def make_app(service: Service) -> ASGIApp:
         guarded = CORSMiddleware(
             guarded,
             allow_origins=service.limits.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )

@@ -26,13 +26,20 @@ from modelmill.serve.http_protocol import HEADER_BYTES
 from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
-from modelmill.serve.service import INTERNAL_KEY, TENANT_KEY, Service, ServiceLimits
+from modelmill.serve.service import (
+    INTERNAL_KEY,
+    OWNER_KEY,
+    TENANT_KEY,
+    Service,
+    ServiceLimits,
+)
 from modelmill.serve.traces import FinishedRequest, Traces
 
 PUBLIC_PATHS = (b"/health", b"/ping", *PAGE_PATHS)
 IMAGE_PATHS = (
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/responses/compact",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/segment",
@@ -133,14 +140,14 @@ class RequestMiddleware:
         return any(matches)
 
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Store the tenant of a request, which separates the caches of different keys.
+        """Store the tenant and owner of a request, which separate what different keys may see.
 
         It is an HMAC of the key with a random secret, so it cannot be guessed.
         """
+        owner = hmac.new(self._secret, _key_digest(headers), hashlib.sha256).hexdigest()
+        scope[OWNER_KEY] = owner
         if not self._service.limits.share_cache:
-            scope[TENANT_KEY] = hmac.new(
-                self._secret, _key_digest(headers), hashlib.sha256
-            ).hexdigest()
+            scope[TENANT_KEY] = owner
 
     def _check_host(self, name: str) -> None:
         """Reject unknown Host headers on a server without keys.

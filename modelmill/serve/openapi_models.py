@@ -335,7 +335,7 @@ class ResponsesResponse(ResponseModel):
     status: Literal["completed", "incomplete"]
     incomplete_details: IncompleteDetails | None
     model: str
-    previous_response_id: None
+    previous_response_id: str | None
     instructions: str | None
     output: list[OutputMessage | OutputFunctionCall] = Field(min_length=1)
     error: None
@@ -353,13 +353,34 @@ class ResponsesResponse(ResponseModel):
     usage: ResponseUsage
     max_output_tokens: int | None
     max_tool_calls: int | None
-    store: Literal[False]
+    store: bool
     background: Literal[False]
     service_tier: Literal["default"]
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
     user: str | None
+    warnings: list[str] = Field(default_factory=list)
+
+
+class InputItemList(ResponseModel):
+    """Response body of GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: None
+    last_id: None
+    has_more: Literal[False]
+
+
+class CompactionResponse(ResponseModel):
+    """Response body of POST /v1/responses/compact."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
 
 
 class RankedDocument(ResponseModel):
@@ -433,6 +454,8 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/completions": CompletionResponse,
     "/v1/embeddings": EmbeddingResponse,
     "/v1/responses": ResponsesResponse,
+    "/v1/responses/compact": CompactionResponse,
+    "/v1/responses/{response_id}/input_items": InputItemList,
     "/v1/rerank": RerankResponse,
     "/v1/score": ScoreResponse,
     "/completion": NativeCompletionResponse,

@@ -1,8 +1,7 @@
 """Requests of /v1/responses and their conversion to chat requests.
 
-The server stores no responses: there is no ``previous_response_id``, and ``store`` is always false.
-Clients send the items of the conversation again; the prefix cache makes that cheap, and memory does
-not grow with the number of responses.
+A request with ``previous_response_id`` gets the items of that response before its own input
+(``response_store``); the rest is the same as if the client had sent them again.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -106,6 +106,15 @@ class FunctionCallOutputItem(StrictModel):
     status: ItemStatus | None = None
 
 
+class CompactionItem(StrictModel):
+    """A summary of the conversation so far, made by /v1/responses/compact."""
+
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: LongText
+    id: str | None = None
+    created_by: str | None = None
+
+
 class ReasoningItem(StrictModel):
     """Reasoning of another model: accepted and ignored."""
 
@@ -117,12 +126,14 @@ class ReasoningItem(StrictModel):
     status: ItemStatus | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
 _ITEM_TYPES: dict[str, type[InputItem]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
+    "compaction_summary": CompactionItem,
 }
 
 
@@ -168,8 +179,8 @@ class TextFormat(StrictModel):
                     f"text.format: name and schema belong to json_schema, not to {self.type}"
                 )
             return ResponseFormat(type=self.type)
-        if self.name is None or self.schema_ is None:
-            raise RequestError("text.format: json_schema needs a name and a schema")
+        if self.schema_ is None:
+            raise RequestError("text.format: json_schema needs a schema")
         schema = {
             "name": self.name,
             "schema": self.schema_,
@@ -240,12 +251,11 @@ class ResponsesRequest(SamplingFields):
         """Raise RequestError for fields that are not supported."""
         if not self.input:
             raise RequestError("input is empty; give a string or at least one item")
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise RequestError(
-                    f"{name} is not supported: responses are not stored; send the earlier items "
-                    "in input"
-                )
+        if self.conversation is not None:
+            raise RequestError(
+                "conversation is not supported: conversations are not stored; send "
+                "previous_response_id, or the earlier items in input"
+            )
         if self.prompt is not None:
             raise RequestError(
                 "prompt is not supported: templates are not stored; send instructions and input"
@@ -320,6 +330,18 @@ class ResponsesRequest(SamplingFields):
         return tools or None, choice
 
 
+class CompactRequest(StrictModel):
+    """Request body of POST /v1/responses/compact."""
+
+    model: str = Field(max_length=1024)
+    input: LongText | JsonObjectList | None = None
+    instructions: LongText | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+
+
 def items_to_messages(
     items: str | list[dict[str, Any]], instructions: str | None
 ) -> list[dict[str, Any]]:
@@ -354,6 +376,9 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         messages[-1].setdefault("tool_calls", []).append(
             {"id": item.call_id, "type": "function", "function": function}
         )
+    elif isinstance(item, CompactionItem):
+        summary = unpack_summary(item.encrypted_content)
+        messages.append({"role": "user", "content": f"{INTRO}{summary}"})
     elif isinstance(item, FunctionCallOutputItem):
         messages.append(
             {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}

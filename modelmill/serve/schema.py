@@ -23,7 +23,6 @@ from modelmill.core.types import (
     SamplingParams,
     sampling_range,
 )
-from modelmill.text.gbnf import gbnf_grammar
 from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import AccountFields, PeerFields
 from modelmill.serve.schema_coercion import coerce_grammar
@@ -35,6 +34,7 @@ from modelmill.serve.strict_models import (
     known_names,
     limit_keys,
 )
+from modelmill.text.gbnf import gbnf_grammar
 from modelmill.text.grammar import check_grammar
 from modelmill.text.messages import check_data
 from modelmill.text.tool_grammar import forced_call_grammar
@@ -289,7 +289,7 @@ class GenerationFields(SamplingFields, PeerFields):
             check_grammar(coerced)
         except RequestError:
             raise RequestError(first_error) from None
-        self._warnings[:] = [f"{self._grammar_field}: {reason}" for reason in reasons]
+        self._warnings.extend(f"{self._grammar_field}: {reason}" for reason in reasons)
         return coerced
 
     @property
@@ -300,7 +300,12 @@ class GenerationFields(SamplingFields, PeerFields):
     @property
     def _grammar_field(self) -> str:
         """The field that constrains the output."""
-        names = (("structured_outputs",) * 2, ("json_schema",) * 2, ("grammar_", "grammar"))
+        names = (
+            ("structured_outputs", "structured_outputs"),
+            ("json_schema", "json_schema"),
+            ("grammar_", "grammar"),
+            ("allowed_token_ids", "allowed_token_ids"),
+        )
         present = (name for field, name in names if getattr(self, field) is not None)
         return next(present, "response_format")
 
@@ -549,10 +554,12 @@ class ChatRequest(GenerationFields):
         grammar = super().grammar()
         if not self.forces_call:
             return grammar
-        if grammar is not None:
+        if grammar is not None and self.response_format is None:
             raise RequestError(
-                "response_format has no meaning where a call is forced; give one of them"
+                f"{super()._grammar_field} has no meaning where a call is forced; give one of them"
             )
+        if grammar is not None:
+            self._warnings[:] = ["response_format: it has no effect where a call is forced"]
         name = (
             self.tool_choice.function.name
             if isinstance(self.tool_choice, NamedToolChoice)

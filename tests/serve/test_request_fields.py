@@ -205,6 +205,15 @@ def test_a_schema_that_is_made_weaker_is_told(running: ServiceThread) -> None:
     ]
 
 
+def test_a_response_format_beside_a_forced_call(running: ServiceThread) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {**CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 200,
+            "response_format": {"type": "json_object"}}  # fmt: skip
+    whole = post(running, "/v1/chat/completions", body).json
+    assert whole["choices"][0]["message"]["tool_calls"]
+    assert whole["warnings"] == ["response_format: it has no effect where a call is forced"]
+
+
 def test_allowed_tools(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
     tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]

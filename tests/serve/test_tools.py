@@ -179,7 +179,7 @@ BAD = [
     {"tool_choice": "required"}, {"tools": [NOW], "tool_choice": "sometimes"},
     {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     {"tools": [ODD], "tool_choice": "required"},
-    {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    {"tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
     {"tools": [{"type": "function", "function": {"name": "x" * 10**4}}]},
     {"functions": [{"name": "x"}]},
 ]  # fmt: skip

@@ -145,6 +145,7 @@ TAKES_PICTURES = (
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/responses/compact",
     "/v1/segment",
     "/api/chat",
     "/api/generate",

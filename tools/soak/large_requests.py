@@ -104,6 +104,9 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "include": b"[]",
         "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
     },
+    "/v1/responses/compact": {
+        "input": b'"x"', "max_output_tokens": b"1", "instructions": b"null",
+    },
     "/v1/messages": {
         "messages": b'[{"role":"user","content":"x"}]', "max_tokens": b"1", "system": b'"x"',
         "tools": b"null", "stop_sequences": b"[]", "metadata": b"{}", "thinking": b"null",

@@ -50,6 +50,7 @@ class Replica:
             ServiceLimits(
                 max_body_bytes=replica_spec.max_body_bytes,
                 max_text_body_bytes=replica_spec.max_text_body_bytes,
+                response_store_bytes=0,  # another replica would not have them
             ),
             traces=traces,
         )
