@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families site lint format clean
+.PHONY: demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families request-fields site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -139,6 +139,10 @@ command-line: $(VENV)/.test
 # docs/families.md, the table of supported families
 families: $(VENV)/.test
 	$(BIN)/python -m tools.families_page
+
+# docs/request-fields.md, the fields of requests that are accepted and change nothing
+request-fields: $(VENV)/.test
+	$(BIN)/python -m tools.request_fields_page
 
 # the site of docs/, in out/site, in a .venv of its own; `make site SERVE=1` shows it at http://127.0.0.1:8000
 site: .venv-docs/.ready

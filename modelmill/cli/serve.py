@@ -74,6 +74,10 @@ class Args(CommonArgs):
     )
     max_body_bytes: int = option(16 << 20, "largest request body on paths that accept images")
     max_text_body_bytes: int = option(4 << 20, "largest request body on paths without images")
+    response_store_bytes: int = option(
+        256 << 20,
+        "memory for responses that later requests continue by previous_response_id; 0: none",
+    )
     max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
     image_cache_bytes: int = option(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
@@ -178,8 +182,11 @@ def _server_options(args: Args) -> ServerOptions:
             "--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
             f"{args.watchdog_timeout:g}"
         )
-    if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
-        raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
+    if args.max_image_pixels < 1 or args.image_cache_bytes < 0 or args.response_store_bytes < 0:
+        raise UsageError(
+            "--max-image-pixels must be at least 1, --image-cache-bytes and "
+            "--response-store-bytes not negative"
+        )
     # spaces around a key are removed here and in the client's header
     keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
@@ -195,6 +202,7 @@ def _server_options(args: Args) -> ServerOptions:
         allowed_origins=args.allowed_origins,
         allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
+        response_store_bytes=args.response_store_bytes,
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)

@@ -238,6 +238,7 @@ class ResponsesRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    store: bool | None = Field(None, description="false: no later request can continue it")
     conversation: str | JsonObject | None = None
     prompt: JsonObject | None = None
     # accepted and ignored

@@ -24,7 +24,7 @@ from modelmill.core.types import (
     sampling_range,
 )
 from modelmill.serve.message_keys import ChatMessages
-from modelmill.serve.peer_fields import AccountFields, PeerFields
+from modelmill.serve.peer_fields import AccountFields, PeerFields, ignored
 from modelmill.serve.schema_coercion import coerce_grammar
 from modelmill.serve.strict_models import (
     FAIL_FAST,
@@ -475,7 +475,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
-    verbosity: str | None = None
+    verbosity: str | None = ignored("the model writes as it writes")
     # extensions: the prompt ends inside the last message, or without the start of an answer
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

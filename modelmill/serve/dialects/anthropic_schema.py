@@ -10,6 +10,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
 from modelmill.serve.dialects.thinking import thinking_fields
+from modelmill.serve.peer_fields import ignored
 from modelmill.serve.schema import (
     ChatRequest,
     FunctionDefinition,
@@ -39,13 +40,12 @@ class AnthropicTool(StrictModel):
     input_schema: JsonObject
     type: Literal["custom"] | None = None
     description: str | None = Field(None, max_length=65536)
-    # accepted and ignored
-    cache_control: JsonObject | None = None
-    strict: bool | None = None
-    eager_input_streaming: bool | None = None
-    defer_loading: bool | None = None
-    input_examples: IgnoredList | None = None
-    allowed_callers: IgnoredList | None = None
+    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
+    strict: bool | None = ignored("a forced call always fits its schema")
+    eager_input_streaming: bool | None = ignored("inputs are streamed as they are written")
+    defer_loading: bool | None = ignored("the model reads every tool")
+    input_examples: IgnoredList | None = ignored("chat templates have no place for them")
+    allowed_callers: IgnoredList | None = ignored("there is one caller")
 
 
 class AnthropicToolChoice(StrictModel):
@@ -92,9 +92,8 @@ class CountTokensRequest(StrictModel):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    # accepted and ignored
-    cache_control: JsonObject | None = None
-    context_management: JsonObject | None = None
+    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
+    context_management: JsonObject | None = ignored("the model reads the whole conversation")
     # refused unless empty
     mcp_servers: Annotated[list[Any], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
 
@@ -173,11 +172,11 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
     stream: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
-    # accepted and ignored
-    metadata: JsonObject | None = None
-    service_tier: str | None = None
-    inference_geo: str | None = None
-    container: str | None = None
+    metadata: JsonObject | None = ignored("there are no accounts")
+    service_tier: str | None = ignored("there is one tier")
+    inference_geo: str | None = ignored("the model runs where the server is")
+    container: str | None = ignored("there are no containers")
+    speed: str | None = ignored("there is one speed")
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request; raises as ``CountTokensRequest`` does."""
