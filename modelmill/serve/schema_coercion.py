@@ -55,6 +55,15 @@ def coerce_schema(schema: Any) -> tuple[Any, list[str]]:
     return _coerce(schema, reasons), list(reasons)
 
 
+def _limit_unique_items(schema: dict[str, Any]) -> None:
+    """Of unique items there are at most as many as values: without it, a list might not end."""
+    items = schema.get("items")
+    values = items.get("enum") if isinstance(items, Mapping) else None
+    if isinstance(values, list):
+        most = schema.get("maxItems")
+        schema["maxItems"] = min(most, len(values)) if type(most) is int else len(values)
+
+
 def _coerce(schema: Any, reasons: dict[str, None]) -> Any:
     if isinstance(schema, list):
         return [_coerce(each, reasons) for each in schema]
@@ -69,6 +78,8 @@ def _coerce(schema: Any, reasons: dict[str, None]) -> Any:
             out[key] = {name: _coerce(each, reasons) for name, each in value.items()}
         else:
             out[key] = value if key in _VALUE_KEYS else _coerce(value, reasons)
+    if schema.get("uniqueItems") is True:
+        _limit_unique_items(out)
     if "oneOf" in out:
         reasons["oneOf is enforced as anyOf: an answer may fit several alternatives"] = None
         alternatives = {"anyOf": out.pop("oneOf")}
