@@ -169,6 +169,20 @@ def test_an_unknown_model_and_path(running: ServiceThread) -> None:
     }
 
 
+@pytest.mark.parametrize("content_type", ["", "application/x-www-form-urlencoded"])
+def test_a_body_needs_no_type_except_from_a_browser(
+    running: ServiceThread, content_type: str
+) -> None:
+    """As curl and some clients send it; a page of another origin could send it, too."""
+    headers = {"content-type": content_type}
+    assert running.post("/api/chat", ASK, headers=headers).status == 200
+    for name, value in (("origin", "http://evil.example"), ("sec-fetch-site", "cross-site")):
+        refused = running.post("/api/chat", ASK, headers={**headers, name: value})
+        assert refused.status == 400
+    chat = {"model": "stories", "messages": HI, "max_tokens": 1}
+    assert running.post("/v1/chat/completions", chat, headers=headers).status == 400
+
+
 def test_a_completion_request_has_no_default_length() -> None:
     body = OllamaGenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True})
     assert body.to_completion_request().sampling_params().max_tokens is None
