@@ -170,13 +170,28 @@ class MessageToolCall(ResponseModel):
     function: FunctionCall
 
 
+class CustomCall(ResponseModel):
+    """name and input (a text)."""
+
+    name: str
+    input: str
+
+
+class MessageCustomCall(ResponseModel):
+    """A call of a custom tool in an assistant message."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
 class AssistantMessage(ResponseModel):
     """What the model says."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+    tool_calls: list[MessageToolCall | MessageCustomCall] = Field(default_factory=list)
 
 
 class ChatChoice(ResponseModel):

@@ -17,6 +17,7 @@ from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
+    CustomTool,
     FunctionDefinition,
     NamedFunction,
     NamedToolChoice,
@@ -313,17 +314,20 @@ class ResponsesRequest(SamplingFields):
 
     def _chat_tools(
         self,
-    ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
-        tools = [
+    ) -> tuple[
+        list[Tool | CustomTool] | None,
+        Literal["none", "auto", "required"] | NamedToolChoice | None,
+    ]:
+        tools: list[Tool | CustomTool] = [
             Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or ()
         ]
         choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             names = {each.name for each in choice.tools}
-            if names - {tool.function.name for tool in tools}:
+            if names - {tool.name for tool in tools}:
                 raise RequestError("tool_choice names a function that is not among the tools")
-            return [tool for tool in tools if tool.function.name in names], choice.mode
+            return [tool for tool in tools if tool.name in names], choice.mode
         if isinstance(choice, FunctionToolChoice):
             return tools or None, NamedToolChoice(
                 type="function", function=NamedFunction(name=choice.name)

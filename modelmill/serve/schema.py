@@ -23,6 +23,7 @@ from modelmill.core.types import (
     SamplingParams,
     sampling_range,
 )
+from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import AccountFields, PeerFields, ignored
 from modelmill.serve.schema_coercion import coerce_grammar
@@ -418,6 +419,47 @@ class Tool(StrictModel):
     type: Literal["function"]
     function: FunctionDefinition
 
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+    def to_function(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return self.model_dump(exclude_none=True)
+
+
+class CustomFormat(StrictModel):
+    """The input of a custom tool; grammars are not supported."""
+
+    type: Literal["text"]
+
+
+class CustomDefinition(StrictModel):
+    """A tool that takes a text."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
+    description: str | None = Field(None, max_length=65536)
+    format: CustomFormat | None = None
+
+
+class CustomTool(StrictModel):
+    """A tool that takes a text (``custom_tools``)."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return self.custom.name
+
+    def to_function(self) -> dict[str, Any]:
+        """The tool as chat templates read it: a function with one string."""
+        function = {"name": self.name, "description": self.custom.description}
+        known = {key: value for key, value in function.items() if value is not None}
+        return {"type": "function", "function": {**known, "parameters": INPUT_SCHEMA}}
+
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:
     """Check the parameter schemas.
@@ -441,12 +483,31 @@ class NamedToolChoice(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+
+class CustomToolChoice(StrictModel):
+    """tool_choice: call this custom tool."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return self.custom.name
+
 
 class AllowedTools(StrictModel):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], FAIL_FAST] = Field(min_length=1, max_length=128)
+    tools: Annotated[list[NamedToolChoice | CustomToolChoice], FAIL_FAST] = Field(
+        min_length=1, max_length=128
+    )
 
 
 class AllowedToolChoice(StrictModel):
@@ -464,9 +525,13 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
+    tools: Annotated[list[Tool | CustomTool], FAIL_FAST] | None = Field(None, max_length=128)
     tool_choice: (
-        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None
+        Literal["none", "auto", "required"]
+        | NamedToolChoice
+        | CustomToolChoice
+        | AllowedToolChoice
+        | None
     ) = Field(
         None,
         description='"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
@@ -486,7 +551,7 @@ class ChatRequest(GenerationFields):
         self._check_final_message()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.tools or ()]
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
@@ -524,18 +589,21 @@ class ChatRequest(GenerationFields):
         allowed = isinstance(self.tool_choice, AllowedToolChoice)
         names = frozenset(self._chosen_names() if allowed else ())
         return [
-            tool.model_dump(exclude_none=True)
-            for tool in self.tools or ()
-            if not allowed or tool.function.name in names
+            tool.to_function() for tool in self.tools or () if not allowed or tool.name in names
         ]
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     def _chosen_names(self) -> list[str]:
         """Names of the functions in tool_choice."""
         choice = self.tool_choice
-        if isinstance(choice, NamedToolChoice):
-            return [choice.function.name]
+        if isinstance(choice, (NamedToolChoice, CustomToolChoice)):
+            return [choice.name]
         if isinstance(choice, AllowedToolChoice):
-            return [tool.function.name for tool in choice.allowed_tools.tools]
+            return [tool.name for tool in choice.allowed_tools.tools]
         return []
 
     @property
@@ -560,11 +628,8 @@ class ChatRequest(GenerationFields):
             )
         if grammar is not None:
             self._warnings[:] = ["response_format: it has no effect where a call is forced"]
-        name = (
-            self.tool_choice.function.name
-            if isinstance(self.tool_choice, NamedToolChoice)
-            else None
-        )
+        named = isinstance(self.tool_choice, (NamedToolChoice, CustomToolChoice))
+        name = self._chosen_names()[0] if named else None
         return forced_call_grammar(
             self.offered_tools, name, several=name is None and self.parallel_tool_calls is True
         )

@@ -13,6 +13,7 @@ from modelmill.serve.dialects.thinking import thinking_fields
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.schema import (
     ChatRequest,
+    CustomTool,
     FunctionDefinition,
     JsonSchema,
     NamedFunction,
@@ -140,8 +141,8 @@ class CountTokensRequest(StrictModel):
         schema = JsonSchema.model_validate({"name": "output", "schema": chosen[0].schema_})
         return ResponseFormat(type="json_schema", json_schema=schema)
 
-    def _chat_tools(self) -> tuple[list[Tool] | None, Any]:
-        tools = [
+    def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
+        tools: list[Tool | CustomTool] = [
             Tool(
                 type="function",
                 function=FunctionDefinition(

@@ -15,6 +15,7 @@ from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.custom_tools import CallDeltas, call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.final_message import split_answer_start
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
@@ -32,7 +33,7 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
-from modelmill.serve.schema import ChatRequest, check_functions
+from modelmill.serve.schema import ChatRequest, Tool, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import request_timings
 from modelmill.text import tool_prompts
@@ -85,7 +86,7 @@ def chat_request_state(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages; use /v1/completions")
-    check_functions(tool.function for tool in body.tools or ())
+    check_functions(tool.function for tool in body.tools or () if isinstance(tool, Tool))
     kept = kept_prompt_tokens(body, max_model_len)
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
@@ -170,6 +171,7 @@ class ChatResponseBuilder(EventFormatter):
         self._num_calls = [0] * self._n
         self._arguments = [""] * self._n
         self._num_sent_ids = [0] * self._n
+        self._call_deltas = [CallDeltas(body.custom_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 
@@ -240,13 +242,9 @@ class ChatResponseBuilder(EventFormatter):
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["content"] = content or None
+            custom_names = self._body.custom_names
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in collect_tool_calls(calls)[1]
+                call_json(call, custom_names) for call in collect_tool_calls(calls)[1]
             ]
         choice = {
             "index": output.index,
@@ -282,8 +280,11 @@ class ChatResponseBuilder(EventFormatter):
         content: dict[str, Any] = (
             {"content": text} if text or not (delta.finish_reason or calls) else {}
         )
-        if calls:
-            content["tool_calls"] = [_tool_call_delta(call) for call in calls]
+        call_deltas = self._call_deltas[delta.index].format(
+            calls, ended=delta.finish_reason is not None
+        )
+        if call_deltas:
+            content["tool_calls"] = call_deltas
         choice_fields: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             choice_fields["stop_reason"] = output.stop_reason
@@ -346,11 +347,3 @@ def _is_valid_json(arguments: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _tool_call_delta(part: ToolCallDelta) -> dict[str, Any]:
-    """A delta of a tool call as streamed: the first one has its id and name."""
-    if part.name is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
