@@ -22,6 +22,8 @@ TOOL: Any = {
         "additionalProperties": False,
     },
 }
+PAGE_TOKENS = 16
+"""Tokens of a page of the KV cache: a prefix is cached in whole pages."""
 CHECKS = ClientChecks()
 
 
@@ -89,6 +91,34 @@ def _billing(client: Any, model: str) -> None:
     second = ask(client, model, system=system("22222"))
     prompt = first.usage.input_tokens + first.usage.cache_read_input_tokens
     assert_equal(second.usage.cache_read_input_tokens >= prompt - 32, True, "cached")
+
+
+@CHECKS.add("an agent's session: each turn finds all but a page of the earlier prompt in the cache")
+def _session(client: Any, model: str) -> None:
+    """The header changes, the cache marks move on, two calls a turn."""
+    guide = "Read the file, run the test, then write the code. " * 30
+    history: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Fix the bug."}]}]
+    earlier = 0
+    for turn in range(4):
+        header = f"x-anthropic-billing-header: cc_version=2.{turn}; cch={turn}5{turn}3;"
+        system = [{"type": "text", "text": header}, {"type": "text", "text": guide}]
+        *before, last = history
+        *blocks, end = last["content"]
+        marked = {**last, "content": [*blocks, {**end, "cache_control": {"type": "ephemeral"}}]}
+        usage = ask(
+            client, model, system=system, tools=[TOOL], messages=[*before, marked], max_tokens=4
+        ).usage
+        cached = usage.cache_read_input_tokens
+        if turn > 1:
+            assert_equal(cached > earlier - 2 * PAGE_TOKENS, True, f"{cached} of {earlier}")
+        earlier = usage.input_tokens + cached
+        ids = [f"call_{turn}_{number}" for number in range(2)]
+        calls = [
+            {"type": "tool_use", "id": id, "name": "weather", "input": {"city": "Rome"}}
+            for id in ids
+        ]
+        results = [{"type": "tool_result", "tool_use_id": id, "content": "Sun"} for id in ids]
+        history += [{"role": "assistant", "content": calls}, {"role": "user", "content": results}]
 
 
 @CHECKS.add("messages: the stream helper, the same message")

@@ -9,7 +9,6 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
-from modelmill.serve.dialects.thinking import thinking_fields
 from modelmill.serve.peer_fields import ignored
 from modelmill.serve.schema import (
     ChatRequest,
@@ -121,14 +120,13 @@ class CountTokensRequest(StrictModel):
             else None,
             response_format=self._response_format(),
             continue_final_message=_ends_with_answer(messages) or None,
-            **self._thinking_fields(),
             **fields,
         )
 
-    def _thinking_fields(self) -> dict[str, Any]:
-        if self.thinking is None:
-            return {}
-        return thinking_fields(self.thinking.type != "disabled", self.thinking.budget_tokens)
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model shall think; None: as its chat template does by itself."""
+        return None if self.thinking is None else self.thinking.type != "disabled"
 
     def _response_format(self) -> ResponseFormat | None:
         config = self.output_config

@@ -12,7 +12,6 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.dialects.ollama_options import OllamaOptions
-from modelmill.serve.dialects.thinking import thinking_fields
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -94,6 +93,11 @@ class OllamaGenerationFields(OllamaModelFields):
         """Whether the answer is streamed, which is Ollama's default."""
         return self.stream is not False
 
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model shall think; None: as its chat template does by itself."""
+        return None if self.think is None else self.think is not False
+
     def response_format(self) -> ResponseFormat | None:
         """The constraint on the answer.
 
@@ -123,7 +127,6 @@ class OllamaGenerationFields(OllamaModelFields):
             messages=messages,
             logprobs=logprobs,
             top_logprobs=self.top_logprobs if logprobs else None,
-            **thinking_fields(None if self.think is None else self.think is not False),
             **self.shared_fields(),
             **fields,
         )

@@ -13,6 +13,7 @@ from modelmill.serve.chat_answer import AnswerCollector, ChatAnswer
 from modelmill.serve.dialects.anthropic_answer import MessageBuilder
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_ERRORS
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
+from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.chat import chat_request_state
@@ -62,7 +63,8 @@ def prepare_chat(
     Raises:
         RequestError: it is invalid.
     """
-    chat = body.to_chat_request()
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
     chat.check()
     try:
         return chat, chat_request_state(text_processor, chat, max_model_len)

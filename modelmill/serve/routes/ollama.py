@@ -35,6 +35,7 @@ from modelmill.serve.dialects.ollama_schema import (
     OllamaGenerationFields,
     OllamaShowRequest,
 )
+from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import invalid_request
@@ -229,7 +230,7 @@ def _prepare_chat(
     body: OllamaChatRequest | OllamaGenerateRequest,
     max_model_len: int,
 ) -> tuple[ChatRequest, RequestState]:
-    chat_body = body.to_chat_request()
+    chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
     chat_body.check()
     try:
         return chat_body, chat_request_state(text_processor, chat_body, max_model_len)
