@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats request-fields site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -149,6 +149,10 @@ chat-formats: $(VENV)/.test
 # docs/families.md, the table of supported families
 families: $(VENV)/.test
 	$(BIN)/python -m tools.families_page
+
+# docs/request-fields.md, the fields of requests that are accepted and change nothing
+request-fields: $(VENV)/.test
+	$(BIN)/python -m tools.request_fields_page
 
 # the site of docs/, in out/site, in a .venv of its own; `make site SERVE=1` shows it at http://127.0.0.1:8000
 site: .venv-docs/.ready

@@ -6,21 +6,32 @@ It needs no torch. LLM and the server share it, so that a prompt has the same id
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from modelmill import __version__
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import CorruptArtifact, RequestError, TokenizerError, UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
-from modelmill.core.types import EmbeddingSpan, Grammar, Request, SamplingParams
+from modelmill.core.types import (
+    TOKEN_IDS,
+    EmbeddingSpan,
+    Grammar,
+    Guide,
+    Request,
+    SamplingParams,
+)
 from modelmill.request_state import RequestState
 from modelmill.text import grammar as grammars
+from modelmill.text.allowed_tokens import AllowedTokensGuide
 from modelmill.text.answer_grammar import PromptThinking, answer_grammar
-from modelmill.text.chat import ChatFormat, load_chat
+from modelmill.text.chat import ChatFormat, load_chat, read_templates
 from modelmill.text.chat_format_files import control_marks, load_format
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
@@ -79,6 +90,7 @@ class TextProcessor:
         self.chat_format: ChatFormat | None = (
             load_chat(files, self.tokenizer) if self.tokenizer else None
         )
+        self.chat_template_text = "" if IMAGE_CHAT in files else read_default_template(files)
         self.generation_defaults = _load_defaults(path, manifest, openai=openai_defaults)
         self.defaults = dict(self.generation_defaults.values)
         self.eos_ids = eos_ids(manifest, self.tokenizer)
@@ -153,6 +165,9 @@ class TextProcessor:
         calls: bool = False,
         parses_thinking: bool = False,
         thinking_budget: int | None = None,
+        add_generation_prompt: bool = True,
+        answer_start: str = "",
+        kept_prompt_tokens: int | None = None,
         **template: Any,
     ) -> RequestState:
         """Make a request of one conversation, without queueing it.
@@ -165,6 +180,9 @@ class TextProcessor:
             calls: Keep the control tokens that mark tool calls in the text, for the answer parser.
             parses_thinking: Keep those of the thinking; a grammar then allows thinking first.
             thinking_budget: Maximum tokens of the thinking.
+            add_generation_prompt: Whether the template begins an answer.
+            answer_start: Text that the answer continues; its tokens follow the prompt's.
+            kept_prompt_tokens: Keep only so many of the prompt's last tokens.
             template: Further variables of the chat template.
 
         Raises:
@@ -178,11 +196,20 @@ class TextProcessor:
         spans: tuple[EmbeddingSpan, ...] = ()
         if isinstance(self.chat_format, ImageChat):
             ids, images = self.chat_format.encode_with_images(
-                messages, add_generation_prompt=True, **template
+                messages, add_generation_prompt=add_generation_prompt, **template
             )
             spans = tuple(self._image_span(position, image) for position, image in images)
         else:
-            ids = self.chat_format.encode(messages, add_generation_prompt=True, **template)
+            ids = self.chat_format.encode(
+                messages, add_generation_prompt=add_generation_prompt, **template
+            )
+        if answer_start and self.tokenizer is not None:
+            # the empty piece: the text does not start the prompt
+            ids = [*ids, *self.tokenizer.encode_pieces(["", answer_start])]
+        if kept_prompt_tokens is not None and len(ids) > kept_prompt_tokens:
+            if spans:
+                raise RequestError("a prompt with images cannot be truncated; shorten it")
+            ids = ids[-kept_prompt_tokens:]
         eos = tuple(dict.fromkeys((*self.eos_ids, *self.chat_format.stop_ids)))
         request = self._request(ids, params, eos, tuple(self.chat_format.stop_strings), cache_salt)
         # the original MiniGPT-4 passes only embeddings to its language model, BLIP-2 ids as well
@@ -210,7 +237,7 @@ class TextProcessor:
             None,
             self.tokenizer,
             self._shown_marks(calls, thinking is not None),
-            continues_prompt=grammar is not None,
+            continues_prompt=grammar is not None or bool(answer_start),
             prompt_thinking=prompt_thinking,
         )
 
@@ -241,6 +268,12 @@ class TextProcessor:
     def suggested_defaults(self) -> GenerationDefaults:
         """The defaults without OpenAI's, even if ``openai_defaults`` is set."""
         return _load_defaults(self.path, self.manifest, openai=False)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies engine and version: with it unchanged, a seed gives the same text again."""
+        versions = f"{__version__}:{self.manifest.digest()}"
+        return f"fp_{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
 
     @property
     def reads_images(self) -> bool:
@@ -281,7 +314,7 @@ class TextProcessor:
             return self.tokenizer.encode(prompt)
         return _check_ids(prompt)
 
-    def make_guide(self, request: Request, vocab: int) -> grammars.AnswerGuide:
+    def make_guide(self, request: Request, vocab: int) -> Guide:
         """Make the guide of a request with a grammar.
 
         Args:
@@ -292,6 +325,8 @@ class TextProcessor:
             RequestError: The engine has no tokenizer, or the grammar is invalid.
         """
         assert request.grammar is not None, "a guide follows a grammar"
+        if request.grammar.grammar_type == TOKEN_IDS:
+            return AllowedTokensGuide(json.loads(request.grammar.text), vocab)
         if self.tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this engine has none")
         if self._guides is None:
@@ -442,6 +477,11 @@ def _check_ids(ids: Any) -> list[int]:
     ):
         raise RequestError("prompt_token_ids must be a list of integers")
     return list(ids)
+
+
+def read_default_template(files: Mapping[str, bytes]) -> str:
+    """The chat template for conversations without tools as text; "" if there is none."""
+    return read_templates(files).get("default", "") if files else ""
 
 
 def _with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:

@@ -136,7 +136,7 @@ FOREIGN_HOME = {
     "prometheus_client": ("serve",),
     "ray": ("serve/replicas",),
     "opentelemetry": ("serve/traces.py",),
-    "llguidance": ("text/grammar.py",),
+    "llguidance": ("text/grammar.py", "text/gbnf.py"),
     "typer": ("cli",),
     "rich": ("cli", "eval", "progress.py"),
 }

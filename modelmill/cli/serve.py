@@ -54,7 +54,12 @@ class Args(CommonArgs):
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = option(
-        (), "name of each engine in requests (default: its folder's name)"
+        (),
+        "name of each engine in requests (default: its folder's name); of a single engine, several "
+        "names",
+    )
+    alias: tuple[str, ...] = option(
+        (), "a further name of an engine: ALIAS=NAME (repeatable)", metavar="ALIAS=NAME"
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
@@ -71,6 +76,10 @@ class Args(CommonArgs):
     )
     max_body_bytes: int = option(16 << 20, "largest request body on paths that accept images")
     max_text_body_bytes: int = option(4 << 20, "largest request body on paths without images")
+    response_store_bytes: int = option(
+        256 << 20,
+        "memory for responses that later requests continue by previous_response_id; 0: none",
+    )
     max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
     image_cache_bytes: int = option(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
@@ -123,19 +132,21 @@ def run(args: Args) -> int:
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
     place, names = _server_options(args), _model_names(args)
+    aliases = _aliases(args, names)
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
 
-        return serve_replicas(args, place, names, _open_messages(args))
+        return serve_replicas(args, place, names, _open_messages(args), aliases)
 
     gone = next((path for path in args.engines if not path.exists()), None)
     if gone is not None:
         raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
 
     async def serve() -> None:
-        engines = _engines(args, names)
-        await Server(engines, place).run(
+        engines = {engine.name: engine for engine in _engines(args, names)}
+        by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
+        await Server([*engines.values()], place, by_name).run(
             lambda url: announce_address(args, url, names, f"loading {', '.join(names)}", record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
@@ -179,8 +190,11 @@ def _server_options(args: Args) -> ServerOptions:
             "--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
             f"{args.watchdog_timeout:g}"
         )
-    if args.max_image_pixels < 1 or args.image_cache_bytes < 0:
-        raise UsageError("--max-image-pixels must be at least 1, --image-cache-bytes not negative")
+    if args.max_image_pixels < 1 or args.image_cache_bytes < 0 or args.response_store_bytes < 0:
+        raise UsageError(
+            "--max-image-pixels must be at least 1, --image-cache-bytes and "
+            "--response-store-bytes not negative"
+        )
     # spaces around a key are removed here and in the client's header
     keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
@@ -196,6 +210,7 @@ def _server_options(args: Args) -> ServerOptions:
         allowed_origins=args.allowed_origins,
         allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
+        response_store_bytes=args.response_store_bytes,
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)
@@ -228,7 +243,8 @@ def _model_names(args: Args) -> list[str]:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"
         )
-    names = list(args.served_model_name) or [served_name(path) for path in args.engines]
+    primary = args.served_model_name[:1] if len(args.engines) == 1 else args.served_model_name
+    names = list(primary) or [served_name(path) for path in args.engines]
     if not all(name.strip() for name in names):
         raise UsageError("--served-model-name must not be empty")
     if len(names) != len(args.engines):
@@ -242,6 +258,26 @@ def _model_names(args: Args) -> list[str]:
             f"two engines would be served as {double}; give --served-model-name for each"
         )
     return names
+
+
+def _aliases(args: Args, names: Sequence[str]) -> dict[str, str]:
+    """Return further names → the name of their engine."""
+    aliases: dict[str, str] = {}
+    pairs = [(name, names[0]) for name in args.served_model_name[1:] if len(names) == 1]
+    for entry in args.alias:
+        alias, separator, name = entry.partition("=")
+        if not separator or not alias.strip():
+            raise UsageError(f"--alias {entry}: give it as ALIAS=NAME")
+        pairs.append((alias, name))
+    for alias, name in pairs:
+        if name not in names:
+            raise UsageError(
+                f"--alias: no engine is served as {name}; there are {', '.join(names)}"
+            )
+        if alias in names or alias in aliases or not alias.strip():
+            raise UsageError(f"--alias: the name {alias!r} is taken; give another")
+        aliases[alias] = name
+    return aliases
 
 
 def served_name(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def serve_replicas(
-    args: Args, place: ServerOptions, names: Sequence[str], open_messages: Sequence[OpenEngine]
+    args: Args,
+    place: ServerOptions,
+    names: Sequence[str],
+    open_messages: Sequence[OpenEngine],
+    aliases: Mapping[str, str],
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 after an orderly end.
 
@@ -55,6 +59,7 @@ def serve_replicas(
         args.log_level,
         args.otlp_endpoint,
         max_text_body_bytes=args.max_text_body_bytes,
+        aliases=tuple(aliases.items()),
     )
     shape = DeploymentSpec(
         args.replicas, args.run.tp, args.run.device, args.ray_address, args.shutdown_timeout

@@ -21,6 +21,8 @@ MAX_BIAS = 1024
 MAX_BEAMS = 32
 POOL_MEAN, POOL_LAST = "mean", "last"
 """How the final hidden states of a prompt become one vector."""
+TOKEN_IDS = "token_ids"
+"""The grammar type of a list of allowed token ids."""
 DEFAULTED_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields whose defaults a checkpoint's generation_config may set."""
 
@@ -252,10 +254,11 @@ class EmbeddingSpan:
 class Grammar:
     """The grammar that an answer must follow.
 
-    grammar_type: json (text: a JSON schema), regex, choice (text: a JSON list of strings), lark, or
-    calls. Text of calls: {"functions": [{"name", "arguments": a JSON schema}], "most"}; the answer
-    is {"name", "arguments"} of one of the functions, or a list of 1 to ``most`` of them if ``most``
-    is not null.
+    grammar_type: json (text: a JSON schema), regex, choice (text: a JSON list of strings), lark,
+    token_ids (text: a JSON list of ids, no others may be sampled), or calls. Text of calls:
+    {"functions": [{"name", "arguments": a JSON schema}], "most"}; the answer is {"name",
+    "arguments"} of one of the functions, or a list of 1 to ``most`` of them if ``most`` is not
+    null.
     """
 
     grammar_type: str
@@ -280,6 +283,9 @@ class Guide(Protocol):
 
     def accept(self, token: int) -> None:
         """Advance the grammar by the sampled token."""
+
+    def copy(self) -> Guide:
+        """Return a guide in the same state, for another answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

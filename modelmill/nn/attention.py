@@ -199,6 +199,8 @@ class OutputGate(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Gate each channel."""
         return (x.float() * exact_sigmoid(gate.float())).to(x.dtype)
+
+
 QKV_CLIP_SPEC = ModuleSpec(
     path="attn.qkv_clip",
     reads=("qkv",),

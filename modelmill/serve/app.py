@@ -19,20 +19,35 @@ from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.core.quoting import one_line
 from modelmill.serve import errors
+from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
+from modelmill.serve.dialects.error_form import error_body
+from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.ollama_schema import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
-from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.routes import (
     chat,
     completions,
     embeddings,
     health,
+    llama_cpp,
+    messages,
+    ollama,
     page,
     responses,
+    scores,
     segment,
+    stored_responses,
     tokenize,
 )
 from modelmill.serve.schema import (
@@ -41,8 +56,10 @@ from modelmill.serve.schema import (
     DetokenizeRequest,
     ErrorResponse,
     StrictModel,
+    TemplateRequest,
     TokenizeRequest,
 )
+from modelmill.serve.scoring import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.validation_errors import summarize_errors
@@ -51,9 +68,22 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/responses/compact": CompactRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/segment": SegmentRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
+    "/completion": NativeCompletionRequest,
+    "/infill": InfillRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
+    "/api/embeddings": OllamaEmbeddingsRequest,
+    "/api/show": OllamaShowRequest,
     "/tokenize": TokenizeRequest,
+    "/apply-template": TemplateRequest,
     "/detokenize": DetokenizeRequest,
 }
 """The request model of each path; error messages name a field of it."""
@@ -84,8 +114,15 @@ def make_app(service: Service) -> ASGIApp:
         title="modelmill", version=__version__, openapi_url=None, responses=ERROR_RESPONSES
     )
     app.state.service = service
-    for module in (health, completions, chat, responses, embeddings, tokenize, segment, page):
+    modules = (
+        llama_cpp,
+        scores,
+        health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
+    )  # fmt: skip
+    for module in modules:
         app.include_router(module.router)
+    for more in (stored_responses.router, stored_responses.by_id, ollama.listing):
+        app.include_router(more)
     app.add_route("/openapi.json", _document, include_in_schema=False)
     app.add_exception_handler(ApiError, _handle_error)
     app.add_exception_handler(ModelmillError, _handle_error)
@@ -99,7 +136,7 @@ def make_app(service: Service) -> ASGIApp:
         guarded = CORSMiddleware(
             guarded,
             allow_origins=service.limits.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
@@ -158,7 +195,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             "request failed",
             extra={"data": {**data, "reason": one_line(str(error), errors.MAX_MESSAGE_CHARS)}},
         )
-    return error_response(api_error)
+    return error_response(api_error, request)
 
 
 async def _handle_disconnect(_: Request, __: Exception) -> Response:
@@ -166,23 +203,25 @@ async def _handle_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _handle_http_exception(_: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = {404: "there is nothing at this path", 405: "this path takes another method"}.get(
         error.status_code
     )
     return error_response(
-        ApiError(error.status_code, message or "refused", code=code, headers=error.headers)
+        ApiError(error.status_code, message or "refused", code=code, headers=error.headers),
+        request,
     )
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     param, line = summarize_errors(error.errors(), REQUEST_MODELS.get(request.url.path))
-    return error_response(invalid_request(line, param))
+    return error_response(invalid_request(line, param), request)
 
 
-def error_response(error: ApiError) -> Response:
-    """Format an error as a response."""
-    return Utf8JsonResponse(error.body(), error.status, error.headers)
+def error_response(error: ApiError, request: Request) -> Response:
+    """Format an error as a response, in the form of the request's path."""
+    body = error_body(request.url.path, error, request.scope.get("modelmill.request_id"))
+    return Utf8JsonResponse(body, error.status, error.headers)

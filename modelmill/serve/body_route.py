@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from modelmill.serve.dialects.error_form import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.json_body import BodyError, parse
 from modelmill.serve.json_scan import JsonLimits
@@ -61,7 +62,7 @@ async def read_body(request: Request, model: type[S]) -> S:
         data += piece
     if not data:
         raise invalid_request("the request's body is empty; send an object")
-    if not _is_json(request.headers.get("content-type", "")):
+    if not _is_json(request.headers.get("content-type", "")) and not _may_omit_type(request):
         # form types: curl's default, and allowed from pages of other origins without CORS
         raise invalid_request(
             "the request's content type is not JSON: add the header content-type: application/json"
@@ -73,6 +74,15 @@ async def read_body(request: Request, model: type[S]) -> S:
         _parse_large_body, data, model, service.json_limits(bool(model.unused))
     )
     return await run_while_connected(request.receive, work)
+
+
+def _may_omit_type(request: Request) -> bool:
+    """Whether a body without a JSON type is read: Ollama's clients and examples send none.
+
+    Not from browsers, which would send it from pages of other origins; they name the origin.
+    """
+    is_browser = any(name in request.headers for name in ("origin", "sec-fetch-site"))
+    return request.url.path.startswith(OLLAMA_PREFIX) and not is_browser
 
 
 def _is_json(content_type: str) -> bool:

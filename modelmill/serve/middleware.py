@@ -20,17 +20,35 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
+from modelmill.serve.dialects.error_form import error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import HEADER_BYTES
+from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
-from modelmill.serve.service import INTERNAL_KEY, TENANT_KEY, Service, ServiceLimits
+from modelmill.serve.service import (
+    INTERNAL_KEY,
+    OWNER_KEY,
+    TENANT_KEY,
+    Service,
+    ServiceLimits,
+)
 from modelmill.serve.traces import FinishedRequest, Traces
 
-PUBLIC_PATHS = (b"/health", *PAGE_PATHS)
-IMAGE_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/segment", "/tokenize")
+PUBLIC_PATHS = (b"/health", b"/ping", *PAGE_PATHS)
+IMAGE_PATHS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/responses/compact",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/segment",
+    "/api/chat",
+    "/api/generate",
+    "/tokenize",
+)
 """Paths whose requests may contain images."""
-PATHS_WHILE_DRAINING = (b"/health", b"/metrics", b"/version")
+PATHS_WHILE_DRAINING = (b"/health", b"/ping", b"/metrics", b"/version")
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._~-]+)?\])(?::([0-9]{0,5}))?")
 """RFC 9112, 3.2: a name or an address, and an optional port; no other part of a URL."""
@@ -53,6 +71,8 @@ class RequestMiddleware:
                 return
             await self._app(scope, receive, send)
             return
+        if (path := canonical_path(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         if INTERNAL_KEY in scope:  # clients cannot set scope keys
             await self._app(scope, receive, send)
             return
@@ -85,7 +105,8 @@ class RequestMiddleware:
         elif path not in PUBLIC_PATHS:
             raise ApiError(
                 401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY or as "
+                "X-Api-Key: KEY",
                 "authentication_error",
                 None,
                 "invalid_api_key",
@@ -113,21 +134,20 @@ class RequestMiddleware:
             raise limit.too_large_error()
 
     def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        scheme = headers.get(b"authorization", b"").partition(b" ")[0]
         digest = _key_digest(headers)
         # compare with every key, so that the time reveals nothing
         matches = [hmac.compare_digest(digest, each) for each in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return any(matches)
 
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Store the tenant of a request, which separates the caches of different keys.
+        """Store the tenant and owner of a request, which separate what different keys may see.
 
         It is an HMAC of the key with a random secret, so it cannot be guessed.
         """
+        owner = hmac.new(self._secret, _key_digest(headers), hashlib.sha256).hexdigest()
+        scope[OWNER_KEY] = owner
         if not self._service.limits.share_cache:
-            scope[TENANT_KEY] = hmac.new(
-                self._secret, _key_digest(headers), hashlib.sha256
-            ).hexdigest()
+            scope[TENANT_KEY] = owner
 
     def _check_host(self, name: str) -> None:
         """Reject unknown Host headers on a server without keys.
@@ -147,8 +167,10 @@ class RequestMiddleware:
 
 
 def _key_digest(headers: dict[bytes, bytes]) -> bytes:
-    """SHA-256 of the key in the request."""
-    return hashlib.sha256(headers.get(b"authorization", b"").partition(b" ")[2].strip()).digest()
+    """SHA-256 of the key in the request: a bearer token (OpenAI), else X-Api-Key (Anthropic)."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    key = token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return hashlib.sha256(key.strip()).digest()
 
 
 def _header_bytes(scope: Scope, path: bytes) -> int:
@@ -278,7 +300,7 @@ class _RequestContext:
         if self._status is not None:
             return
         self._body = None
-        body = json.dumps(error.body()).encode()
+        body = json.dumps(error_body(self._scope["path"], error, self.id)).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

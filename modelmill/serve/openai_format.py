@@ -102,9 +102,17 @@ def token_usage(request_states: Iterable[RequestState]) -> dict[str, Any]:
 class ChatLogprobsFormatter:
     """Formats logprobs of one choice of a chat completion incrementally."""
 
-    def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int, *, as_ids: bool = False) -> None:
+        """Start at the first token.
+
+        Args:
+            tokenizer: None: token ids are shown as text.
+            num_top: number of top_logprobs.
+            as_ids: write tokens as ``token_id:7``.
+        """
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._as_ids = as_ids
         self._num_formatted = 0
 
     def format_next(self, output: CompletionOutput, count: int) -> dict[str, Any] | None:
@@ -132,7 +140,7 @@ class ChatLogprobsFormatter:
     def _format_token(self, id: int, value: Logprob) -> dict[str, Any]:
         data = token_bytes(self._tokenizer, id)
         return {
-            "token": data.decode("utf-8", "replace"),
+            "token": token_as_id(id) if self._as_ids else data.decode("utf-8", "replace"),
             "logprob": clamp_logprob(value.logprob),
             "bytes": list(data),
         }
@@ -151,6 +159,7 @@ class TextLogprobsFormatter:
         *,
         continues_prompt: bool = False,
         skip_special: bool = True,
+        as_ids: bool = False,
     ) -> None:
         """Start at the beginning of the text.
 
@@ -159,9 +168,11 @@ class TextLogprobsFormatter:
             num_top: number of top_logprobs.
             continues_prompt: as in the request.
             skip_special: as in the request.
+            as_ids: write tokens as ``token_id:7``.
         """
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._as_ids = as_ids
         self._num_formatted = 0
         self._offset = 0
         self._detokenizer = (
@@ -209,7 +220,7 @@ class TextLogprobsFormatter:
             "text_offset": [],
         }
         for id, entry in zip(ids, entries):
-            out["tokens"].append(token_text(self._tokenizer, id))
+            out["tokens"].append(self._token(id))
             out["token_logprobs"].append(
                 None if entry is None else clamp_logprob(entry[id].logprob)
             )
@@ -226,8 +237,11 @@ class TextLogprobsFormatter:
         """
         best: dict[str, float] = {}
         for other, value in [*list(entry.items())[: self._num_top], (id, entry[id])]:
-            best.setdefault(token_text(self._tokenizer, other), clamp_logprob(value.logprob))
+            best.setdefault(self._token(other), clamp_logprob(value.logprob))
         return best
+
+    def _token(self, id: int) -> str:
+        return token_as_id(id) if self._as_ids else token_text(self._tokenizer, id)
 
 
 def concat_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -247,6 +261,11 @@ def token_text(tokenizer: Tokenizer | None, id: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def token_as_id(id: int) -> str:
+    """A token as clients name it that need ids instead of text (return_tokens_as_token_ids)."""
+    return f"token_id:{id}"
 
 
 def clamp_logprob(value: float) -> float:

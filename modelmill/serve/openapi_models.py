@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic.json_schema import models_json_schema
 
+from modelmill.serve.dialects.anthropic_models import CountTokensResponse, MessageResponse
+from modelmill.serve.dialects.ollama_models import (
+    OllamaChatResponse,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
+    OllamaPsResponse,
+    OllamaShowResponse,
+    OllamaTagsResponse,
+    OllamaVersionResponse,
+)
+from modelmill.serve.response_model import ResponseModel
+
 REF = "#/components/schemas/{model}"
-
-
-class ResponseModel(BaseModel):
-    """No other keys than these."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class EngineStatus(ResponseModel):
@@ -70,13 +77,40 @@ class ModelList(ResponseModel):
     data: list[ModelCard]
 
 
+class TokenPiece(ResponseModel):
+    """A token; the piece is its bytes where it is a part of a character."""
+
+    id: int
+    piece: str | list[int]
+
+
 class TokenizeResponse(ResponseModel):
     """Response body of POST /tokenize."""
 
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[TokenPiece]
     token_strs: list[str] = Field(default_factory=list)
+
+
+class TemplateResponse(ResponseModel):
+    """Response body of POST /apply-template."""
+
+    prompt: str
+
+
+class PropsResponse(ResponseModel):
+    """Response body of GET /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
 
 
 class DetokenizeResponse(ResponseModel):
@@ -136,13 +170,28 @@ class MessageToolCall(ResponseModel):
     function: FunctionCall
 
 
+class CustomCall(ResponseModel):
+    """name and input (a text)."""
+
+    name: str
+    input: str
+
+
+class MessageCustomCall(ResponseModel):
+    """A call of a custom tool in an assistant message."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
 class AssistantMessage(ResponseModel):
     """What the model says."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[MessageToolCall] = Field(default_factory=list)
+    tool_calls: list[MessageToolCall | MessageCustomCall] = Field(default_factory=list)
 
 
 class ChatChoice(ResponseModel):
@@ -161,7 +210,12 @@ class GeneratedResponse(ResponseModel):
 
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage
+    timings: dict[str, Any] = Field(default_factory=dict, description="as llama.cpp's")
+    warnings: list[str] = Field(
+        default_factory=list, description="what of the request was not enforced"
+    )
 
 
 class ChatCompletionResponse(GeneratedResponse):
@@ -170,6 +224,7 @@ class ChatCompletionResponse(GeneratedResponse):
     id: str = Field(pattern="^chatcmpl-")
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
     prompt_token_ids: list[int] = Field(default_factory=list)
 
 
@@ -190,6 +245,7 @@ class CompletionChoice(ResponseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
     stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
     token_ids: list[int] = Field(default_factory=list)
     prompt_token_ids: list[int] = Field(default_factory=list)
 
@@ -294,7 +350,7 @@ class ResponsesResponse(ResponseModel):
     status: Literal["completed", "incomplete"]
     incomplete_details: IncompleteDetails | None
     model: str
-    previous_response_id: None
+    previous_response_id: str | None
     instructions: str | None
     output: list[OutputMessage | OutputFunctionCall] = Field(min_length=1)
     error: None
@@ -312,13 +368,92 @@ class ResponsesResponse(ResponseModel):
     usage: ResponseUsage
     max_output_tokens: int | None
     max_tool_calls: int | None
-    store: Literal[False]
+    store: bool
     background: Literal[False]
     service_tier: Literal["default"]
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
     user: str | None
+    warnings: list[str] = Field(default_factory=list)
+
+
+class InputItemList(ResponseModel):
+    """Response body of GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: None
+    last_id: None
+    has_more: Literal[False]
+
+
+class CompactionResponse(ResponseModel):
+    """Response body of POST /v1/responses/compact."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
+class RankedDocument(ResponseModel):
+    """A document with its similarity to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] = Field(default_factory=dict)
+
+
+class RerankResponse(ResponseModel):
+    """Response body of POST /v1/rerank."""
+
+    id: str = Field(pattern="^rerank-")
+    model: str
+    method: Literal["embedding_cosine"]
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(ResponseModel):
+    """The similarity of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ResponseModel):
+    """Response body of POST /v1/score."""
+
+    id: str = Field(pattern="^score-")
+    object: Literal["list"]
+    created: int
+    model: str
+    method: Literal["embedding_cosine"]
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
+class NativeCompletionResponse(ResponseModel):
+    """Response body of POST /completion and /infill."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Literal[True]
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    has_new_line: bool
+    truncated: Literal[False]
+    stop_type: Literal["eos", "limit", "word", "none"]
+    stopping_word: str
+    timings: dict[str, Any]
+    warnings: list[str] = Field(default_factory=list)
 
 
 RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
@@ -328,12 +463,39 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/models/{name}": ModelCard,
     "/tokenize": TokenizeResponse,
     "/detokenize": DetokenizeResponse,
+    "/apply-template": TemplateResponse,
+    "/props": PropsResponse,
     "/v1/chat/completions": ChatCompletionResponse,
     "/v1/completions": CompletionResponse,
     "/v1/embeddings": EmbeddingResponse,
     "/v1/responses": ResponsesResponse,
+    "/v1/responses/compact": CompactionResponse,
+    "/v1/responses/{response_id}/input_items": InputItemList,
+    "/v1/rerank": RerankResponse,
+    "/v1/score": ScoreResponse,
+    "/completion": NativeCompletionResponse,
+    "/infill": NativeCompletionResponse,
+    "/v1/messages": MessageResponse,
+    "/v1/messages/count_tokens": CountTokensResponse,
+    "/api/chat": OllamaChatResponse,
+    "/api/generate": OllamaGenerateResponse,
+    "/api/embed": OllamaEmbedResponse,
+    "/api/embeddings": OllamaEmbeddingsResponse,
+    "/api/show": OllamaShowResponse,
+    "/api/tags": OllamaTagsResponse,
+    "/api/ps": OllamaPsResponse,
+    "/api/version": OllamaVersionResponse,
 }
-STREAMING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMING_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/completion",
+    "/infill",
+)
+NDJSON_PATHS = ("/api/chat", "/api/generate")
+"""Paths whose streams are lines of JSON."""
 SSE_EVENT_SCHEMA = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -366,6 +528,8 @@ def add_response_schemas(document: dict[str, Any]) -> None:
             }
             if path in STREAMING_PATHS:
                 content["text/event-stream"] = {"schema": SSE_EVENT_SCHEMA}
+            if path in NDJSON_PATHS:
+                content["application/x-ndjson"] = {"schema": {"type": "object"}}
             operation["responses"]["200"]["content"] = content
     for operation in document["paths"].get("/metrics", {}).values():
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}

@@ -1,8 +1,7 @@
 """Requests of /v1/responses and their conversion to chat requests.
 
-The server stores no responses: there is no ``previous_response_id``, and ``store`` is always false.
-Clients send the items of the conversation again; the prefix cache makes that cheap, and memory does
-not grow with the number of responses.
+A request with ``previous_response_id`` gets the items of that response before its own input
+(``response_store``); the rest is the same as if the client had sent them again.
 """
 
 from __future__ import annotations
@@ -10,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
+    CustomTool,
     FunctionDefinition,
     NamedFunction,
     NamedToolChoice,
@@ -34,7 +35,7 @@ from modelmill.serve.strict_models import (
     Metadata,
     StrictModel,
 )
-from modelmill.serve.validation_errors import summarize_errors
+from modelmill.serve.typed_objects import parse_typed
 
 LOGPROBS = "message.output_text.logprobs"
 LongText = Annotated[str, Field(max_length=10 << 20)]
@@ -106,6 +107,15 @@ class FunctionCallOutputItem(StrictModel):
     status: ItemStatus | None = None
 
 
+class CompactionItem(StrictModel):
+    """A summary of the conversation so far, made by /v1/responses/compact."""
+
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: LongText
+    id: str | None = None
+    created_by: str | None = None
+
+
 class ReasoningItem(StrictModel):
     """Reasoning of another model: accepted and ignored."""
 
@@ -117,12 +127,14 @@ class ReasoningItem(StrictModel):
     status: ItemStatus | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
 _ITEM_TYPES: dict[str, type[InputItem]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
+    "compaction_summary": CompactionItem,
 }
 
 
@@ -168,8 +180,8 @@ class TextFormat(StrictModel):
                     f"text.format: name and schema belong to json_schema, not to {self.type}"
                 )
             return ResponseFormat(type=self.type)
-        if self.name is None or self.schema_ is None:
-            raise RequestError("text.format: json_schema needs a name and a schema")
+        if self.schema_ is None:
+            raise RequestError("text.format: json_schema needs a schema")
         schema = {
             "name": self.name,
             "schema": self.schema_,
@@ -230,6 +242,7 @@ class ResponsesRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    store: bool | None = Field(None, description="false: no later request can continue it")
     conversation: str | JsonObject | None = None
     prompt: JsonObject | None = None
     # accepted and ignored
@@ -246,12 +259,11 @@ class ResponsesRequest(SamplingFields):
         """Raise RequestError for fields that are not supported."""
         if not self.input:
             raise RequestError("input is empty; give a string or at least one item")
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise RequestError(
-                    f"{name} is not supported: responses are not stored; send the earlier items "
-                    "in input"
-                )
+        if self.conversation is not None:
+            raise RequestError(
+                "conversation is not supported: conversations are not stored; send "
+                "previous_response_id, or the earlier items in input"
+            )
         if self.prompt is not None:
             raise RequestError(
                 "prompt is not supported: templates are not stored; send instructions and input"
@@ -311,22 +323,37 @@ class ResponsesRequest(SamplingFields):
 
     def _chat_tools(
         self,
-    ) -> tuple[list[Tool] | None, Literal["none", "auto", "required"] | NamedToolChoice | None]:
-        tools = [
+    ) -> tuple[
+        list[Tool | CustomTool] | None,
+        Literal["none", "auto", "required"] | NamedToolChoice | None,
+    ]:
+        tools: list[Tool | CustomTool] = [
             Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or ()
         ]
         choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             names = {each.name for each in choice.tools}
-            if names - {tool.function.name for tool in tools}:
+            if names - {tool.name for tool in tools}:
                 raise RequestError("tool_choice names a function that is not among the tools")
-            return [tool for tool in tools if tool.function.name in names], choice.mode
+            return [tool for tool in tools if tool.name in names], choice.mode
         if isinstance(choice, FunctionToolChoice):
             return tools or None, NamedToolChoice(
                 type="function", function=NamedFunction(name=choice.name)
             )
         return tools or None, choice
+
+
+class CompactRequest(StrictModel):
+    """Request body of POST /v1/responses/compact."""
+
+    model: str = Field(max_length=1024)
+    input: LongText | JsonObjectList | None = None
+    instructions: LongText | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
 
 
 def items_to_messages(
@@ -343,7 +370,7 @@ def items_to_messages(
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for index, raw in enumerate(items):
-        item = _parse_item(raw, f"input[{index}]")
+        item = parse_typed(raw, f"input[{index}]", _ITEM_TYPES, "items", default="message")
         try:
             _append_item(messages, item)
         except RequestError as error:
@@ -363,6 +390,9 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         messages[-1].setdefault("tool_calls", []).append(
             {"id": item.call_id, "type": "function", "function": function}
         )
+    elif isinstance(item, CompactionItem):
+        summary = unpack_summary(item.encrypted_content)
+        messages.append({"role": "user", "content": f"{INTRO}{summary}"})
     elif isinstance(item, FunctionCallOutputItem):
         messages.append(
             {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}
@@ -371,20 +401,3 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
 
 def _chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.to_chat_part() for part in content]
-
-
-def _parse_item(raw: Mapping[str, Any], path: str) -> InputItem:
-    item_type = raw.get("type", "message")
-    model = _ITEM_TYPES.get(item_type) if isinstance(item_type, str) else None
-    if model is None:
-        raise RequestError(
-            f"{path}: items of type {str(item_type)[:40]!r} are not supported; there are "
-            f"{', '.join(_ITEM_TYPES)}"
-        )
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
-        body = "the request's body"  # the item as a whole is invalid
-        detail = line.removeprefix(body) if line.startswith(body) else f".{line}"
-        raise RequestError(path + detail) from None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, PrivateAttr, field_validator, model_validator
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import (
@@ -18,25 +18,34 @@ from modelmill.core.types import (
     MAX_INT32,
     MAX_N,
     MAX_STOPS,
+    TOKEN_IDS,
     Grammar,
     SamplingParams,
     sampling_range,
 )
+from modelmill.serve.custom_tools import INPUT_SCHEMA
+from modelmill.serve.message_keys import ChatMessages
+from modelmill.serve.peer_fields import AccountFields, PeerFields, ignored
+from modelmill.serve.schema_coercion import coerce_grammar
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     MAX_ITEMS,
     JsonObject,
-    JsonObjectList,
-    Metadata,
     StrictModel,
+    known_names,
     limit_keys,
 )
+from modelmill.text.gbnf import gbnf_grammar
 from modelmill.text.grammar import check_grammar
 from modelmill.text.messages import check_data
 from modelmill.text.tool_grammar import forced_call_grammar
 
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 1024
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], FAIL_FAST]
+TextList = Annotated[list[str], FAIL_FAST]
+TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
 
 
 class StructuredOutputs(StrictModel):
@@ -72,10 +81,10 @@ class StructuredOutputs(StrictModel):
 class JsonSchema(StrictModel):
     """response_format's json_schema.
 
-    strict and description have no effect: a schema is always enforced.
+    name, strict and description have no effect: a schema is always enforced.
     """
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str | None = Field(None, min_length=1, max_length=256)
     schema_: JsonObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -106,10 +115,12 @@ class ResponseFormat(StrictModel):
 class StreamOptions(StrictModel):
     """include_usage: one more chunk at the end with the usage.
 
-    include_obfuscation: accepted and ignored.
+    continuous_usage_stats: the usage so far in every chunk. include_obfuscation: accepted and
+    ignored.
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -131,7 +142,7 @@ def sampling_field(name: str, most: float | None = None) -> Any:
     return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(AccountFields):
     """Sampling fields of completions, chat completions and responses."""
 
     model: str = Field(max_length=1024)
@@ -145,7 +156,6 @@ class SamplingFields(StrictModel):
     presence_penalty: float | None = sampling_field("presence_penalty")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = None
-    user: str | None = Field(None, max_length=4096)
     # extensions, also of other engines
     top_k: int | None = sampling_field("top_k")
     min_p: float | None = sampling_field("min_p")
@@ -157,11 +167,15 @@ class SamplingFields(StrictModel):
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
     structured_outputs: StructuredOutputs | None = None
-    # accepted and ignored
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, raw: Any) -> Any:
+        """Drop unknown fields that are null: clients send all that they know (functions: null)."""
+        if not isinstance(raw, dict) or None not in raw.values():
+            return raw
+        known = known_names(cls)
+        return {key: each for key, each in raw.items() if each is not None or key in known}
 
     @field_validator("stop")
     @classmethod
@@ -172,14 +186,32 @@ class SamplingFields(StrictModel):
         return value
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, PeerFields):
     """Fields of completions and chat completions."""
 
     n: int | None = sampling_field("n")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    metadata: Metadata | None = Field(None, description="accepted and ignored")
+    # extensions, as vLLM names them
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="keep the last so many tokens; -1: as many as fit"
+    )
+    bad_words: TextList | None = Field(None, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    # extensions, as llama.cpp names them
+    n_predict: int | None = Field(None, ge=-1, le=MAX_INT32, description="as max_tokens; -1: unset")
+    json_schema: JsonObject | None = Field(None, description="as structured_outputs.json")
+    grammar_: str | None = Field(None, alias="grammar", description="in GBNF")
+    timings_per_token: bool | None = None
+    cache_prompt: bool | None = Field(None, description="false: use no cached prefix")
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    def sampling_params(self) -> SamplingParams:
+        """Convert to SamplingParams. Raises RequestError."""
+        raise NotImplementedError
 
     def make_sampling_params(self, **more: Any) -> SamplingParams:
         """Convert to SamplingParams, with ``more`` fields.
@@ -212,13 +244,23 @@ class GenerationFields(SamplingFields):
         Raises:
             RequestError: the fields contradict each other.
         """
-        grammar = None if self.response_format is None else self.response_format.to_grammar()
-        other = None if self.structured_outputs is None else self.structured_outputs.to_grammar()
-        if grammar is not None and other is not None:
-            raise RequestError(
-                "response_format and structured_outputs exclude each other; give one of them"
-            )
-        return other if grammar is None else grammar
+        grammars: dict[str, Grammar | None] = {}
+        if self.response_format is not None:
+            grammars["response_format"] = self.response_format.to_grammar()
+        if self.structured_outputs is not None:
+            grammars["structured_outputs"] = self.structured_outputs.to_grammar()
+        if self.json_schema is not None:
+            check_data(self.json_schema, "json_schema: the JSON schema")
+            grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
+        if self.grammar_ is not None:
+            grammars["grammar"] = gbnf_grammar(self.grammar_)
+        if self.allowed_token_ids is not None:
+            ids = sorted(set(self.allowed_token_ids))
+            grammars["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
+        names = [name for name, grammar in grammars.items() if grammar is not None]
+        if len(names) > 1:
+            raise RequestError(f"{names[0]} and {names[1]} exclude each other; give one of them")
+        return grammars[names[0]] if names else None
 
     def validated_grammar(self) -> Grammar | None:
         """Return ``grammar`` after checking that it compiles.
@@ -233,31 +275,66 @@ class GenerationFields(SamplingFields):
             raise RequestError(
                 "ignore_eos has no meaning with structured output or a forced call; leave it out"
             )
+        if grammar.grammar_type == TOKEN_IDS:
+            return grammar
         try:
             check_grammar(grammar)
         except RequestError as error:
-            raise RequestError(f"{self._grammar_field}: {error}") from None
-        return grammar
+            first_error = f"{self._grammar_field}: {error}"
+        else:
+            return grammar
+        coerced, reasons = coerce_grammar(grammar)
+        try:
+            if coerced is grammar:
+                raise RequestError(first_error)
+            check_grammar(coerced)
+        except RequestError:
+            raise RequestError(first_error) from None
+        self._warnings.extend(f"{self._grammar_field}: {reason}" for reason in reasons)
+        return coerced
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the request was not enforced; known once its grammar has been validated."""
+        return list(self._warnings)
 
     @property
     def _grammar_field(self) -> str:
         """The field that constrains the output."""
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
+        names = (
+            ("structured_outputs", "structured_outputs"),
+            ("json_schema", "json_schema"),
+            ("grammar_", "grammar"),
+            ("allowed_token_ids", "allowed_token_ids"),
+        )
+        present = (name for field, name in names if getattr(self, field) is not None)
+        return next(present, "response_format")
+
+    def _max_tokens(self, limit: int | None, default: int | None) -> int | None:
+        """The limit of the output: ``limit``, else n_predict, else the default."""
+        limits = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
+        if self.n_predict is not None and not limits:
+            return None if self.n_predict < 0 else self.n_predict
+        return default if limit is None else limit
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
     def check_stream(self) -> None:
         """Raise RequestError for stream_options without stream."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only for stream: true")
-
-
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], FAIL_FAST]
-TextList = Annotated[list[str], FAIL_FAST]
-TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is only for answers that are not streamed")
 
 
 def list_prompts(
@@ -293,7 +370,11 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=MAX_N)
-    suffix: str | None = None
+    suffix: str | None = Field(None, description="fill in the text between prompt and suffix")
+    parse_special: bool | None = Field(
+        None, description="control tokens in the prompt's text become their ids"
+    )
+    add_special_tokens: bool | None = Field(None, description="false: no BOS before the prompt")
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list.
@@ -306,26 +387,27 @@ class CompletionRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream()
-        if self.suffix is not None:
-            raise RequestError(
-                "suffix is not supported: these models continue a text, they do not fill it in"
-            )
+        if self.suffix is not None and (
+            self.echo or not all(isinstance(each, str) for each in self.prompts())
+        ):
+            raise RequestError("suffix needs a prompt of text, and has no echo")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of must equal n: answers are not ranked")
 
     def sampling_params(self) -> SamplingParams:
         """Convert to SamplingParams."""
-        prompt_logprobs = self.logprobs if self.echo else None
-        limit = 16 if self.max_tokens is None else self.max_tokens
+        prompt_logprobs = self.logprobs if self.echo else self.prompt_logprobs
         return self.make_sampling_params(
-            max_tokens=limit, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs
+            max_tokens=self._max_tokens(self.max_tokens, 16),
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
 class FunctionDefinition(StrictModel):
     """A function. A forced call always matches the parameters, another one if strict is true."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = Field(None, max_length=65536)
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -336,6 +418,47 @@ class Tool(StrictModel):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+    def to_function(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return self.model_dump(exclude_none=True)
+
+
+class CustomFormat(StrictModel):
+    """The input of a custom tool; grammars are not supported."""
+
+    type: Literal["text"]
+
+
+class CustomDefinition(StrictModel):
+    """A tool that takes a text."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
+    description: str | None = Field(None, max_length=65536)
+    format: CustomFormat | None = None
+
+
+class CustomTool(StrictModel):
+    """A tool that takes a text (``custom_tools``)."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return self.custom.name
+
+    def to_function(self) -> dict[str, Any]:
+        """The tool as chat templates read it: a function with one string."""
+        function = {"name": self.name, "description": self.custom.description}
+        known = {key: value for key, value in function.items() if value is not None}
+        return {"type": "function", "function": {**known, "parameters": INPUT_SCHEMA}}
 
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:
@@ -360,24 +483,67 @@ class NamedToolChoice(StrictModel):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+
+class CustomToolChoice(StrictModel):
+    """tool_choice: call this custom tool."""
+
+    type: Literal["custom"]
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return self.custom.name
+
+
+class AllowedTools(StrictModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice | CustomToolChoice], FAIL_FAST] = Field(
+        min_length=1, max_length=128
+    )
+
+
+class AllowedToolChoice(StrictModel):
+    """tool_choice: some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
 
 class ChatRequest(GenerationFields):
     """Request body of POST /v1/chat/completions."""
 
-    messages: JsonObjectList = Field(min_length=1)
+    messages: ChatMessages = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+    tools: Annotated[list[Tool | CustomTool], FAIL_FAST] | None = Field(None, max_length=128)
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | NamedToolChoice
+        | CustomToolChoice
+        | AllowedToolChoice
+        | None
+    ) = Field(
         None,
-        description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+        description='"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
     )
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
     reasoning_effort: str | None = None
-    verbosity: str | None = None
+    verbosity: str | None = ignored("the model writes as it writes")
+    # extensions: the prompt ends inside the last message, or without the start of an answer
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = Field(
         None, description="variables of the chat template, such as enable_thinking"
     )
@@ -388,31 +554,69 @@ class ChatRequest(GenerationFields):
     def check(self) -> None:
         """Raise RequestError for combinations that are not supported."""
         self.check_stream()
+        self._check_final_message()
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [tool.name for tool in self.tools or ()]
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
             raise RequestError("tools has two functions of the same name")
-        if (
-            isinstance(self.tool_choice, NamedToolChoice)
-            and self.tool_choice.function.name not in names
-        ):
+        chosen = [] if self.tool_choice is None else self._chosen_names()
+        if not set(chosen) <= set(names):
             raise RequestError("tool_choice names a function that is not among the tools")
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
+
+    def _check_final_message(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: the answer "
+                "has begun already"
+            )
+        last = self.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            raise RequestError(
+                "continue_final_message needs a last message of the assistant without tool_calls"
+            )
+        if self.grammar() is not None:
+            raise RequestError(
+                "continue_final_message has no meaning with response_format, structured_outputs "
+                "or a forced call: the answer would match only from its middle on"
+            )
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that may be called."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        allowed = isinstance(self.tool_choice, AllowedToolChoice)
+        names = frozenset(self._chosen_names() if allowed else ())
+        return [
+            tool.to_function() for tool in self.tools or () if not allowed or tool.name in names
+        ]
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    def _chosen_names(self) -> list[str]:
+        """Names of the functions in tool_choice."""
+        choice = self.tool_choice
+        if isinstance(choice, (NamedToolChoice, CustomToolChoice)):
+            return [choice.name]
+        if isinstance(choice, AllowedToolChoice):
+            return [tool.name for tool in choice.allowed_tools.tools]
+        return []
 
     @property
     def forces_call(self) -> bool:
         """Whether the output must be a tool call."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
 
     def grammar(self) -> Grammar | None:
@@ -424,15 +628,14 @@ class ChatRequest(GenerationFields):
         grammar = super().grammar()
         if not self.forces_call:
             return grammar
-        if grammar is not None:
+        if grammar is not None and self.response_format is None:
             raise RequestError(
-                "response_format has no meaning where a call is forced; give one of them"
+                f"{super()._grammar_field} has no meaning where a call is forced; give one of them"
             )
-        name = (
-            self.tool_choice.function.name
-            if isinstance(self.tool_choice, NamedToolChoice)
-            else None
-        )
+        if grammar is not None:
+            self._warnings[:] = ["response_format: it has no effect where a call is forced"]
+        named = isinstance(self.tool_choice, (NamedToolChoice, CustomToolChoice))
+        name = self._chosen_names()[0] if named else None
         return forced_call_grammar(
             self.offered_tools, name, several=name is None and self.parallel_tool_calls is True
         )
@@ -447,19 +650,52 @@ class ChatRequest(GenerationFields):
             self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         )
         return self.make_sampling_params(
-            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+            max_tokens=self._max_tokens(limit, None),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
-class TokenizeRequest(StrictModel):
-    """POST /tokenize: a prompt, or messages through the chat template."""
+class TemplateRequest(StrictModel):
+    """POST /apply-template: the prompt of a conversation as text."""
 
     model: str | None = Field(None, max_length=1024)
-    prompt: str | None = None
-    messages: JsonObjectList | None = None
-    add_special_tokens: bool | None = None
+    messages: ChatMessages | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the template writes."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class TokenizeRequest(TemplateRequest):
+    """POST /tokenize: a prompt, or messages through the chat template.
+
+    content, add_special, parse_special and with_pieces are llama.cpp's names.
+    """
+
+    prompt: str | None = None
+    content: str | None = Field(None, description="as prompt, without BOS unless add_special")
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = Field(
+        None, description="control tokens in the text become their ids"
+    )
     return_token_strs: bool | None = None
+    with_pieces: bool | None = Field(None, description="tokens as objects with id and piece")
+
+    @property
+    def text(self) -> str | None:
+        """The text to tokenize."""
+        return self.prompt if self.content is None else self.content
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether BOS comes first: by default for a prompt, not for llama.cpp's content."""
+        choice = self.add_special_tokens if self.add_special is None else self.add_special
+        return self.content is None if choice is None else choice
 
 
 class DetokenizeRequest(StrictModel):
@@ -488,6 +724,6 @@ def _parse_logit_bias(logit_bias: Mapping[str, float] | None) -> dict[int, float
     out: dict[int, float] = {}
     for key, value in (logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 11):
-            raise RequestError("logit_bias takes token ids as keys")
+            raise RequestError(f"logit_bias takes token ids as keys, not {key[:40]!r}")
         out[int(key)] = value
     return out

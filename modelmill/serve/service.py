@@ -14,6 +14,7 @@ from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.metrics import ServerMetrics
+from modelmill.serve.response_store import DEFAULT_STORE_BYTES, ResponseStore
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.traces import Traces
 
@@ -22,6 +23,8 @@ INTERNAL_KEY = "modelmill.internal"
 """Scope key that marks a request which the server sends to itself (``warmup``)."""
 TENANT_KEY = "modelmill.tenant"
 """Scope key of the tenant: an opaque id derived from the API key, never the key."""
+OWNER_KEY = "modelmill.owner"
+"""Scope key of the owner of stored responses; also where tenants share their caches."""
 
 
 MAX_UNUSED_VALUES = 1 << 20
@@ -42,6 +45,7 @@ class ServiceLimits:
         allowed_hosts: host names accepted by a server without keys, beside addresses and localhost.
         share_cache: whether requests of different keys share cached prefixes and image embeddings.
             ``cached_tokens`` and response times reveal cache hits.
+        response_store_bytes: memory for responses that later requests continue; 0: none.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -51,6 +55,7 @@ class ServiceLimits:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     share_cache: bool = False
+    response_store_bytes: int = DEFAULT_STORE_BYTES
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Service:
     traces: Traces | None = None
 
     def __post_init__(self) -> None:
+        self.response_store = ResponseStore(self.limits.response_store_bytes)
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
             engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)

@@ -30,6 +30,8 @@ R = TypeVar("R")
 class EventFormatter(Protocol):
     """Converts stream items to events; every result may have several events, or none."""
 
+    media_type: str = "text/event-stream"
+
     def first_events(self) -> bytes:
         """Events before any item."""
 
@@ -42,6 +44,10 @@ class EventFormatter(Protocol):
     def error_events(self, error: errors.ApiError) -> bytes:
         """Events of an error, in place of the rest."""
         return openai_format.sse_event(error.body())
+
+    def keepalive(self) -> bytes:
+        """What is sent while nothing arrives; clients ignore it."""
+        return KEEPALIVE_COMMENT
 
 
 class EventStream(Response):
@@ -61,7 +67,7 @@ class EventStream(Response):
             run_in_thread: runs the formatter on a thread, for large events; None: on the event
                 loop.
         """
-        super().__init__(media_type="text/event-stream")
+        super().__init__(media_type=formatter.media_type)
         self._handle = handle
         self._formatter = formatter
         self._run_in_thread = run_in_thread
@@ -76,7 +82,7 @@ class EventStream(Response):
 
     async def _send_events(self, send: Send) -> None:
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", f"{self._formatter.media_type}; charset=utf-8".encode()),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
@@ -88,7 +94,7 @@ class EventStream(Response):
                 try:
                     items = await handle.fetch(KEEPALIVE_SECONDS)
                 except TimeoutError:
-                    await _write(send, KEEPALIVE_COMMENT)
+                    await _write(send, formatter.keepalive())
                     continue
                 if not items:
                     break

@@ -39,9 +39,14 @@ class StrictModel(BaseModel):
         """
         if not isinstance(raw, dict) or len(raw) <= len(cls.model_fields):
             return raw
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = known_names(cls)
         unknown = next((key for key in raw if key not in known), None)
         return {key: raw[key] for key in raw if key in known or key == unknown}
+
+
+def known_names(model: type[BaseModel]) -> set[str]:
+    """The keys that a model takes."""
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def limit_keys(max_keys: int) -> BeforeValidator:

@@ -28,7 +28,7 @@ from modelmill.core import malloc
 from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.progress import Progress
-from modelmill.core.types import Request
+from modelmill.core.types import Guide, Request
 from modelmill.loader.capacity import cpu_kv_cache_budget
 from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
@@ -56,7 +56,6 @@ from modelmill.serve.worker_messages import (
     decode,
     encode,
 )
-from modelmill.text.grammar import AnswerGuide
 from modelmill.text_processor import TextProcessor
 
 SEND_BUFFER_BYTES = 4 << 20
@@ -140,7 +139,7 @@ class Arrival:
 
     request: Request
     arrived_at: float
-    guide: AnswerGuide | None = None
+    guide: Guide | None = None
     error: str = ""
 
 
@@ -162,7 +161,7 @@ class Inbox:
             is_opening: the engine is still being opened.
         """
         self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
-        self._make_guide: Callable[[Request], AnswerGuide] | None = None
+        self._make_guide: Callable[[Request], Guide] | None = None
         self._is_opening = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
@@ -170,7 +169,7 @@ class Inbox:
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
 
-    def accept_grammars(self, make_guide: Callable[[Request], AnswerGuide]) -> None:
+    def accept_grammars(self, make_guide: Callable[[Request], Guide]) -> None:
         """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
         self._make_guide = make_guide
 
@@ -402,7 +401,7 @@ class _AnswerGuideFactory:
         self._vocab_size = vocab_size
         self._text_processor: TextProcessor | None = None
 
-    def __call__(self, request: Request) -> AnswerGuide:
+    def __call__(self, request: Request) -> Guide:
         if self._text_processor is None:
             self._text_processor = TextProcessor.from_engine(self._path, self._chat_template)
         return self._text_processor.make_guide(request, self._vocab_size)

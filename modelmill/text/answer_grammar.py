@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from modelmill.core.types import Grammar
+from modelmill.core.errors import RequestError
+from modelmill.core.types import TOKEN_IDS, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
 from modelmill.text.call_reader import mark_parts
@@ -40,8 +41,16 @@ def answer_grammar(
         budget: maximum tokens of the thinking.
 
     Returns:
-        None if nothing is constrained, the same grammar if the format adds nothing.
+        None if nothing is constrained, the same grammar if the format adds nothing, or if it
+        lists the allowed tokens of the whole answer.
+
+    Raises:
+        RequestError: for such a list with a budget.
     """
+    if grammar is not None and grammar.grammar_type == TOKEN_IDS:
+        if budget is not None:
+            raise RequestError("allowed_token_ids cannot be combined with a budget of thinking")
+        return grammar
     thinks = thinking is not None and prompt_thinking != "closed"
     if not thinks:
         budget = None

@@ -74,8 +74,12 @@ class ServiceThread:
         return self.run(self.client.post(path, body, **options))
 
     def limited_client(self, key: str | None = None, **limits: Any) -> Client:
-        """A client of another application with the same engines and these limits."""
-        return Client(make_app(Service(self.service.engines, ServiceLimits(**limits))), key)
+        """A client of another application with the same engines and these limits.
+
+        It counts in the same metrics: an engine has one place to count.
+        """
+        service = Service(self.service.engines, ServiceLimits(**limits), self.service.metrics)
+        return Client(make_app(service), key)
 
     def close(self) -> None:
         async def end() -> None:

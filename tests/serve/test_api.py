@@ -363,11 +363,12 @@ def test_the_openapi_document_tells_what_is_answered(running: ServiceThread) -> 
         "/metrics",
         "/tokenize",
     } <= set(document["paths"])
-    for path in document["paths"].values():
-        for operation in path.values():
+    for path, operations in document["paths"].items():
+        dialect = "Ollama" if path.startswith("/api/") else "Anthropic" * ("/messages" in path)
+        for operation in operations.values():
             assert "422" not in operation["responses"]
             content = operation["responses"]["400"]["content"]["application/json"]["schema"]
-            assert content == {"$ref": "#/components/schemas/ErrorResponse"}
+            assert content == {"$ref": f"#/components/schemas/{dialect}ErrorResponse"}
     assert not document["components"]["schemas"]["ChatRequest"]["additionalProperties"]
 
 

@@ -197,7 +197,7 @@ def test_the_shape_of_a_response(running: ServiceThread) -> None:
         "incomplete",
         {"reason": "max_output_tokens"},
     )
-    assert (reply["error"], reply["completed_at"], reply["store"]) == (None, None, False)
+    assert (reply["error"], reply["completed_at"], reply["store"]) == (None, None, True)
     assert (reply["metadata"], reply["instructions"], reply["temperature"]) == (
         {"a": "b"},
         "Be brief",
@@ -447,12 +447,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
         "call_id",
         "input",
     ),
-    (
-        {"input": "x", "previous_response_id": "resp_1"},
-        "responses are not stored",
-        "previous_response_id",
-    ),
-    ({"input": "x", "conversation": "conv_1"}, "responses are not stored", "conversation"),
+    ({"input": "x", "conversation": "conv_1"}, "conversations are not stored", "conversation"),
     ({"input": "x", "prompt": {"id": "p"}}, "templates are not stored", "prompt"),
     ({"input": "x", "background": True}, "use stream", "background"),
     ({"input": "x", "truncation": "auto"}, "not supported", "truncation"),
@@ -483,7 +478,7 @@ WRONG: list[tuple[Any, str, str | None]] = [
         "names a function",
         "tool_choice",
     ),
-    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "needs a name", "text"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "needs a schema", "text"),
     (
         {"input": "x", "text": {"format": {"type": "text", "name": "a"}}},
         "belong to json_schema",

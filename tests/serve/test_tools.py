@@ -179,7 +179,7 @@ BAD = [
     {"tool_choice": "required"}, {"tools": [NOW], "tool_choice": "sometimes"},
     {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "other"}}},
     {"tools": [ODD], "tool_choice": "required"},
-    {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+    {"tools": [NOW], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
     {"tools": [{"type": "function", "function": {"name": "x" * 10**4}}]},
     {"functions": [{"name": "x"}]},
 ]  # fmt: skip
@@ -363,7 +363,9 @@ def test_a_forced_call_of_another_type_says_which_function(running: ServiceThrea
 
 
 REACT = SimpleNamespace(
-    tokenizer=None, chat_format=SimpleNamespace(format_name="qwen_react", thinking=None)
+    fingerprint="",
+    tokenizer=None,
+    chat_format=SimpleNamespace(format_name="qwen_react", thinking=None),
 )
 
 

@@ -54,9 +54,10 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     (ChatRequest, {**TALK, "response_format": {"type": "xml"}},
      "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
     (ChatRequest, {**TALK, "tools": [{"type": "function", "function": {"name": "a b"}}]},
-     "tools[0].function.name: must match ^[a-zA-Z0-9_-]{1,64}$"),
+     "tools[0].function.name: must match ^[a-zA-Z0-9_-]{1,128}$"),
     (ChatRequest, {**TALK, "tool_choice": "yes"},
-     'tool_choice: must be "none", "auto", "required" or {"type": "function", "function": ' '{"name": …}}'),  # noqa: E501
+     'tool_choice: must be "none", "auto", "required", {"type": "function", "function": '
+     '{"name": …}} or {"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'),
     (ChatRequest, {**TALK, "tool_choice": {"type": "function", "name": "f"}},
     "tool_choice.function: field required"),
     (ResponsesRequest, {"model": "m", "input": 5},

@@ -27,7 +27,9 @@ def test_every_path_is_tried_and_nothing_is_logged(
     )
     service_app = make_app(service)
     monkeypatch.setattr(
-        app, "error_response", lambda error: (tried.append(error.message), answer(error))[1]
+        app,
+        "error_response",
+        lambda error, request: (tried.append(error.message), answer(error, request))[1],
     )
     monkeypatch.setattr("modelmill.serve.middleware._RequestContext", None)  # what writes the log
     running.run(warmup.warm_up_routes(service_app, tuple(REQUEST_MODELS)))

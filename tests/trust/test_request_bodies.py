@@ -134,11 +134,23 @@ def test_paths_without_pictures_take_less(running: SegmentService) -> None:
         message = f"the request is larger than {most} bytes, the most that this path takes ({flag})"
         for headers in ({}, {"content-length": "10"}):
             over = running.run(client.post(path, b" " * (most + 1), headers=headers))
-            assert (over.status, over.json["error"]["message"]) == (413, message)
+            error = over.json["error"]
+            text = error if isinstance(error, str) else error["message"]
+            assert (over.status, text) == (413, message)
         assert running.run(client.post(path, b" " * most)).status == 400
 
 
-TAKES_PICTURES = ("/v1/chat/completions", "/v1/responses", "/v1/segment", "/tokenize")
+TAKES_PICTURES = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses/compact",
+    "/v1/segment",
+    "/api/chat",
+    "/api/generate",
+    "/tokenize",
+)
 
 
 def schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -157,7 +169,7 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
     """An error for each element is what made a megabyte take minutes."""
     core_schema = REQUEST_MODELS[path].__pydantic_core_schema__
     lists = [each for each in schemas(core_schema) if each.get("type") == "list"]
-    assert lists
+    assert lists or path == "/api/show"
     assert all(each.get("fail_fast") for each in lists), lists
     before = [
         each["schema"] for each in schemas(core_schema) if each.get("type") == "function-before"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.suite import SuiteResult, make_result
+from tools.conformance.client_checks import ClientChecks, assert_equal, catch_error
+from tools.conformance.suite import SuiteResult
 
 TITLE = (
     "OpenAI's Python client: sync, async, streaming, functions, structured output, responses, "
@@ -34,7 +34,7 @@ FLAT_TOOL: Any = {
     "parameters": PARAMETERS,
     "strict": True,
 }
-CHECKS: list[tuple[str, Callable[[Any, str], None]]] = []
+CHECKS = ClientChecks()
 
 
 def run(base_url: str, model: str, out: Path) -> SuiteResult:  # noqa: ARG001  the suite leaves no logs
@@ -42,40 +42,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:  # noqa: ARG001  t
     from openai import OpenAI
 
     with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300) as client:
-        return make_result([(name, _problem(check, client, model)) for name, check in CHECKS])
-
-
-def _problem(check: Callable[[Any, str], None], client: Any, model: str) -> str | None:
-    try:
-        check(client, model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:300]
-    return None
-
-
-def check(name: str) -> Callable[[Callable[[Any, str], None]], Callable[[Any, str], None]]:
-    """Adds a function to the checks."""
-
-    def add(function: Callable[[Any, str], None]) -> Callable[[Any, str], None]:
-        CHECKS.append((name, function))
-        return function
-
-    return add
-
-
-def assert_equal(actual: Any, expected: Any, what: str) -> None:
-    """Raises AssertionError unless they are equal."""
-    if actual != expected:
-        raise AssertionError(f"{what}: {actual!r} is not {expected!r}"[:300])
-
-
-def catch_error(error_type: type[Exception], call: Callable[[], Any]) -> Any:
-    """The error of that kind that a call ends with."""
-    try:
-        call()
-    except error_type as error:
-        return error
-    raise AssertionError(f"no {error_type.__name__} was raised")
+        return CHECKS.run(client, model)
 
 
 def chat(client: Any, model: str, **more: Any) -> Any:
@@ -91,7 +58,7 @@ def respond(client: Any, model: str, **more: Any) -> Any:
     )
 
 
-@check("models: list, retrieve")
+@CHECKS.add("models: list, retrieve")
 def _models(client: Any, model: str) -> None:
     assert_equal(
         model in [each.id for each in client.models.list()], True, "the list holds the model"
@@ -99,7 +66,7 @@ def _models(client: Any, model: str) -> None:
     assert_equal(client.models.retrieve(model).id, model, "id")
 
 
-@check("chat: whole")
+@CHECKS.add("chat: whole")
 def _chat(client: Any, model: str) -> None:
     answer = chat(client, model)
     choice = answer.choices[0]
@@ -113,7 +80,7 @@ def _chat(client: Any, model: str) -> None:
     assert_equal(answer.usage.total_tokens, answer.usage.prompt_tokens + 12, "total")
 
 
-@check("chat: streamed, the same text, with usage")
+@CHECKS.add("chat: streamed, the same text, with usage")
 def _streamed(client: Any, model: str) -> None:
     chunks = list(chat(client, model, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -126,7 +93,7 @@ def _streamed(client: Any, model: str) -> None:
     assert_equal((chunks[-1].choices, chunks[-1].usage.completion_tokens), ([], 12), "usage")
 
 
-@check("chat: the stream helper")
+@CHECKS.add("chat: the stream helper")
 def _helper(client: Any, model: str) -> None:
     # the helper takes a cut answer for an error
     with client.chat.completions.stream(
@@ -151,7 +118,7 @@ def async_client(client: Any) -> Any:
     return AsyncOpenAI(base_url=client.base_url, api_key="none", max_retries=0, timeout=300)
 
 
-@check("chat: async, eight at once, the same text")
+@CHECKS.add("chat: async, eight at once, the same text")
 def _async(client: Any, model: str) -> None:
     async def ask() -> list[str]:
         async with async_client(client) as other:
@@ -161,7 +128,7 @@ def _async(client: Any, model: str) -> None:
     assert_equal(set(asyncio.run(ask())), {chat(client, model).choices[0].message.content}, "texts")
 
 
-@check("chat: async, streamed")
+@CHECKS.add("chat: async, streamed")
 def _async_streamed(client: Any, model: str) -> None:
     async def ask() -> str:
         async with async_client(client) as other:
@@ -171,7 +138,7 @@ def _async_streamed(client: Any, model: str) -> None:
     assert_equal(asyncio.run(ask()), chat(client, model).choices[0].message.content, "text")
 
 
-@check("chat: log-probabilities")
+@CHECKS.add("chat: log-probabilities")
 def _logprobs(client: Any, model: str) -> None:
     logprobs = chat(client, model, logprobs=True, top_logprobs=3).choices[0].logprobs.content
     assert_equal(
@@ -184,7 +151,7 @@ def _logprobs(client: Any, model: str) -> None:
     )
 
 
-@check("chat: n, seed, stop, logit_bias")
+@CHECKS.add("chat: n, seed, stop, logit_bias")
 def _sampling_options(client: Any, model: str) -> None:
     options = {"temperature": 1.0, "seed": 3, "n": 3}
     first, again = (
@@ -206,7 +173,7 @@ def _sampling_options(client: Any, model: str) -> None:
     )
 
 
-@check("functions: required, and the answer to its result")
+@CHECKS.add("functions: required, and the answer to its result")
 def _function(client: Any, model: str) -> None:
     answer = chat(client, model, tools=[TOOL], tool_choice="required", max_tokens=80).choices[0]
     assert_equal(answer.finish_reason, "tool_calls", "finish_reason")
@@ -226,7 +193,7 @@ def _function(client: Any, model: str) -> None:
     )
 
 
-@check("functions: a named one, streamed")
+@CHECKS.add("functions: a named one, streamed")
 def _function_streamed(client: Any, model: str) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
     options: Any = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 80}
@@ -244,7 +211,7 @@ def _function_streamed(client: Any, model: str) -> None:
     )
 
 
-@check("structured output: parsed into a pydantic class")
+@CHECKS.add("structured output: parsed into a pydantic class")
 def _parsed(client: Any, model: str) -> None:
     from typing import Literal
 
@@ -264,7 +231,7 @@ def _parsed(client: Any, model: str) -> None:
     assert_equal(parsed.output_parsed, answer.choices[0].message.parsed, "the response's")
 
 
-@check("completions: whole, streamed, several, echo with log-probabilities")
+@CHECKS.add("completions: whole, streamed, several, echo with log-probabilities")
 def _completions(client: Any, model: str) -> None:
     options: Any = {"model": model, "max_tokens": 8, "temperature": 0}
     prompts = ["The capital of France is", "One, two, three,"]
@@ -281,7 +248,7 @@ def _completions(client: Any, model: str) -> None:
     assert_equal(all(value <= 0 for value in echo.logprobs.token_logprobs[1:]), True, "the others'")
 
 
-@check("responses: the text of the chat, whole and streamed")
+@CHECKS.add("responses: the text of the chat, whole and streamed")
 def _responses(client: Any, model: str) -> None:
     text = chat(client, model).choices[0].message.content
     unstreamed = respond(client, model)
@@ -310,7 +277,7 @@ def _responses(client: Any, model: str) -> None:
     )
 
 
-@check("responses: a function, its result, streamed arguments")
+@CHECKS.add("responses: a function, its result, streamed arguments")
 def _responses_function(client: Any, model: str) -> None:
     options: Any = {"tools": [FLAT_TOOL], "tool_choice": "required", "max_output_tokens": 80}
     (call,) = respond(client, model, **options).output
@@ -329,7 +296,7 @@ def _responses_function(client: Any, model: str) -> None:
     assert_equal("".join(pieces), call.arguments, "arguments")
 
 
-@check("responses: async, streamed")
+@CHECKS.add("responses: async, streamed")
 def _responses_async(client: Any, model: str) -> None:
     async def ask() -> str:
         async with async_client(client) as other:
@@ -345,7 +312,7 @@ def _responses_async(client: Any, model: str) -> None:
     assert_equal(asyncio.run(ask()), respond(client, model).output_text, "text")
 
 
-@check("embeddings: one, many, floats and base64, dimensions")
+@CHECKS.add("embeddings: one, many, floats and base64, dimensions")
 def _embeddings(client: Any, model: str) -> None:
     texts = ["a cat", "a dog and a much longer sentence about it", "a cat"]
     # the client requests base64 by default
@@ -364,7 +331,7 @@ def _embeddings(client: Any, model: str) -> None:
     assert_equal(plain.usage.total_tokens, plain.usage.prompt_tokens, "usage")
 
 
-@check("errors: the client's own classes, and a request id")
+@CHECKS.add("errors: the client's own classes, and a request id")
 def _errors(client: Any, model: str) -> None:
     import openai
 

@@ -104,6 +104,37 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "include": b"[]",
         "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
     },
+    "/v1/responses/compact": {
+        "input": b'"x"', "max_output_tokens": b"1", "instructions": b"null",
+    },
+    "/v1/messages": {
+        "messages": b'[{"role":"user","content":"x"}]', "max_tokens": b"1", "system": b'"x"',
+        "tools": b"null", "stop_sequences": b"[]", "metadata": b"{}", "thinking": b"null",
+    },
+    "/v1/messages/count_tokens": {
+        "messages": b'[{"role":"user","content":"x"}]', "system": b'"x"', "tools": b"null",
+    },
+    "/api/chat": {
+        "messages": b'[{"role":"user","content":"x"}]', "options": b'{"num_predict":1}',
+        "tools": b"null", "format": b"null", "keep_alive": b"null",
+    },
+    "/api/generate": {
+        "prompt": b'"x"', "options": b'{"num_predict":1}', "images": b"null", "context": b"[]",
+        "format": b"null",
+    },
+    "/v1/rerank": {"query": b'"x"', "documents": b'["x"]', "user": b'"x"'},
+    "/v1/score": {"text_1": b'"x"', "text_2": b'["x"]', "user": b'"x"'},
+    "/completion": {
+        "prompt": b'"x"', "n_predict": b"1", "samplers": b"[]", "stop": b'"x"', "grammar": b"null",
+        "allowed_token_ids": b"null", "bad_words": b"null", "dry_sequence_breakers": b"[]",
+    },
+    "/infill": {
+        "input_prefix": b'"x"', "input_suffix": b'"x"', "input_extra": b"[]", "n_predict": b"1",
+    },
+    "/api/embed": {"input": b'"x"', "options": b"null"},
+    "/api/embeddings": {"prompt": b'"x"', "options": b"null"},
+    "/api/show": {"name": b'"stories"', "verbose": b"null"},
+    "/apply-template": {"messages": b'[{"role":"user","content":"x"}]', "tools": b"null"},
     "/v1/embeddings": {"input": b'"x"', "dimensions": b"1"},
     "/v1/segment": {
         "image": b'"x"', "points": b"[[1,2]]", "labels": b"[1]", "boxes": b"null",

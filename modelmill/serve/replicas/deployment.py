@@ -15,6 +15,7 @@ class ReplicaSpec:
         names: served names, one per message of ``open_messages``.
         open_messages: how to open each engine.
         generation: a new number makes Ray Serve replace the replicas.
+        aliases: (further name, name of its engine).
     """
 
     names: tuple[str, ...]
@@ -25,6 +26,7 @@ class ReplicaSpec:
     otlp_endpoint: str | None = None
     generation: int = 0
     max_text_body_bytes: int = 4 << 20
+    aliases: tuple[tuple[str, str], ...] = ()
 
     def split_for_replicas(self, num_replicas: int) -> ReplicaSpec:
         """The spec for ``num_replicas`` that load at the same time on one machine.

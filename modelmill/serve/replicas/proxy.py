@@ -29,6 +29,7 @@ REPLICA_TIMEOUT = 60.0
 DROPPED_HEADERS = (
     b"host",
     b"authorization",
+    b"x-api-key",
     b"content-length",
     b"connection",
     b"transfer-encoding",

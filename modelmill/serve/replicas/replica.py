@@ -44,11 +44,13 @@ class Replica:
             else Traces.export_to(replica_spec.otlp_endpoint)
         )
         # keys and host names are checked by the proxy
+        by_name = {engine.name: engine for engine in engines}
         self._service = Service(
-            {engine.name: engine for engine in engines},
+            by_name | {alias: by_name[name] for alias, name in replica_spec.aliases},
             ServiceLimits(
                 max_body_bytes=replica_spec.max_body_bytes,
                 max_text_body_bytes=replica_spec.max_text_body_bytes,
+                response_store_bytes=0,  # another replica would not have them
             ),
             traces=traces,
         )

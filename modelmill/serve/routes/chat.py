@@ -16,8 +16,17 @@ from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.custom_tools import CallDeltas, call_json
+from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.final_message import split_answer_start
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
 from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_options import (
+    format_prompt_logprobs,
+    kept_prompt_tokens,
+    request_cache_salt,
+    resolve_params,
+)
 from modelmill.serve.routes.common import (
     check_message_sizes,
     find_engine,
@@ -25,8 +34,9 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
-from modelmill.serve.schema import ChatRequest, check_functions
+from modelmill.serve.schema import ChatRequest, Tool, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.serve.timings import request_timings
 from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import (
@@ -80,23 +90,23 @@ def chat_request_state(
     """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages; use /v1/completions")
-    check_functions(tool.function for tool in body.tools or ())
-    check_message_sizes(text_processor, body.messages, max_model_len, body.offered_tools)
+    check_functions(tool.function for tool in body.tools or () if isinstance(tool, Tool))
+    kept = kept_prompt_tokens(body, max_model_len)
+    longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
+    check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     grammar = body.validated_grammar()
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
-    params = body.sampling_params()
+    params = resolve_params(text_processor, body)
+    history, answer_start = split_answer_start(body)
     messages, template = tool_prompts.prepare_tools(
-        format_name, body.messages, offered, writes_calls=text_processor.chat_format.writes_calls
+        format_name, history, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
         params = replace(
             params,
             stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
         )
-    if grammar is None:
-        grammar = _strict_grammar(body, offered, format_name)
-    salt = body.cache_salt or ""
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
         options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -105,11 +115,14 @@ def chat_request_state(
     return text_processor.chat_request(
         messages,
         params,
-        cache_salt=salt,
+        cache_salt=request_cache_salt(body),
         grammar=grammar,
         calls=bool(offered),
         parses_thinking=True,
         thinking_budget=body.thinking_token_budget,
+        add_generation_prompt=body.add_generation_prompt is not False or answer_start is not None,
+        answer_start=answer_start or "",
+        kept_prompt_tokens=kept,
         **template,
     )
 
@@ -183,10 +196,16 @@ class ChatResponseBuilder(EventFormatter):
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": body.model,
+            "system_fingerprint": text_processor.fingerprint,
         }
+        self._tokenizer = text_processor.tokenizer
         self._n = body.n or 1
         self._logprobs = [
-            ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
+            ChatLogprobsFormatter(
+                text_processor.tokenizer,
+                body.top_logprobs or 0,
+                as_ids=bool(body.return_tokens_as_token_ids),
+            )
             for _ in range(self._n)
         ]
         state = handle.request_states[0]
@@ -204,6 +223,7 @@ class ChatResponseBuilder(EventFormatter):
         self._num_calls = [0] * self._n
         self._arguments = [""] * self._n
         self._num_sent_ids = [0] * self._n
+        self._call_deltas = [CallDeltas(body.custom_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 
@@ -241,16 +261,35 @@ class ChatResponseBuilder(EventFormatter):
     def full_response(self) -> dict[str, Any]:
         """Return the response body of a request without streaming."""
         result = self._handle.request_states[0].output
-        response = {
+        response: dict[str, Any] = {
             **self._head,
             "choices": [self._choice(output) for output in result.outputs],
             "usage": openai_format.token_usage(self._handle.request_states),
         }
-        return (
-            {**response, "prompt_token_ids": result.prompt_token_ids}
-            if self._body.return_token_ids
-            else response
-        )
+        if self._body.return_token_ids:
+            response["prompt_token_ids"] = result.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            state = self._handle.request_states[0]
+            response["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
+        return {**response, **self._last_fields()}
+
+    def _last_fields(self) -> dict[str, Any]:
+        """Keys that are known at the end: timings and warnings, if there are any."""
+        out: dict[str, Any] = {}
+        if self._body.timings_per_token:
+            out["timings"] = request_timings(self._handle.request_states)
+        if self._body.warnings:
+            out["warnings"] = self._body.warnings
+        return out
+
+    def _progress_fields(self) -> dict[str, Any]:
+        """Keys of every event of a stream, where the client wants to follow its progress."""
+        states, out = self._handle.request_states, dict[str, Any]()
+        if self._body.wants_running_usage:
+            out["usage"] = openai_format.token_usage(states)
+        if self._body.timings_per_token:
+            out["timings"] = request_timings(states)
+        return out
 
     def _choice(self, output: CompletionOutput) -> dict[str, Any]:
         # the stop token is not part of the text
@@ -260,13 +299,9 @@ class ChatResponseBuilder(EventFormatter):
         message |= _reasoning_fields(reasoning)
         if calls:
             message["content"] = content or None
+            custom_names = self._body.custom_names
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in collect_tool_calls(calls)[1]
+                call_json(call, custom_names) for call in collect_tool_calls(calls)[1]
             ]
         choice = {
             "index": output.index,
@@ -281,7 +316,9 @@ class ChatResponseBuilder(EventFormatter):
         """The event with the role, for every choice."""
         role = {"role": "assistant", "content": "", "refusal": None}
         prompt = self._handle.request_states[0].output.prompt_token_ids
-        fields = {"prompt_token_ids": prompt} if self._body.return_token_ids else {}
+        fields: dict[str, Any] = {"prompt_token_ids": prompt} if self._body.return_token_ids else {}
+        if self._body.warnings:
+            fields["warnings"] = self._body.warnings
         return b"".join(
             self._chunk(index, role, None, None, event_fields=fields) for index in range(self._n)
         )
@@ -304,8 +341,11 @@ class ChatResponseBuilder(EventFormatter):
             {"content": text} if text or not (delta.finish_reason or calls or reasoning) else {}
         )
         content |= _reasoning_fields(reasoning)
-        if calls:
-            content["tool_calls"] = [_tool_call_delta(call) for call in calls]
+        call_deltas = self._call_deltas[delta.index].format(
+            calls, ended=delta.finish_reason is not None
+        )
+        if call_deltas:
+            content["tool_calls"] = call_deltas
         choice_fields: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if delta.finish_reason:
             choice_fields["stop_reason"] = output.stop_reason
@@ -350,9 +390,11 @@ class ChatResponseBuilder(EventFormatter):
             "finish_reason": finish,
             **(choice_fields or {}),
         }
-        if not event_fields:
+        progress = self._progress_fields()
+        if not (event_fields or progress):
             return self._chunk_template.render_chunk(choice)
-        return sse_event({**self._head, "choices": [choice], **event_fields, **self._tail})
+        fields = {**(event_fields or {}), **self._tail, **progress}
+        return sse_event({**self._head, "choices": [choice], **fields})
 
     def terminal_events(self) -> bytes:
         """The usage if requested, and the end of the stream."""
@@ -371,11 +413,3 @@ def _is_valid_json(arguments: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _tool_call_delta(part: ToolCallDelta) -> dict[str, Any]:
-    """A delta of a tool call as streamed: the first one has its id and name."""
-    if part.name is None:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,9 +15,16 @@ from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
+from modelmill.serve.request_options import (
+    format_prompt_logprobs,
+    kept_prompt_tokens,
+    request_cache_salt,
+    resolve_params,
+)
 from modelmill.serve.routes.common import (
     find_engine,
     openai_finish_reason,
@@ -24,7 +32,9 @@ from modelmill.serve.routes.common import (
     submit_requests,
 )
 from modelmill.serve.schema import MAX_TOP_LOGPROBS, CompletionRequest
+from modelmill.serve.special_tokens import encode_infill, encode_text
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.serve.timings import request_timings
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -42,7 +52,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await submit_requests(
-        request, engine, _make_request_states, body, engine.request_limits, get_states=list
+        request, engine, completion_request_states, body, engine.request_limits, get_states=list
     )
     builder = CompletionResponseBuilder(body, handle, engine.text_processor)
     if body.stream:
@@ -55,7 +65,7 @@ async def completions(body: CompletionRequest, request: Request) -> Any:
     return openai_format.Utf8JsonResponse(await service.run_in_thread(builder.full_response))
 
 
-def _make_request_states(
+def completion_request_states(
     text_processor: TextProcessor, body: CompletionRequest, limits: RequestLimits
 ) -> list[RequestState]:
     """Convert each prompt to a request.
@@ -69,14 +79,17 @@ def _make_request_states(
         raise RequestError(
             "this engine has no tokenizer: give token ids as the prompt, and stop_token_ids"
         )
-    params, grammar = body.sampling_params(), body.validated_grammar()
+    params, grammar = resolve_params(text_processor, body), body.validated_grammar()
     states: list[RequestState] = []
     for prompt in prompts:
-        text_processor.check_length(prompt, limits.max_len)
-        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        encoded, stop_ids = _encode_prompt(text_processor, body, prompt, limits.max_len)
+        key = "prompt" if isinstance(encoded, str) else "prompt_token_ids"
+        ends = tuple(dict.fromkeys((*params.stop_token_ids, *stop_ids)))
         states.append(
             text_processor.request(
-                {key: prompt, "cache_salt": body.cache_salt}, params, grammar=grammar
+                {key: encoded, "cache_salt": request_cache_salt(body)},
+                replace(params, stop_token_ids=ends),
+                grammar=grammar,
             )
         )
         if body.echo:
@@ -86,17 +99,52 @@ def _make_request_states(
     return states
 
 
+def _encode_prompt(
+    text_processor: TextProcessor,
+    body: CompletionRequest,
+    prompt: str | list[int],
+    max_model_len: int,
+) -> tuple[str | list[int], tuple[int, ...]]:
+    """The prompt as text or ids, and token ids that end the answer beside EOS.
+
+    Raises:
+        RequestError: the prompt is too long, or the vocabulary has no tokens for a suffix.
+    """
+    kept = kept_prompt_tokens(body, max_model_len)
+    longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
+    text_processor.check_length(prompt, longest)
+    tokenizer, ends = text_processor.tokenizer, tuple[int, ...]()
+    encoded: str | list[int] = prompt
+    if isinstance(prompt, str) and body.suffix is not None and tokenizer is not None:
+        text_processor.check_length(body.suffix, max_model_len)
+        encoded, marks = encode_infill(tokenizer, prompt, body.suffix)
+        ends = marks.ends
+    elif isinstance(prompt, str) and (
+        body.parse_special or body.add_special_tokens is False or kept is not None
+    ):
+        encoded = encode_text(
+            tokenizer,
+            prompt,
+            parse_special=bool(body.parse_special),
+            add_special=body.add_special_tokens is not False,
+        )
+        if not encoded:
+            raise RequestError("prompt has no tokens; give at least one")
+    if kept is not None and not isinstance(encoded, str):
+        encoded = encoded[-kept:]
+    return encoded, ends
+
+
 def _check_num_logprobs(
     request_states: Sequence[RequestState], body: CompletionRequest, max_model_len: int
 ) -> None:
     """Raise RequestError for prompts with too many log-probabilities for one response."""
-    if not body.echo or body.logprobs is None:
+    count = body.logprobs if body.echo else body.prompt_logprobs
+    if count is None:
         return
     max_logprobs = max(MAX_PROMPT_LOGPROBS, max_model_len * (MAX_TOP_LOGPROBS + 1))
     if (
-        sum(len(each.request.prompt) for each in request_states)
-        * (body.logprobs + 1)
-        * (body.n or 1)
+        sum(len(each.request.prompt) for each in request_states) * (count + 1) * (body.n or 1)
         > max_logprobs
     ):
         raise RequestError(
@@ -118,7 +166,9 @@ class CompletionResponseBuilder(EventFormatter):
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model,
+            "system_fingerprint": text_processor.fingerprint,
         }
+        self._tokenizer = text_processor.tokenizer
         self._chunk_template = openai_format.ChunkTemplate(
             self._head, {"usage": None} if body.wants_usage else {}
         )
@@ -129,11 +179,13 @@ class CompletionResponseBuilder(EventFormatter):
                 body.logprobs or 0,
                 continues_prompt=each.continues_prompt,
                 skip_special=each.request.params.skip_special_tokens,
+                as_ids=bool(body.return_tokens_as_token_ids),
             )
             for each in handle.request_states
             for _ in range(self._n)
         ]
         self._started: set[int] = set()
+        self._warned: set[int] = set()
         self._num_sent_ids = [0] * count
 
     def full_response(self) -> bytes:
@@ -152,9 +204,39 @@ class CompletionResponseBuilder(EventFormatter):
                 head,
                 choices,
                 b"],",
-                dump_json({"usage": openai_format.token_usage(self._handle.request_states)})[1:],
+                dump_json(
+                    {
+                        "usage": openai_format.token_usage(self._handle.request_states),
+                        **self._last_fields(),
+                    }
+                )[1:],
             )
         )
+
+    def _last_fields(self) -> dict[str, Any]:
+        """Keys that are known at the end: timings and warnings, if there are any."""
+        out: dict[str, Any] = {}
+        if self._body.timings_per_token:
+            out["timings"] = request_timings(self._handle.request_states)
+        if self._body.warnings:
+            out["warnings"] = self._body.warnings
+        return out
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        """An event, with the progress if the client wants to follow it."""
+        body, states = self._body, self._handle.request_states
+        fields: dict[str, Any] = {}
+        if body.warnings and choice["index"] not in self._warned:
+            self._warned.add(choice["index"])
+            fields["warnings"] = body.warnings
+        if body.wants_running_usage:
+            fields["usage"] = openai_format.token_usage(states)
+        if body.timings_per_token:
+            fields["timings"] = request_timings(states)
+        if not fields:
+            return self._chunk_template.render_chunk(choice)
+        tail = {"usage": None} if body.wants_usage else {}
+        return openai_format.sse_event({**self._head, "choices": [choice], **tail, **fields})
 
     def _choice(self, prompt_index: int, output: CompletionOutput) -> dict[str, Any]:
         state, body = self._handle.request_states[prompt_index], self._body
@@ -184,6 +266,8 @@ class CompletionResponseBuilder(EventFormatter):
                 "token_ids": output.token_ids,
                 "prompt_token_ids": state.output.prompt_token_ids,
             }
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
         return choice
 
     def first_events(self) -> bytes:
@@ -236,7 +320,7 @@ class CompletionResponseBuilder(EventFormatter):
             )
             if is_first:
                 choice["prompt_token_ids"] = state.output.prompt_token_ids
-        return self._chunk_template.render_chunk(choice)
+        return self._event(choice)
 
     def _num_end_tokens(self, output: CompletionOutput) -> int:
         """Number of stop tokens that get log-probabilities although they are not part of the text.

@@ -28,7 +28,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     service, engine = find_engine(request, body.model)
     engine.check_capacity(len(body.inputs()))
     states, handle = await submit_requests(
-        request, engine, _make_request_states, body, engine.request_limits, get_states=list
+        request, engine, embedding_request_states, body, engine.request_limits, get_states=list
     )
     await wait_or_disconnect(request, handle)
     return Response(
@@ -36,7 +36,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     )
 
 
-def _make_request_states(
+def embedding_request_states(
     text_processor: TextProcessor, body: EmbeddingRequest, limits: RequestLimits
 ) -> list[RequestState]:
     """Convert each input to a request.

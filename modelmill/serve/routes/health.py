@@ -8,9 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from modelmill import __version__
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION, anthropic_model
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.routes.common import get_service
+from modelmill.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -36,6 +38,13 @@ async def health(request: Request) -> JSONResponse:
     )
 
 
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """200 when every engine accepts requests, 503 otherwise."""
+    return Response(status_code=200 if get_service(request).ready else 503)
+
+
 @router.get("/version")
 async def version() -> dict[str, str]:
     """The version of modelmill."""
@@ -56,8 +65,13 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """List the served engines as OpenAI models."""
+    """List the served engines as OpenAI models; with anthropic-version, as Anthropic's."""
     service = get_service(request)
+    if ANTHROPIC_VERSION in request.headers:
+        cards = [anthropic_model(name, engine) for name, engine in service.engines.items()]
+        ids = [card["id"] for card in cards]
+        ends = {"first_id": ids[0], "last_id": ids[-1]}
+        return {"data": cards, "has_more": False, **ends}
     return {
         "object": "list",
         "data": [_model_card(name, engine) for name, engine in service.engines.items()],
@@ -66,8 +80,37 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """Describe one served engine as an OpenAI model."""
-    return _model_card(name, get_service(request).get_engine(name))
+    """Describe one served engine as an OpenAI model; with anthropic-version, as Anthropic's."""
+    engine = get_service(request).get_engine(name)
+    if ANTHROPIC_VERSION in request.headers:
+        return anthropic_model(name, engine)
+    return _model_card(name, engine)
+
+
+@router.get("/props")
+async def props(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What llama.cpp's clients ask about a server, of the first engine or a named one."""
+    service = get_service(request)
+    engine = service.get_engine(model)
+    limits, processor = engine.request_limits, engine.text_processor
+    return {
+        "default_generation_settings": {
+            "n_ctx": limits.max_len,
+            "params": processor.generation_defaults.to_dict()["values"],
+        },
+        "total_slots": limits.max_seqs,
+        "model_alias": next(name for name, each in service.engines.items() if each is engine),
+        "model_path": str(processor.path.name),
+        "modalities": {"vision": processor.reads_images, "audio": False},
+        "chat_template": processor.chat_template_text,
+        "bos_token": _token_text(processor.tokenizer, "bos_token"),
+        "eos_token": _token_text(processor.tokenizer, "eos_token"),
+        "build_info": f"modelmill {__version__}",
+    }
+
+
+def _token_text(tokenizer: Tokenizer | None, name: str) -> str:
+    return "" if tokenizer is None else tokenizer.template_names.get(name, "")
 
 
 def _engine_status(engine: EngineClient) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,10 +13,13 @@ from modelmill.outputs import CompletionOutput
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_answer import AnswerCollector, exhaust
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
+from modelmill.serve.response_store import input_items
+from modelmill.serve.response_writer import ResponseWriter, earlier_items, stores
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
 from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
 from modelmill.serve.routes.common import (
@@ -39,6 +41,10 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
     service, engine = find_engine(request, body.model)
     engine.check_capacity(1)
+    earlier = earlier_items(request, body.previous_response_id)
+    items = [*earlier, *input_items(body.input)] if body.previous_response_id else None
+    if items is not None:
+        body = body.model_copy(update={"input": items})
     submitted = await submit_requests(
         request,
         engine,
@@ -48,10 +54,16 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
         get_states=lambda prepared: [prepared[1]],
     )
     (chat, _), handle = submitted
-    builder = ResponsesBuilder(body, chat, handle, engine.text_processor)
+    builder = ResponsesBuilder(
+        body,
+        chat,
+        handle,
+        engine.text_processor,
+        store=ResponseWriter(service, request, body.input) if stores(service, body) else None,
+    )
     if body.stream:
         return EventStream(handle, builder, service.run_in_thread if body.wants_logprobs else None)
-    response = await wait_or_disconnect(request, _ResponseCollector(handle, builder))
+    response = await wait_or_disconnect(request, AnswerCollector(handle, builder))
     return await service.run_in_thread(openai_format.Utf8JsonResponse, response)
 
 
@@ -77,30 +89,6 @@ def _map_field_name(text: str) -> str:
     return text
 
 
-class _ResponseCollector:
-    """Collects the whole response from the same deltas as the events.
-
-    So tokens are assigned to items in one place only.
-    """
-
-    def __init__(self, handle: RequestHandle, builder: ResponsesBuilder) -> None:
-        self._handle, self._builder = handle, builder
-
-    async def finish(self) -> dict[str, Any]:
-        """Wait until the response has finished.
-
-        Raises:
-            ModelmillError: the request failed.
-        """
-        while items := await self._handle.fetch():
-            self._builder.consume(items)
-        return self._builder.response()
-
-    def close(self) -> None:
-        """Abort the request if it has not finished."""
-        self._handle.close()
-
-
 class ResponsesBuilder(EventFormatter):
     """Builds the response, whole or as events."""
 
@@ -110,8 +98,11 @@ class ResponsesBuilder(EventFormatter):
         chat: ChatRequest,
         handle: RequestHandle,
         text_processor: TextProcessor,
+        store: ResponseWriter | None = None,
     ) -> None:
         self._body, self._handle = body, handle
+        self._store = store
+        self._warnings = {"warnings": chat.warnings} if chat.warnings else {}
         self._head = {
             "id": random_id("resp", "_"),
             "object": "response",
@@ -127,7 +118,7 @@ class ResponsesBuilder(EventFormatter):
     def consume(self, items: Sequence[StreamItem]) -> None:
         """Add deltas without making events."""
         for each in items:
-            deque(self._delta_events(each), maxlen=0)
+            exhaust(self._delta_events(each))
 
     def first_events(self) -> bytes:
         """The events that the response has begun."""
@@ -206,6 +197,8 @@ class ResponsesBuilder(EventFormatter):
                 else "completed"
             )
             yield from self._items.finish(self._status)
+            if self._store is not None:
+                self._store.add(self.response())
 
     def _encode_events(self, events: Iterable[ResponseEvent]) -> bytes:
         parts = []
@@ -231,7 +224,7 @@ class ResponsesBuilder(EventFormatter):
             if self._status == "incomplete"
             else None,
             "model": body.model,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "instructions": body.instructions,
             "output": list(self._items.output),
             "error": None,
@@ -249,13 +242,14 @@ class ResponsesBuilder(EventFormatter):
             "usage": self._usage() if ended else None,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
-            "store": False,
+            "store": self._store is not None,
             "background": False,
             "service_tier": "default",
             "metadata": body.metadata or {},
             "safety_identifier": body.safety_identifier,
             "prompt_cache_key": body.prompt_cache_key,
             "user": body.user,
+            **self._warnings,
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize, /detokenize and /apply-template."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,9 +11,18 @@ from modelmill.core.errors import RequestError, TokenizerError
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
-from modelmill.serve.openai_format import Utf8JsonResponse, token_text
+from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
 from modelmill.serve.routes.common import check_message_sizes, find_engine
-from modelmill.serve.schema import DetokenizeRequest, TokenizeRequest
+from modelmill.serve.schema import (
+    DetokenizeRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    check_functions,
+)
+from modelmill.serve.special_tokens import encode_text
+from modelmill.text import tool_prompts
+from modelmill.text.chat import ChatFormat
+from modelmill.text.tokenizer import Tokenizer
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -24,6 +34,15 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     service, engine = find_engine(request, body.model)
     return await service.run_in_thread(
         _tokenize, engine.text_processor, body, engine.request_limits.max_len
+    )
+
+
+@router.post("/apply-template")
+async def apply_template(body: TemplateRequest, request: Request) -> Any:
+    """The prompt of a conversation as text, without running it."""
+    service, engine = find_engine(request, body.model)
+    return await service.run_in_thread(
+        _render, engine.text_processor, body, engine.request_limits.max_len
     )
 
 
@@ -46,6 +65,10 @@ def _tokenize(
             "send it in parts"
         )
     response: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+    if body.with_pieces:
+        response["tokens"] = [
+            {"id": id, "piece": _piece(text_processor.tokenizer, id)} for id in ids
+        ]
     if body.return_token_strs:
         response["token_strs"] = [token_text(text_processor.tokenizer, id) for id in ids]
     return Utf8JsonResponse(response)
@@ -71,16 +94,53 @@ def _detokenize(
 def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> list[int]:
     if text_processor.tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
-    if (body.prompt is None) == (body.messages is None):
+    sources = [each for each in (body.prompt, body.content, body.messages) if each is not None]
+    if len(sources) != 1:
         raise RequestError("prompt or messages: give one of them")
-    if body.prompt is not None:
-        text_processor.check_length(body.prompt, max_model_len)
-        return text_processor.tokenizer.encode(
-            body.prompt, bos=None if body.add_special_tokens is not False else False
+    if body.text is not None:
+        text_processor.check_length(body.text, max_model_len)
+        return encode_text(
+            text_processor.tokenizer,
+            body.text,
+            parse_special=bool(body.parse_special),
+            add_special=body.adds_special_tokens,
         )
+    chat_format, messages, template = _template_input(text_processor, body, max_model_len)
+    return chat_format.encode(messages, body.add_generation_prompt is not False, **template)
+
+
+def _template_input(
+    text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
+) -> tuple[ChatFormat, Sequence[Mapping[str, Any]], dict[str, Any]]:
+    """What the chat format renders: the conversation with its tools.
+
+    Raises:
+        RequestError: the engine has no chat template, or the messages are too long.
+    """
     if text_processor.chat_format is None:
         raise RequestError("this engine has no chat template for messages")
-    check_message_sizes(text_processor, body.messages or [], max_model_len)
-    return text_processor.chat_format.encode(
-        body.messages or [], body.add_generation_prompt is not False
+    chat_format, messages, tools = text_processor.chat_format, body.messages or [], body.tools or ()
+    check_functions(tool.function for tool in tools)
+    check_message_sizes(text_processor, messages, max_model_len, body.offered_tools)
+    prepared, template = tool_prompts.prepare_tools(
+        chat_format.format_name, messages, body.offered_tools, writes_calls=chat_format.writes_calls
     )
+    return chat_format, prepared, template
+
+
+def _render(
+    text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
+) -> Utf8JsonResponse:
+    if body.messages is None:
+        raise RequestError("messages: field required")
+    chat_format, messages, template = _template_input(text_processor, body, max_model_len)
+    text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
+    return Utf8JsonResponse({"prompt": text})
+
+
+def _piece(tokenizer: Tokenizer | None, id: int) -> str | list[int]:
+    data = token_bytes(tokenizer, id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

@@ -1,0 +1,92 @@
+"""Tools of type custom, whose input is a text: functions with one string for the model.
+
+The model is offered a function with the parameter ``input``; a call of it comes back as a call of
+the custom tool, with the text alone. In a stream the text follows as a whole, since its characters
+are escaped in the JSON that the model writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta
+
+INPUT_SCHEMA = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def custom_input(arguments: str) -> str:
+    """The text of a call; of one that was cut off, what is there."""
+    try:
+        value = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return ""
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else ""
+
+
+def call_json(call: ParsedToolCall, custom_names: Collection[str]) -> dict[str, Any]:
+    """A complete call of a message, as OpenAI writes it."""
+    if call.name in custom_names:
+        custom = {"name": call.name, "input": custom_input(call.arguments)}
+        return {"id": call.id, "type": "custom", "custom": custom}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """An earlier call of a custom tool as the call of its function; others stay as they are."""
+    custom = call.get("custom")
+    if call.get("type") != "custom" or not isinstance(custom, Mapping):
+        return dict(call)
+    arguments = json.dumps({"input": custom.get("input")}, ensure_ascii=False)
+    function = {"name": custom.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+class CallDeltas:
+    """Formats the deltas of the calls of one choice."""
+
+    def __init__(self, custom_names: Collection[str]) -> None:
+        self._custom_names = custom_names
+        self._open: ToolCallDelta | None = None
+        self._arguments: list[str] = []
+
+    def format(self, parts: Sequence[ToolCallDelta], ended: bool) -> list[dict[str, Any]]:
+        """The deltas as events have them; ended: no further parts follow."""
+        out: list[dict[str, Any]] = []
+        for part in parts:
+            if part.name is not None:
+                out += self._close()
+            if part.name in self._custom_names:
+                self._open = part
+                head = {"index": part.index, "id": part.id, "type": "custom"}
+                out.append({**head, "custom": {"name": part.name, "input": ""}})
+            if self._open is not None and part.index == self._open.index:
+                self._arguments.append(part.arguments)
+            else:
+                out.append(_function_delta(part))
+        return out + (self._close() if ended else [])
+
+    def _close(self) -> list[dict[str, Any]]:
+        call, text = self._open, custom_input("".join(self._arguments))
+        self._open, self._arguments = None, []
+        if call is None or not text:
+            return []
+        return [{"index": call.index, "custom": {"input": text}}]
+
+
+def _function_delta(part: ToolCallDelta) -> dict[str, Any]:
+    """A delta of a function call: the first one has its id and name."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}

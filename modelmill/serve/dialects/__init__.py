@@ -1,0 +1,1 @@
+"""Other makers' APIs on the chat service: Anthropic Messages and Ollama."""

@@ -1,0 +1,284 @@
+"""Content blocks of Anthropic messages and their conversion to chat messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    MAX_ITEMS,
+    IgnoredList,
+    JsonObject,
+    JsonObjectList,
+    StrictModel,
+)
+from modelmill.serve.typed_objects import parse_object, parse_typed
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+_BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
+LongText = Annotated[str, Field(max_length=10 << 20)]
+BlockText = str | Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]
+
+
+class ContentBlock(StrictModel):
+    """cache_control is accepted and ignored: every prefix is cached without marks."""
+
+    cache_control: JsonObject | None = None
+
+
+class TextBlock(ContentBlock):
+    """A text."""
+
+    type: Literal["text"]
+    text: LongText
+    citations: IgnoredList | None = None
+
+
+class ImageSource(StrictModel):
+    """The data of an image."""
+
+    type: Literal["base64", "url"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageBlock(ContentBlock):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
+class DocumentSource(StrictModel):
+    """The text of a document."""
+
+    type: Literal["text", "content"]
+    media_type: Literal["text/plain"] | None = None
+    data: LongText | None = None
+    content: BlockText | None = None
+
+
+class DocumentBlock(ContentBlock):
+    """A document: its title, context and text, a line each."""
+
+    type: Literal["document"]
+    source: DocumentSource
+    title: str | None = None
+    context: str | None = None
+    citations: JsonObject | None = None
+
+
+class ToolUseBlock(ContentBlock):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=128)
+    input: JsonObject
+    caller: JsonObject | None = None
+
+
+class ToolResultBlock(ContentBlock):
+    """The result of a call. is_error has no counterpart in chat templates."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1, max_length=256)
+    content: BlockText | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(StrictModel):
+    """What the model thought; the signature is ours and is not checked."""
+
+    type: Literal["thinking"]
+    thinking: LongText
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(StrictModel):
+    """Encrypted thinking of another model: accepted and ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class MessageParam(StrictModel):
+    """A message in a request."""
+
+    role: Literal["user", "assistant", "system"]
+    content: LongText | JsonObjectList
+
+
+_TEXT_TYPES: dict[str, type[StrictModel]] = {"text": TextBlock}
+_RESULT_TYPES: dict[str, type[StrictModel]] = {
+    "text": TextBlock,
+    "image": ImageBlock,
+    "document": DocumentBlock,
+}
+_BLOCK_TYPES: dict[str, dict[str, type[StrictModel]]] = {
+    "system": _TEXT_TYPES,
+    "user": {**_RESULT_TYPES, "tool_result": ToolResultBlock},
+    "assistant": {
+        "text": TextBlock,
+        "tool_use": ToolUseBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+    },
+}
+
+
+def to_chat_messages(
+    system: str | Sequence[Any] | None, messages: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Convert a conversation to chat messages.
+
+    Billing headers at the start of system texts are dropped: they change with every request and
+    would keep the prefix cache from finding the rest. Successive messages of a role are one turn.
+
+    Raises:
+        RequestError: a message or block is invalid; the message names it.
+    """
+    chat: list[dict[str, Any]] = []
+    if system is not None:
+        texts = [text for text in _system_texts(system) if text]
+        if texts:
+            chat.append({"role": "system", "content": _join([_text_part(text) for text in texts])})
+    for index, raw in enumerate(messages):
+        path = f"messages[{index}]"
+        message = parse_object(raw, path, MessageParam)
+        blocks = _parse_blocks(message.content, f"{path}.content", _BLOCK_TYPES[message.role])
+        if message.role == "assistant":
+            _append_assistant(chat, blocks)
+        else:
+            _append_input(chat, message.role, blocks)
+    if not any(message["role"] != "system" for message in chat):
+        raise RequestError("messages has no text, image, call or result; give at least one")
+    return chat
+
+
+def strip_billing_headers(text: str) -> str:
+    """Remove lines of Claude Code's billing header from the start of a system text."""
+    return _BILLING_LINES.sub("", text) if text.startswith(BILLING_HEADER) else text
+
+
+def _system_texts(system: str | Sequence[Any]) -> list[str]:
+    blocks = _parse_blocks(system, "system", _TEXT_TYPES)
+    return [strip_billing_headers(block.text) for block in blocks if isinstance(block, TextBlock)]
+
+
+def _parse_blocks(
+    content: str | Sequence[Any], path: str, models: dict[str, type[StrictModel]]
+) -> list[StrictModel]:
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    return [
+        parse_typed(raw, f"{path}[{index}]", models, "content blocks")
+        for index, raw in enumerate(content)
+    ]
+
+
+def _append_assistant(chat: list[dict[str, Any]], blocks: Sequence[StrictModel]) -> None:
+    if not chat or chat[-1]["role"] != "assistant":
+        chat.append({"role": "assistant", "content": None})
+    message = chat[-1]
+    parts = _as_parts(message["content"])
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            parts.append(_text_part(block.text))
+        elif isinstance(block, ThinkingBlock):
+            thought = message.get("reasoning_content")
+            message["reasoning_content"] = (
+                block.thinking if thought is None else f"{thought}\n{block.thinking}"
+            )
+        elif isinstance(block, ToolUseBlock):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            message.setdefault("tool_calls", []).append(
+                {
+                    "id": block.id,
+                    "type": "function",
+                    "function": {"name": block.name, "arguments": arguments},
+                }
+            )
+    if parts or not message.get("tool_calls"):
+        message["content"] = _join(parts) if parts else ""
+
+
+def _append_input(chat: list[dict[str, Any]], role: str, blocks: Sequence[StrictModel]) -> None:
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            _append_parts(chat, role, parts)
+            parts = []
+            models = _RESULT_TYPES
+            content = _parse_blocks(block.content or "", "tool_result.content", models)
+            result = [part for each in content for part in _input_parts(each)]
+            chat.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(result)}
+            )
+        else:
+            parts += _input_parts(block)
+    _append_parts(chat, role, parts)
+
+
+def _append_parts(chat: list[dict[str, Any]], role: str, parts: list[dict[str, Any]]) -> None:
+    if not parts:
+        return
+    if chat and chat[-1]["role"] == role == "user":
+        chat[-1]["content"] = _join([*_as_parts(chat[-1]["content"]), *parts])
+    else:
+        chat.append({"role": role, "content": _join(parts)})
+
+
+def _input_parts(block: StrictModel) -> list[dict[str, Any]]:
+    if isinstance(block, TextBlock):
+        return [_text_part(block.text)]
+    if isinstance(block, DocumentBlock):
+        return _document_parts(block)
+    assert isinstance(block, ImageBlock), "the other types are handled above"
+    source = block.source
+    if source.type == "url":
+        if source.url is None:
+            raise RequestError("an image source of type url needs its url")
+        return [{"type": "image_url", "image_url": {"url": source.url}}]
+    if source.media_type is None or source.data is None:
+        raise RequestError("an image source of type base64 needs its media_type and data")
+    url = f"data:{source.media_type};base64,{source.data}"
+    return [{"type": "image_url", "image_url": {"url": url}}]
+
+
+def _document_parts(block: DocumentBlock) -> list[dict[str, Any]]:
+    source = block.source
+    if source.type == "text":
+        if source.data is None:
+            raise RequestError("a document source of type text needs its data")
+        content = [_text_part(source.data)]
+    else:
+        blocks = _parse_blocks(source.content or "", "document.source.content", _RESULT_TYPES)
+        content = [part for each in blocks for part in _input_parts(each)]
+    return [*(_text_part(text) for text in (block.title, block.context) if text), *content]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _as_parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [_text_part(content)] if content else []
+    return list(content or ())
+
+
+def _join(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A single text stays a string, as clients of the chat API send it."""
+    if not parts:
+        return ""
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return str(parts[0]["text"])
+    return parts

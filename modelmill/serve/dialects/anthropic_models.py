@@ -1,0 +1,102 @@
+"""Response models of /v1/messages, for the OpenAPI document and to check responses in tests."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.response_model import ResponseModel
+
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header by which Anthropic's clients are known on paths that OpenAI's clients share."""
+
+
+class MessageText(ResponseModel):
+    """A text of the model."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageThinking(ResponseModel):
+    """What the model wrote before its answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class MessageToolUse(ResponseModel):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(ResponseModel):
+    """Token counts; tokens from the prefix cache are not input tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(ResponseModel):
+    """Response body of POST /v1/messages."""
+
+    id: str = Field(pattern="^msg_")
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[
+        Annotated[MessageText | MessageThinking | MessageToolUse, Field(discriminator="type")]
+    ]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    warnings: list[str] = Field(default_factory=list)
+
+
+class CountTokensResponse(ResponseModel):
+    """Response body of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+def anthropic_model(name: str, engine: EngineClient) -> dict[str, Any]:
+    """Describe a served engine as Anthropic's API describes models."""
+    created = datetime.datetime.fromtimestamp(engine.created_at, datetime.UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+    }
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Type and message of an error."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Body of every error of these paths."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+ANTHROPIC_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicErrorResponse}
+    for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+"""Errors in the OpenAPI document, in place of those of the other paths."""

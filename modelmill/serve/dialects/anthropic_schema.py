@@ -1,0 +1,204 @@
+"""Requests of /v1/messages and /v1/messages/count_tokens, and their conversion to chat requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32
+from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
+from modelmill.serve.peer_fields import ignored
+from modelmill.serve.schema import (
+    ChatRequest,
+    CustomTool,
+    FunctionDefinition,
+    JsonSchema,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    Tool,
+    sampling_field,
+)
+from modelmill.serve.strict_models import (
+    FAIL_FAST,
+    MAX_ITEMS,
+    IgnoredList,
+    JsonObject,
+    JsonObjectList,
+    StrictModel,
+)
+
+MAX_TOOLS = 512
+
+
+class AnthropicTool(StrictModel):
+    """A tool of the client; the maker's own tools (bash, web_search, …) are not run here."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
+    input_schema: JsonObject
+    type: Literal["custom"] | None = None
+    description: str | None = Field(None, max_length=65536)
+    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
+    strict: bool | None = ignored("a forced call always fits its schema")
+    eager_input_streaming: bool | None = ignored("inputs are streamed as they are written")
+    defer_loading: bool | None = ignored("the model reads every tool")
+    input_examples: IgnoredList | None = ignored("chat templates have no place for them")
+    allowed_callers: IgnoredList | None = ignored("there is one caller")
+
+
+class AnthropicToolChoice(StrictModel):
+    """Whether and which tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(StrictModel):
+    """Whether the model thinks before it answers. display is accepted and ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    display: str | None = None
+
+
+class OutputFormat(StrictModel):
+    """The JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+    name: str | None = None
+
+
+class OutputConfig(StrictModel):
+    """effort is accepted and ignored."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class CountTokensRequest(StrictModel):
+    """Request body of POST /v1/messages/count_tokens: what makes up the prompt."""
+
+    model: str = Field(max_length=1024)
+    messages: JsonObjectList = Field(min_length=1)
+    system: LongText | BlockText | None = Field(
+        None, description="a string, or a list of text blocks"
+    )
+    tools: Annotated[list[AnthropicTool], FAIL_FAST] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    cache_control: JsonObject | None = ignored("every prefix is cached without marks")
+    context_management: JsonObject | None = ignored("the model reads the whole conversation")
+    # refused unless empty
+    mcp_servers: Annotated[list[Any], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
+
+    def to_chat_request(self) -> ChatRequest:
+        """Convert to the equivalent chat request.
+
+        Raises:
+            RequestError: a field is not supported or invalid.
+        """
+        return self._chat_request()
+
+    def _chat_request(self, **fields: Any) -> ChatRequest:
+        if self.mcp_servers:
+            raise RequestError("mcp_servers is not supported: this server calls no other server")
+        messages = to_chat_messages(self.system, self.messages)
+        tools, choice = self._chat_tools()
+        return ChatRequest(
+            model=self.model,
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False
+            if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+            else None,
+            response_format=self._response_format(),
+            continue_final_message=_ends_with_answer(messages) or None,
+            **fields,
+        )
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model shall think; None: as its chat template does by itself."""
+        return None if self.thinking is None else self.thinking.type != "disabled"
+
+    def _response_format(self) -> ResponseFormat | None:
+        config = self.output_config
+        formats = [self.output_format, None if config is None else config.format]
+        chosen = [each for each in formats if each is not None]
+        if not chosen:
+            return None
+        if len(chosen) > 1:
+            raise RequestError("output_format and output_config.format exclude each other")
+        schema = JsonSchema.model_validate({"name": "output", "schema": chosen[0].schema_})
+        return ResponseFormat(type="json_schema", json_schema=schema)
+
+    def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
+        tools: list[Tool | CustomTool] = [
+            Tool(
+                type="function",
+                function=FunctionDefinition(
+                    name=tool.name, description=tool.description, parameters=tool.input_schema
+                ),
+            )
+            for tool in self.tools or ()
+        ]
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return tools or None, None if choice is None else choice.type
+        if not tools:
+            raise RequestError("tool_choice needs tools")
+        if choice.type == "any":
+            return tools, "required"
+        if choice.name is None:
+            raise RequestError("tool_choice of type tool needs a name")
+        return tools, NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+
+
+class MessagesRequest(CountTokensRequest):
+    """Request body of POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, le=MAX_INT32)
+    temperature: float | None = sampling_field("temperature", most=1)
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
+    stream: bool | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    metadata: JsonObject | None = ignored("there are no accounts")
+    service_tier: str | None = ignored("there is one tier")
+    inference_geo: str | None = ignored("the model runs where the server is")
+    container: str | None = ignored("there are no containers")
+    speed: str | None = ignored("there is one speed")
+
+    def to_chat_request(self) -> ChatRequest:
+        """Convert to the equivalent chat request; raises as ``CountTokensRequest`` does."""
+        if not all(self.stop_sequences or ()):
+            raise RequestError("stop_sequences must have strings that are not empty")
+        return self._chat_request(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences or None,
+            stream=self.stream,
+            cache_salt=self.cache_salt,
+        )
+
+
+def _ends_with_answer(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last turn is the beginning of the answer, which continues it."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if last.get("tool_calls"):
+        raise RequestError(
+            "messages ends with a tool_use that has no tool_result; add a user message with it"
+        )
+    return True

@@ -1,0 +1,38 @@
+"""Errors as the dialect of a path writes them; OpenAI's form is ``ApiError.body``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.serve.errors import ApiError
+
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+OLLAMA_PREFIX = "/api/"
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(path: str, error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Return the JSON body of an error of a path."""
+    if path in ANTHROPIC_PATHS:
+        return anthropic_error(error, request_id)
+    return {"error": error.message} if path.startswith(OLLAMA_PREFIX) else error.body()
+
+
+def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """An error as Anthropic's API writes it; a request id only where it is known."""
+    error_type = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    body: dict[str, Any] = {
+        "type": "error",
+        "error": {"type": error_type, "message": error.message},
+    }
+    return body if request_id is None else {**body, "request_id": request_id}

@@ -1,0 +1,31 @@
+"""Thinking as other makers' APIs ask for it, as fields of a chat request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.serve.schema import ChatRequest
+from modelmill.text_processor import TextProcessor
+
+
+def with_thinking(
+    chat: ChatRequest,
+    text_processor: TextProcessor,
+    thinks: bool | None,
+    budget_tokens: int | None = None,
+) -> ChatRequest:
+    """Switch the thinking of a chat request on or off; a model that cannot think is left alone.
+
+    Args:
+        chat: the request.
+        text_processor: of the engine.
+        thinks: None: what the chat template does by itself.
+        budget_tokens: at most so many tokens of thinking.
+    """
+    # a chat format names the marks of its thinking, if it has any
+    if getattr(text_processor.chat_format, "thinking", None) is None or thinks is None:
+        return chat
+    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    if thinks and budget_tokens is not None:
+        fields["thinking_token_budget"] = budget_tokens
+    return chat.model_copy(update=fields)

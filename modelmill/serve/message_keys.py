@@ -1,0 +1,53 @@
+"""Keys that messages bring back from answers of this and other servers.
+
+Clients send the messages of an answer again as they came, with keys that say nothing to a model.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from modelmill.serve.custom_tools import function_call
+from modelmill.serve.strict_models import JsonObjectList
+
+DROPPED_KEYS = frozenset(
+    (
+        "annotations", "audio", "cache_control", "citations", "function_call", "id",
+        "parsed", "provider_specific_fields", "reasoning_details", "reasoning_items", "refusal",
+        "thinking_blocks", "metadata",
+    )
+)  # fmt: skip
+"""Keys of messages that are accepted and ignored."""
+
+
+def clean_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop the keys of round trips; ``reasoning`` becomes ``reasoning_content``.
+
+    A refusal is the text of its message, and an answer without any text is empty.
+    """
+    return [_clean(message) for message in messages]
+
+
+def _clean(message: dict[str, Any]) -> dict[str, Any]:
+    is_answer = message.get("role") == "assistant"
+    calls = message.get("tool_calls")
+    is_empty = is_answer and message.get("content") is None and not calls
+    if isinstance(calls, list) and any(isinstance(c, dict) and c.get("custom") for c in calls):
+        converted = [function_call(c) if isinstance(c, dict) else c for c in calls]
+        message = {**message, "tool_calls": converted}
+    if not is_empty and "reasoning" not in message and DROPPED_KEYS.isdisjoint(message):
+        return message
+    out = {key: value for key, value in message.items() if key not in DROPPED_KEYS}
+    reasoning = out.pop("reasoning", None)
+    if isinstance(reasoning, str) and not out.get("reasoning_content"):
+        out["reasoning_content"] = reasoning
+    if is_empty:
+        refusal = message.get("refusal")
+        out["content"] = refusal if isinstance(refusal, str) else ""
+    return out
+
+
+ChatMessages = Annotated[JsonObjectList, AfterValidator(clean_messages)]
+"""The messages of a request, without the keys of round trips."""

@@ -1,0 +1,30 @@
+"""Further names of paths, as other servers and their clients write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PATH_ALIASES: Mapping[str, str] = {
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+    "/responses": "/v1/responses",
+    "/embeddings": "/v1/embeddings",
+    "/messages": "/v1/messages",
+    "/messages/count_tokens": "/v1/messages/count_tokens",
+    "/models": "/v1/models",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+    "/score": "/v1/score",
+    "/reranking": "/v1/rerank",
+    "/v1/reranking": "/v1/rerank",
+    "/v1/health": "/health",
+}
+"""The path as sent → the route that serves it."""
+MODEL_PREFIX = "/models/"
+
+
+def canonical_path(path: str) -> str:
+    """The path of the route that serves a path; the path itself if it is no other name."""
+    if path.startswith(MODEL_PREFIX):
+        return f"/v1{path}"
+    return PATH_ALIASES.get(path, path)

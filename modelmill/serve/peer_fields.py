@@ -1,0 +1,106 @@
+"""Fields of other servers' APIs that change nothing here, or only switch off what is not there.
+
+This is the one list of them: requests are validated by it, and the page docs/request-fields.md is
+written from it (``python -m tools.request_fields``). A field that would change the answer in
+silence is not among them: it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, Metadata, StrictModel
+
+IGNORED = "accepted and ignored: "
+OFF_ONLY = "only its value that means off: "
+
+
+def ignored(reason: str, **limits: Any) -> Any:
+    """A field that is accepted and ignored, with the reason."""
+    return Field(None, description=IGNORED + reason, **limits)
+
+
+def off_only(reason: str) -> Any:
+    """A field of which ``Off`` accepts the neutral values only."""
+    return Field(None, description=OFF_ONLY + reason)
+
+
+def off(*values: Any) -> AfterValidator:
+    """Validator: one of these values, which switch the feature off."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in values:
+            raise ValueError(f"is not supported; leave it out, or send {values[0]!r}".lower())
+        return value
+
+    return AfterValidator(check)
+
+
+Number = int | float
+AnyItems = Annotated[list[Any], FAIL_FAST, Field(max_length=MAX_ITEMS)]
+
+
+class AccountFields(StrictModel):
+    """Fields about accounts, storage and billing of OpenAI's API."""
+
+    user: str | None = ignored("there are no accounts", max_length=4096)
+    store: bool | None = ignored("chats and completions are never stored")
+    service_tier: str | None = ignored("there is one tier")
+    safety_identifier: str | None = ignored("there are no accounts")
+    prompt_cache_key: str | None = ignored("every prefix is cached; cache_salt separates caches")
+    prompt_cache_retention: str | None = ignored("cached prefixes stay until memory is needed")
+    prompt_cache_options: JsonObject | None = ignored("as prompt_cache_retention")
+
+
+class PeerFields(StrictModel):
+    """Fields of vLLM's, SGLang's and llama.cpp's chat and text completions."""
+
+    metadata: Metadata | None = ignored("nothing is stored")
+    prediction: JsonObject | None = ignored("it could only make the same answer faster")
+    request_id: str | None = ignored("send the header X-Request-Id", max_length=256)
+    rid: str | None = ignored("as request_id", max_length=256)
+    spaces_between_special_tokens: bool | None = ignored("tokens are decoded to their exact bytes")
+    id_slot: int | None = ignored("there are no slots: every request may use every cached prefix")
+    n_keep: int | None = ignored("a prompt that is too long is refused, never cut")
+    n_discard: int | None = ignored("as n_keep")
+    n_cache_reuse: int | None = ignored("prefixes alone are reused")
+    return_progress: bool | None = ignored("progress is not reported in streams")
+    return_tokens: bool | None = ignored("return_token_ids returns them")
+    dry_base: Number | None = ignored("has no meaning with dry_multiplier 0")
+    dry_allowed_length: int | None = ignored("as dry_base")
+    dry_penalty_last_n: int | None = ignored("as dry_base")
+    dry_sequence_breakers: AnyItems | None = ignored("as dry_base")
+    xtc_threshold: Number | None = ignored("has no meaning with xtc_probability 0")
+    dynatemp_exponent: Number | None = ignored("has no meaning with dynatemp_range 0")
+    mirostat_tau: Number | None = ignored("has no meaning with mirostat 0")
+    mirostat_eta: Number | None = ignored("as mirostat_tau")
+
+    typical_p: Annotated[Number | None, off(1)] = off_only("1")
+    tfs_z: Annotated[Number | None, off(1)] = off_only("1")
+    top_n_sigma: Annotated[Number | None, off(-1)] = off_only("-1")
+    mirostat: Annotated[int | None, off(0)] = off_only("0")
+    dynatemp_range: Annotated[Number | None, off(0)] = off_only("0")
+    xtc_probability: Annotated[Number | None, off(0)] = off_only("0")
+    dry_multiplier: Annotated[Number | None, off(0)] = off_only("0")
+    adaptive_target: Annotated[Number | None, off(-1)] = off_only("-1")
+    min_keep: Annotated[int | None, off(0, 1)] = off_only("0 or 1")
+    n_probs: Annotated[int | None, off(0)] = off_only("0; logprobs returns them")
+    post_sampling_probs: Annotated[bool | None, off(False)] = off_only("false")
+    use_beam_search: Annotated[bool | None, off(False)] = off_only("false; num_beams is Python's")
+    length_penalty: Annotated[Number | None, off(1)] = off_only("1: of beam search alone")
+    early_stopping: Annotated[bool | None, off(False)] = off_only("false: of beam search alone")
+    t_max_predict_ms: Annotated[Number | None, off(0, -1)] = off_only("0 or -1")
+
+
+def field_rows(models: Sequence[type[StrictModel]]) -> list[tuple[str, str, str]]:
+    """(field, "ignored" or "off only", reason or values) of these models, by name."""
+    rows = {}
+    for model in models:
+        for name, field in model.model_fields.items():
+            for prefix, kind in ((IGNORED, "ignored"), (OFF_ONLY, "off only")):
+                if (field.description or "").startswith(prefix):
+                    rows[name] = name, kind, (field.description or "").removeprefix(prefix)
+    return [rows[name] for name in sorted(rows)]

@@ -1,0 +1,55 @@
+"""Stores the responses of /v1/responses, and looks up those that a request continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.response_store import input_items, make_stored, stored_bytes
+from modelmill.serve.responses_schema import ResponsesRequest
+from modelmill.serve.routes.common import get_service
+from modelmill.serve.service import OWNER_KEY, Service
+
+
+def owner_of(request: Request) -> str:
+    """Who made a request: responses of others are not found."""
+    return str(request.scope.get(OWNER_KEY, ""))
+
+
+def stores(service: Service, body: ResponsesRequest) -> bool:
+    """Whether the response is stored: unless the client says no, or the server has no room."""
+    return body.store is not False and service.response_store.max_bytes > 0
+
+
+def earlier_items(request: Request, id: str | None) -> list[Any]:
+    """The items of a response and of those before it; none for None.
+
+    Raises:
+        ApiError: 404, the response is not stored.
+        RequestError: the server stores none.
+    """
+    if id is None:
+        return []
+    store = get_service(request).response_store
+    if not store.max_bytes:
+        raise RequestError(
+            "previous_response_id is not supported: responses are not stored; send the earlier "
+            "items in input"
+        )
+    return store.get(owner_of(request), id, "previous_response_id").items
+
+
+class ResponseWriter:
+    """Stores the response of one request."""
+
+    def __init__(self, service: Service, request: Request, body_input: str | Sequence[Any]) -> None:
+        self._store, self._owner = service.response_store, owner_of(request)
+        self._items = input_items(body_input)
+
+    def add(self, response: Mapping[str, Any]) -> None:
+        """Store the response; may be called from any thread."""
+        stored = make_stored(self._items, response)
+        self._store.add(self._owner, stored, stored_bytes(stored))

@@ -1,0 +1,66 @@
+"""POST /completion and /infill, as llama.cpp's server has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from modelmill.request_state import RequestState
+from modelmill.runtime.sequence import RequestLimits
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_answer import AnswerCollector
+from modelmill.serve.dialects.llama_cpp import (
+    InfillRequest,
+    NativeAnswer,
+    NativeCompletionRequest,
+)
+from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.routes.common import find_engine, submit_requests
+from modelmill.serve.routes.completions import completion_request_states
+from modelmill.serve.schema import CompletionRequest
+from modelmill.serve.stream import EventStream, wait_or_disconnect
+from modelmill.text_processor import TextProcessor
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/completion")
+async def completion(body: NativeCompletionRequest, request: Request) -> Any:
+    """Continue a text; control tokens in it are parsed."""
+    return await _answer(body, request)
+
+
+@router.post("/infill")
+async def infill(body: InfillRequest, request: Request) -> Any:
+    """Write what stands between two texts, for models with tokens that mark them."""
+    return await _answer(body, request)
+
+
+async def _answer(body: NativeCompletionRequest | InfillRequest, request: Request) -> Any:
+    service, engine = find_engine(request, body.model)
+    body.check()
+    engine.check_capacity(1)
+    (made, _), handle = await submit_requests(
+        request,
+        engine,
+        _prepare,
+        body,
+        engine.request_limits,
+        get_states=lambda prepared: prepared[1],
+    )
+    answer = NativeAnswer(body.model or engine.name, made, handle)
+    if body.stream:
+        return EventStream(handle, answer)
+    whole = await wait_or_disconnect(request, AnswerCollector(handle, answer))
+    return await service.run_in_thread(Utf8JsonResponse, whole)
+
+
+def _prepare(
+    text_processor: TextProcessor,
+    body: NativeCompletionRequest | InfillRequest,
+    limits: RequestLimits,
+) -> tuple[CompletionRequest, list[RequestState]]:
+    made = body.to_completion_request()
+    made.check()
+    return made, completion_request_states(text_processor, made, limits)

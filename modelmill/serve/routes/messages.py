@@ -1,0 +1,79 @@
+"""POST /v1/messages and /v1/messages/count_tokens: conversations in Anthropic's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from modelmill.core.errors import RequestError
+from modelmill.request_state import RequestState
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_answer import AnswerCollector, ChatAnswer
+from modelmill.serve.dialects.anthropic_answer import MessageBuilder
+from modelmill.serve.dialects.anthropic_models import ANTHROPIC_ERRORS
+from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
+from modelmill.serve.dialects.thinking import with_thinking
+from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.common import find_engine, submit_requests
+from modelmill.serve.schema import ChatRequest
+from modelmill.serve.stream import EventStream, wait_or_disconnect
+from modelmill.text_processor import TextProcessor
+
+router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesRequest, request: Request) -> Any:
+    """Answer a conversation: the same text as /v1/chat/completions returns for it."""
+    service, engine = find_engine(request, body.model)
+    engine.check_capacity(1)
+    (chat, _), handle = await submit_requests(
+        request,
+        engine,
+        prepare_chat,
+        body,
+        engine.request_limits.max_len,
+        get_states=lambda prepared: [prepared[1]],
+    )
+    answer = ChatAnswer(chat, engine.text_processor, handle.request_states[0])
+    builder = MessageBuilder(body.model, answer, handle, chat.warnings)
+    if body.stream:
+        return EventStream(handle, builder)
+    message = await wait_or_disconnect(request, AnswerCollector(handle, builder))
+    return await service.run_in_thread(Utf8JsonResponse, message)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, request: Request) -> Any:
+    """The number of prompt tokens of a conversation with its tools."""
+    service, engine = find_engine(request, body.model)
+    limit = max_tokenize_tokens(engine.request_limits.max_len)
+    _, state = await service.run_in_thread(prepare_chat, engine.text_processor, body, limit)
+    return Utf8JsonResponse({"input_tokens": len(state.request.prompt)})
+
+
+def prepare_chat(
+    text_processor: TextProcessor, body: CountTokensRequest, max_model_len: int
+) -> tuple[ChatRequest, RequestState]:
+    """Convert a request to a chat request and a request of the engine.
+
+    Raises:
+        RequestError: it is invalid.
+    """
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
+    chat.check()
+    try:
+        return chat, chat_request_state(text_processor, chat, max_model_len)
+    except RequestError as error:
+        raise RequestError(_map_field_name(str(error))) from None
+
+
+def _map_field_name(text: str) -> str:
+    """Rewrite an error about the chat request to name the fields of this API."""
+    if text.startswith("messages["):
+        return f"messages, as {text}"
+    return text.replace("response_format", "output_config.format")

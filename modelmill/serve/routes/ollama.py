@@ -1,0 +1,289 @@
+"""Ollama's API: /api/chat, generate, embed, and the list of models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from modelmill import __version__
+from modelmill.core.errors import RequestError
+from modelmill.request_state import RequestState
+from modelmill.runtime.sequence import RequestLimits
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.chat_answer import AnswerCollector, ChatAnswer
+from modelmill.serve.dialects.ollama_answer import (
+    NANOSECONDS,
+    OllamaAnswer,
+    PlainAnswer,
+    load_answer,
+)
+from modelmill.serve.dialects.ollama_models import (
+    OLLAMA_ERRORS,
+    model_entry,
+    running_entry,
+    show_model,
+)
+from modelmill.serve.dialects.ollama_schema import (
+    DEFAULT_TAG,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaGenerationFields,
+    OllamaShowRequest,
+)
+from modelmill.serve.dialects.thinking import with_thinking
+from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
+from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.errors import invalid_request
+from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
+from modelmill.serve.request_handle import RequestHandle
+from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.common import find_engine, get_service, submit_requests
+from modelmill.serve.routes.completions import completion_request_states
+from modelmill.serve.routes.embeddings import embedding_request_states
+from modelmill.serve.schema import ChatRequest, CompletionRequest
+from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.service import Service
+from modelmill.serve.stream import EventStream, wait_or_disconnect
+from modelmill.text_processor import TextProcessor
+
+router = APIRouter(route_class=BodyRoute, responses=OLLAMA_ERRORS)
+listing = APIRouter(responses=OLLAMA_ERRORS)
+"""Routes without a body."""
+
+
+@router.post("/api/chat")
+async def chat(body: OllamaChatRequest, request: Request) -> Any:
+    """Answer a conversation: the same text as /v1/chat/completions returns for it."""
+    _, engine = find_model(request, body.model)
+    if not body.messages:
+        return _load_response(body, is_chat=True)
+    return await _answer_chat(body, request, engine, is_chat=True)
+
+
+@router.post("/api/generate")
+async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
+    """Answer a prompt through the chat template, or continue it with ``raw``."""
+    service, engine = find_model(request, body.model)
+    if not (body.prompt or body.images or body.suffix):
+        return _load_response(body, is_chat=False)
+    if not body.completes_text and await service.run_in_thread(_has_chat_format, engine):
+        return await _answer_chat(body, request, engine, is_chat=False)
+    engine.check_capacity(1)
+    (completion, _), handle = await submit_requests(
+        request,
+        engine,
+        _prepare_completion,
+        body,
+        engine.request_limits,
+        get_states=lambda prepared: prepared[1],
+    )
+    formatter = ChatLogprobsFormatter(engine.text_processor.tokenizer, body.top_logprobs or 0)
+    answer = OllamaAnswer(
+        body.model, PlainAnswer(), handle, formatter, is_chat=False, warnings=completion.warnings
+    )
+    return await _respond(service, body, request, handle, answer)
+
+
+@router.post("/api/embed")
+async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
+    """Texts as vectors, as /v1/embeddings."""
+    _, engine = find_model(request, body.model)
+    states = await _run_embeddings(request, engine, body, truncate=body.truncate)
+    vectors = [_vector(state, body.dimensions) for state in states]
+    seconds = max((state.output.seconds or 0.0 for state in states), default=0.0)
+    return Response(
+        json.dumps(
+            {
+                "model": body.model,
+                "embeddings": vectors,
+                "total_duration": int(seconds * NANOSECONDS),
+                "load_duration": 0,
+                "prompt_eval_count": sum(len(each.output.prompt_token_ids) for each in states),
+            }
+        ),
+        media_type="application/json",
+    )
+
+
+@router.post("/api/embeddings")
+async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
+    """One text as a vector: the older form of /api/embed."""
+    _, engine = find_model(request, body.model)
+    many = OllamaEmbedRequest.model_validate(
+        {"model": body.model, "input": body.prompt, "cache_salt": body.cache_salt}
+    )
+    states = await _run_embeddings(request, engine, many, truncate=None)
+    return Utf8JsonResponse({"embedding": _vector(states[0], None)})
+
+
+@router.post("/api/show")
+async def show(body: OllamaShowRequest, request: Request) -> Any:
+    """Describe an engine."""
+    name = body.model or body.name
+    if name is None:
+        raise invalid_request("model: field required", "model")
+    service, engine = find_model(request, name)
+    return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
+
+
+@listing.get("/api/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """List the engines that generate text."""
+    service = get_service(request)
+    entries = await service.run_in_thread(
+        lambda: [model_entry(name, engine) for name, engine in _text_engines(service)]
+    )
+    return {"models": entries}
+
+
+@listing.get("/api/ps")
+async def running_models(request: Request) -> dict[str, Any]:
+    """List the engines that are loaded."""
+    service = get_service(request)
+    entries = await service.run_in_thread(
+        lambda: [
+            running_entry(name, engine)
+            for name, engine in _text_engines(service)
+            if engine.state is EngineState.READY
+        ]
+    )
+    return {"models": entries}
+
+
+@listing.get("/api/version")
+async def version() -> dict[str, str]:
+    """The version of modelmill."""
+    return {"version": __version__}
+
+
+def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:
+    """As ``find_engine``; the tag that Ollama's clients add to names without one is dropped."""
+    if name not in get_service(request).engines:
+        name = name.removesuffix(DEFAULT_TAG)
+    return find_engine(request, name)
+
+
+def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
+    return [
+        (name, engine)
+        for name, engine in service.engines.items()
+        if engine.engine_type != SEGMENTATION
+    ]
+
+
+def _load_response(body: OllamaGenerationFields, *, is_chat: bool) -> Response:
+    reason = "unload" if body.unloads else "load"
+    line = json.dumps(load_answer(body.model, is_chat, reason)) + "\n"
+    kind = OllamaAnswer.media_type if body.streams else "application/json"
+    return Response(line, media_type=kind)
+
+
+def _has_chat_format(engine: EngineClient) -> bool:
+    return engine.text_processor.chat_format is not None
+
+
+async def _answer_chat(
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    request: Request,
+    engine: EngineClient,
+    *,
+    is_chat: bool,
+) -> Any:
+    engine.check_capacity(1)
+    (chat_body, _), handle = await submit_requests(
+        request,
+        engine,
+        _prepare_chat,
+        body,
+        engine.request_limits.max_len,
+        get_states=lambda prepared: [prepared[1]],
+    )
+    processor = engine.text_processor
+    formatter = ChatLogprobsFormatter(processor.tokenizer, chat_body.top_logprobs or 0)
+    source = ChatAnswer(chat_body, processor, handle.request_states[0])
+    answer = OllamaAnswer(
+        body.model, source, handle, formatter, is_chat=is_chat, warnings=chat_body.warnings
+    )
+    return await _respond(get_service(request), body, request, handle, answer)
+
+
+async def _respond(
+    service: Service,
+    body: OllamaGenerationFields,
+    request: Request,
+    handle: RequestHandle,
+    answer: OllamaAnswer,
+) -> Any:
+    if body.streams:
+        return EventStream(handle, answer)
+    whole = await wait_or_disconnect(request, AnswerCollector(handle, answer))
+    return await service.run_in_thread(Utf8JsonResponse, whole)
+
+
+def _prepare_chat(
+    text_processor: TextProcessor,
+    body: OllamaChatRequest | OllamaGenerateRequest,
+    max_model_len: int,
+) -> tuple[ChatRequest, RequestState]:
+    chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
+    chat_body.check()
+    try:
+        return chat_body, chat_request_state(text_processor, chat_body, max_model_len)
+    except RequestError as error:
+        raise RequestError(str(error).replace("response_format", "format")) from None
+
+
+def _prepare_completion(
+    text_processor: TextProcessor, body: OllamaGenerateRequest, limits: RequestLimits
+) -> tuple[CompletionRequest, list[RequestState]]:
+    completion = body.to_completion_request()
+    completion.check()
+    return completion, completion_request_states(text_processor, completion, limits)
+
+
+async def _run_embeddings(
+    request: Request, engine: EngineClient, body: OllamaEmbedRequest, *, truncate: bool | None
+) -> list[RequestState]:
+    """Run the inputs; by default those that are too long are cut at their end, as in Ollama."""
+    inputs = body.inputs()
+    if not inputs:
+        raise invalid_request("input is empty; give at least one text", "input")
+    engine.check_capacity(len(inputs))
+    states, handle = await submit_requests(
+        request,
+        engine,
+        _embedding_states,
+        body,
+        truncate is not False,
+        engine.request_limits,
+        get_states=list,
+    )
+    await wait_or_disconnect(request, handle)
+    return states
+
+
+def _embedding_states(
+    text_processor: TextProcessor, body: OllamaEmbedRequest, truncate: bool, limits: RequestLimits
+) -> list[RequestState]:
+    inputs: list[Any] = list(body.inputs())
+    tokenizer, most = text_processor.tokenizer, min(limits.max_len, limits.kv_tokens)
+    # a text of fewer bytes has fewer tokens
+    if truncate and tokenizer is not None and any(4 * len(text) > most for text in inputs):
+        most_chars = most * text_processor.max_token_bytes
+        inputs = [tokenizer.encode(text[:most_chars])[:most] for text in inputs]
+    made = EmbeddingRequest.model_validate(
+        {"model": body.model, "input": inputs, "cache_salt": body.cache_salt}
+    )
+    return embedding_request_states(text_processor, made, limits)
+
+
+def _vector(state: RequestState, dimensions: int | None) -> list[float]:
+    assert state.output.embedding is not None, "the request has an embedding"
+    vector = format_embedding(state.output.embedding, dimensions, as_base64=False)
+    assert isinstance(vector, list)
+    return vector

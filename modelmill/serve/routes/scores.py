@@ -1,0 +1,87 @@
+"""POST /v1/rerank and /v1/score: similarities of texts, from their embeddings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from modelmill.request_state import RequestState
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.embeddings_schema import EmbeddingRequest
+from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.routes.common import find_engine, random_id, submit_requests
+from modelmill.serve.routes.embeddings import embedding_request_states
+from modelmill.serve.scoring import (
+    METHOD,
+    RerankRequest,
+    ScoreRequest,
+    cosine,
+    rerank_results,
+)
+from modelmill.serve.stream import wait_or_disconnect
+
+router = APIRouter(route_class=BodyRoute)
+
+
+@router.post("/v1/rerank")
+async def rerank(body: RerankRequest, request: Request) -> Any:
+    """Sort documents by the cosine of their embedding with the query's."""
+    texts = body.texts()
+    states = await _embed(request, body, [body.query, *texts])
+    return Utf8JsonResponse(
+        {
+            "id": random_id("rerank"),
+            "model": body.model,
+            "method": METHOD,
+            "results": rerank_results(body, states, texts),
+            "usage": _usage(states),
+        }
+    )
+
+
+@router.post("/v1/score")
+async def score(body: ScoreRequest, request: Request) -> Any:
+    """The cosine of the embeddings of each pair of texts."""
+    pairs = body.pairs()
+    places: dict[str, int] = {}
+    for text in (each for pair in pairs for each in pair):
+        places.setdefault(text, len(places))
+    states = await _embed(request, body, list(places))
+    scores = [cosine(states[places[one]], states[places[other]]) for one, other in pairs]
+    return Utf8JsonResponse(
+        {
+            "id": random_id("score"),
+            "object": "list",
+            "created": int(time.time()),
+            "model": body.model,
+            "method": METHOD,
+            "data": [
+                {"index": index, "object": "score", "score": each}
+                for index, each in enumerate(scores)
+            ],
+            "usage": _usage(states),
+        }
+    )
+
+
+async def _embed(
+    request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
+) -> list[RequestState]:
+    _, engine = find_engine(request, body.model)
+    engine.check_capacity(len(texts))
+    made = EmbeddingRequest.model_validate(
+        {"model": body.model, "input": texts, "cache_salt": body.cache_salt}
+    )
+    states, handle = await submit_requests(
+        request, engine, embedding_request_states, made, engine.request_limits, get_states=list
+    )
+    await wait_or_disconnect(request, handle)
+    return states
+
+
+def _usage(states: Sequence[RequestState]) -> dict[str, int]:
+    count = sum(len(state.output.prompt_token_ids) for state in states)
+    return {"prompt_tokens": count, "total_tokens": count}

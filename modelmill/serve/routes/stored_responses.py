@@ -1,0 +1,108 @@
+"""GET and DELETE /v1/responses/{id}, and POST /v1/responses/compact."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from modelmill.core.errors import RequestError
+from modelmill.request_state import RequestState
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.compaction import PROMPT, compacted_items
+from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
+from modelmill.serve.response_store import input_items
+from modelmill.serve.response_writer import earlier_items, owner_of
+from modelmill.serve.responses_schema import CompactRequest, items_to_messages
+from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.common import find_engine, get_service, random_id, submit_requests
+from modelmill.serve.schema import ChatRequest
+from modelmill.serve.stream import wait_or_disconnect
+from modelmill.text_processor import TextProcessor
+
+router = APIRouter(route_class=BodyRoute)
+by_id = APIRouter()
+"""Routes without a body."""
+
+
+@by_id.get("/v1/responses/{response_id}")
+async def retrieve(request: Request, response_id: str) -> dict[str, Any]:
+    """A stored response."""
+    store = get_service(request).response_store
+    return dict(store.get(owner_of(request), response_id).response)
+
+
+@by_id.get("/v1/responses/{response_id}/input_items")
+async def retrieve_input(request: Request, response_id: str) -> dict[str, Any]:
+    """The input of a stored response, the newest item first."""
+    stored = get_service(request).response_store.get(owner_of(request), response_id)
+    return {
+        "object": "list",
+        "data": stored.items[: stored.input_length][::-1],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+
+
+@by_id.delete("/v1/responses/{response_id}")
+async def delete(request: Request, response_id: str) -> dict[str, Any]:
+    """Forget a stored response."""
+    get_service(request).response_store.delete(owner_of(request), response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/compact")
+async def compact(body: CompactRequest, request: Request) -> Any:
+    """Summarize a conversation: the items to go on with in place of it."""
+    _, engine = find_engine(request, body.model)
+    engine.check_capacity(1)
+    items = [*earlier_items(request, body.previous_response_id), *input_items(body.input or [])]
+    if not items:
+        raise RequestError("input is empty; give items, or previous_response_id")
+    states, handle = await submit_requests(
+        request,
+        engine,
+        _summary_request,
+        body,
+        items,
+        engine.request_limits.max_len,
+        get_states=list,
+    )
+    await wait_or_disconnect(request, handle)
+    summary = states[0].output.outputs[0].text.strip()
+    counts = token_usage(states)
+    return Utf8JsonResponse(
+        {
+            "id": random_id("resp", "_"),
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": compacted_items(items, random_id("cmp", "_"), summary),
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": {
+                    **counts["prompt_tokens_details"], "cache_write_tokens": 0,
+                },
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+    )  # fmt: skip
+
+
+def _summary_request(
+    text_processor: TextProcessor, body: CompactRequest, items: list[Any], max_model_len: int
+) -> list[RequestState]:
+    messages = items_to_messages(items, body.instructions)
+    chat = ChatRequest.model_validate(
+        {
+            "model": body.model,
+            "messages": [*messages, {"role": "user", "content": PROMPT}],
+            "max_completion_tokens": body.max_output_tokens,
+            "cache_salt": body.cache_salt,
+        }
+    )
+    chat.check()
+    return [chat_request_state(text_processor, chat, max_model_len)]

@@ -1,0 +1,37 @@
+"""Token counts and times of a request, as llama.cpp's server reports them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from modelmill.request_state import RequestState
+
+
+def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
+    """Timings of the first prompt of a request so far; times in milliseconds.
+
+    ``prompt_n`` are the tokens that were computed, ``cache_n`` those from the prefix cache.
+    """
+    state = states[0]
+    output = state.output
+    now = time.perf_counter() - state.start_time
+    total = output.seconds if output.seconds is not None else now
+    first = output.first_token_seconds if output.first_token_seconds is not None else total
+    computed = len(output.prompt_token_ids) - output.cached_tokens
+    predicted = sum(len(each.token_ids) for each in output.outputs)
+    return {
+        "cache_n": output.cached_tokens,
+        **_rates("prompt", computed, first),
+        **_rates("predicted", predicted, max(total - first, 0.0)),
+    }
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": round(1000 * seconds, 3),
+        f"{name}_per_token_ms": round(1000 * seconds / count, 3) if count else None,
+        f"{name}_per_second": round(count / seconds, 3) if seconds else None,
+    }

@@ -1,0 +1,54 @@
+"""Objects of requests whose ``type`` says which model they have: items, blocks.
+
+They are parsed one by one, so that an error names its place and one invalid object ends the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.validation_errors import summarize_errors
+
+M = TypeVar("M", bound=StrictModel)
+
+
+def parse_typed(
+    raw: Any, path: str, models: Mapping[str, type[M]], noun: str, default: str | None = None
+) -> M:
+    """Parse an object as the model of its type.
+
+    Args:
+        raw: the object.
+        path: where it is, for messages.
+        models: type → model.
+        noun: what such objects are, in the plural.
+        default: type of an object without one.
+
+    Raises:
+        RequestError: it is invalid; the message names the place.
+    """
+    if not isinstance(raw, Mapping):
+        raise RequestError(f"{path} must be an object")
+    object_type = raw.get("type", default)
+    model = models.get(object_type) if isinstance(object_type, str) else None
+    if model is None:
+        raise RequestError(
+            f"{path}: {noun} of type {str(object_type)[:40]!r} are not supported; there are "
+            f"{', '.join(models)}"
+        )
+    return parse_object(raw, path, model)
+
+
+def parse_object(raw: Any, path: str, model: type[M]) -> M:
+    """Parse an object; as ``parse_typed``, with one model."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        _, line = summarize_errors(error.errors(include_url=False, include_input=False), model)
+    body = "the request's body"  # the object as a whole is invalid
+    raise RequestError(path + (line.removeprefix(body) if line.startswith(body) else f".{line}"))

@@ -1,0 +1,35 @@
+"""Grammars in llama.cpp's notation (GBNF), converted to Lark by llguidance."""
+
+from __future__ import annotations
+
+from modelmill.core.errors import MissingDependency, RequestError
+from modelmill.core.packages import install_command
+from modelmill.core.quoting import one_line
+from modelmill.core.types import Grammar
+
+MAX_MESSAGE_CHARS = 200
+MAX_GRAMMAR_CHARS = 1 << 16
+"""Its converter is in Python: a longer text would hold up other requests."""
+
+
+def gbnf_grammar(text: str) -> Grammar:
+    """Convert a grammar; text that is Lark already stays as it is.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    try:
+        from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    except ModuleNotFoundError:
+        raise MissingDependency(
+            f"structured output needs llguidance; install it with: {install_command('serve')}"
+        ) from None
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"grammar: it has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are allowed"
+        )
+    try:
+        return Grammar("lark", any_to_lark(text))
+    except (GbnfToLarkError, ValueError, IndexError, RecursionError) as error:
+        line = one_line(str(error), MAX_MESSAGE_CHARS)
+        raise RequestError(f"grammar: it is no grammar in GBNF or Lark: {line}") from None

@@ -1,0 +1,116 @@
+"""Paths of other servers: without /v1, /ping, /props, /tokenize with tools, /completion, scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.serve.path_aliases import PATH_ALIASES, canonical_path
+from tests.serve.dialect_calls import events, post
+from tests.serve.service_thread import ServiceThread
+
+HI = [{"role": "user", "content": "Hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reads 512 tokens, and nearly every letter is one."""
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+
+
+def test_paths_without_v1(running: ServiceThread) -> None:
+    body = {"messages": HI, "max_tokens": 3, "temperature": 0}
+    choices = [
+        post(running, path, body).json["choices"]
+        for path in ("/chat/completions", "/v1/chat/completions")
+    ]
+    assert choices[0] == choices[1]
+    assert running.get("/models").json == running.get("/v1/models").json
+    assert running.get("/models/alias").json["id"] == "alias"
+    assert canonical_path("/health") == "/health"
+    assert all(canonical_path(path) != path for path in PATH_ALIASES)
+
+
+def test_another_name_of_a_path_needs_the_key_too(running: ServiceThread) -> None:
+    client = running.limited_client(api_keys=("secret",))
+    assert running.run(client.get("/models")).status == 401
+    assert running.run(client.get("/ping")).status == 200
+    assert running.run(client.get("/props")).status == 401
+
+
+def test_ping_and_props(running: ServiceThread) -> None:
+    assert (running.get("/ping").status, running.post("/ping").status) == (200, 200)
+    props = running.get("/props").json
+    assert props["default_generation_settings"]["n_ctx"] == 512
+    assert props["model_alias"] == "stories"
+    assert "messages" in props["chat_template"]
+
+
+def test_tokenize_with_tools_counts_what_a_chat_counts(running: ServiceThread) -> None:
+    count = post(running, "/tokenize", {"messages": HI, "tools": [TOOL]}).json["count"]
+    body = {"messages": HI, "tools": [TOOL], "max_tokens": 1}
+    assert post(running, "/v1/chat/completions", body).json["usage"]["prompt_tokens"] == count
+    text = post(running, "/apply-template", {"messages": HI, "tools": [TOOL]}).json["prompt"]
+    assert '"name": "f"' in text
+
+
+def test_tokenize_as_llama_cpp(running: ServiceThread) -> None:
+    plain = post(running, "/tokenize", {"content": "Once"}).json["tokens"]
+    with_bos = post(running, "/tokenize", {"content": "Once", "add_special": True}).json["tokens"]
+    assert with_bos == [1, *plain]
+    pieces = post(running, "/tokenize", {"content": "Once", "with_pieces": True}).json["tokens"]
+    assert [each["id"] for each in pieces] == plain
+    both = running.post("/tokenize", {"content": "x", "prompt": "x"})
+    assert both.status == 400
+
+
+def test_completion_as_llama_cpp(running: ServiceThread) -> None:
+    body: dict[str, Any] = {"prompt": "Once upon", "n_predict": 6, "temperature": 0}
+    whole = running.post("/completion", {**body, "samplers": ["top_k"], "return_token_ids": True})
+    assert whole.status == 200, whole.body
+    answer = whole.json
+    assert (answer["stop_type"], answer["tokens_predicted"]) == ("limit", 6)
+    assert len(answer["tokens"]) == 6
+    reference = post(
+        running, "/v1/completions", {"prompt": "Once upon", "max_tokens": 6, "temperature": 0}
+    ).json
+    assert answer["content"] == reference["choices"][0]["text"]
+    streamed = [
+        event for _, event in events(running.post("/completion", {**body, "stream": True}).body)
+    ]
+    assert "".join(event["content"] for event in streamed) == answer["content"]
+    assert [event["stop"] for event in streamed][-2:] == [False, True]
+    word = running.post("/completion", {**body, "stop": [answer["content"][3:6]]}).json
+    assert (word["stop_type"], word["stopping_word"]) == ("word", answer["content"][3:6])
+
+
+def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
+    body = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]}
+    refused = running.post("/infill", body)
+    assert refused.status == 400
+    assert refused.json["error"]["message"].startswith("suffix is not supported by this model")
+
+
+def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:
+    texts = ["The dog ran", "A red ball", "The dog ran home"]
+    vectors = [
+        each["embedding"] for each in post(running, "/v1/embeddings", {"input": texts}).json["data"]
+    ]
+    cosines = [sum(a * b for a, b in zip(vectors[0], vector)) for vector in vectors]
+    ranked = post(running, "/v2/rerank", {"query": texts[0], "documents": texts, "top_n": 2}).json
+    assert ranked["method"] == "embedding_cosine"
+    assert [each["index"] for each in ranked["results"]] == [
+        0, max((1, 2), key=lambda index: cosines[index]),
+    ]  # fmt: skip
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(1)
+    assert ranked["results"][0]["document"] == {"text": texts[0]}
+    scored = post(running, "/score", {"text_1": texts[0], "text_2": texts}).json["data"]
+    assert [each["score"] for each in scored] == pytest.approx(cosines, abs=1e-5)
+    for path, body in (
+        ("/v1/rerank", {"query": "x", "documents": [{"no": "text"}]}),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}),
+        ("/v1/score", {"text_1": "a"}),
+    ):
+        assert running.post(path, {"model": "stories", **body}).status == 400

@@ -1,0 +1,257 @@
+"""Fields of other servers: what they do here, what is ignored, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from modelmill.serve.message_keys import clean_messages
+from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.request_options import bad_word_ids
+from modelmill.serve.schema import ChatRequest, CompletionRequest
+from tests.serve.dialect_calls import events, post
+from tests.serve.service_thread import ServiceThread
+
+PROMPT = "Once upon a time"
+COMPLETE: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8}
+HI = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"messages": HI, "temperature": 0, "max_tokens": 8}
+
+
+def complete(running: ServiceThread, **more: Any) -> Any:
+    return post(running, "/v1/completions", {**COMPLETE, **more}).json
+
+
+def ids_of(running: ServiceThread, text: str) -> list[int]:
+    ids: list[int] = post(running, "/tokenize", {"prompt": text, "add_special_tokens": False}).json[
+        "tokens"
+    ]
+    return ids
+
+
+IGNORED: dict[str, Any] = {
+    "user": "u", "store": True, "metadata": {"a": "b"}, "prediction": {"type": "content"},
+    "id_slot": 3, "n_keep": 4, "dry_base": 1.75, "spaces_between_special_tokens": True,
+    "typical_p": 1.0, "mirostat": 0, "xtc_probability": 0.0, "use_beam_search": False,
+    "functions": None, "function_call": None, "service_tier": "auto", "prompt_cache_key": "k",
+}  # fmt: skip
+
+
+def test_ignored_fields_and_nulls_change_nothing(running: ServiceThread) -> None:
+    plain = complete(running)["choices"]
+    assert complete(running, **IGNORED)["choices"] == plain
+
+
+def test_every_ignored_field_has_its_reason() -> None:
+    rows = field_rows([CompletionRequest, ChatRequest])
+    assert {"user", "id_slot", "typical_p", "metadata"} <= {name for name, _, _ in rows}
+    assert all(reason for _, _, reason in rows)
+    assert {kind for _, kind, _ in rows} == {"ignored", "off only"}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"typical_p": 0.5}, "typical_p: is not supported; leave it out, or send 1"),
+    ({"mirostat": 2}, "mirostat"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"logit_bias": {"the": 1}}, "logit_bias takes token ids as keys, not 'the'"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["x"], "structured_outputs": {"choice": ["y"]}}, "bad_words"),
+    ({"allowed_token_ids": [1], "grammar": 'root ::= "a"'}, "grammar and allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ({"grammar": "root ::= ("}, "grammar"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"odd": 1}, "odd"),
+]
+
+
+@pytest.mark.parametrize(("more", "start"), REFUSED, ids=range(len(REFUSED)))
+def test_what_would_change_the_answer_in_silence_is_refused(
+    running: ServiceThread, more: dict[str, Any], start: str
+) -> None:
+    response = running.post("/v1/completions", {"model": "stories", **COMPLETE, **more})
+    assert response.status == 400, response.body
+    assert response.json["error"]["message"].startswith(start), response.body
+
+
+def test_n_predict_is_the_length(running: ServiceThread) -> None:
+    body = {"prompt": PROMPT, "temperature": 0}
+    usage = post(running, "/v1/completions", {**body, "n_predict": 3}).json["usage"]
+    assert usage["completion_tokens"] == 3
+    chat = {"messages": HI, "temperature": 0, "n_predict": 3}
+    usage = post(running, "/v1/chat/completions", chat).json["usage"]
+    assert usage["completion_tokens"] == 3
+
+
+def test_allowed_token_ids_are_the_only_ones(running: ServiceThread) -> None:
+    allowed = [300, 301, 302]
+    more = {"allowed_token_ids": allowed, "return_token_ids": True, "n": 2, "temperature": 1.5}
+    for choice in complete(running, seed=1, **more)["choices"]:
+        assert len(choice["token_ids"]) == 8
+        assert set(choice["token_ids"]) <= set(allowed)
+
+
+def test_bad_words_do_not_occur(running: ServiceThread) -> None:
+    text = complete(running)["choices"][0]["text"]
+    word = text.split()[1].strip(",.")
+    other = complete(running, bad_words=[word])["choices"][0]["text"]
+    assert word in text
+    assert word not in other
+
+
+def test_bad_words_are_banned_with_and_without_a_space(running: ServiceThread) -> None:
+    tokenizer = running.engine.text_processor.tokenizer
+    assert tokenizer is not None
+    ids = bad_word_ids(tokenizer, ["girl"])
+    assert {tokenizer.decode(list(each)).strip() for each in ids} == {"girl"}
+
+
+def test_a_prompt_is_cut_at_its_front(running: ServiceThread) -> None:
+    ids = ids_of(running, "Tom and Lily like to play")
+    cut = complete(running, prompt="Tom and Lily like to play", truncate_prompt_tokens=4)
+    same = complete(running, prompt=ids[-4:])
+    assert cut["usage"]["prompt_tokens"] == 4
+    assert cut["choices"][0]["text"] == same["choices"][0]["text"]
+    long = complete(running, prompt="a b " * 700, truncate_prompt_tokens=-1)
+    assert long["usage"]["prompt_tokens"] == 511
+    chat = {**CHAT, "truncate_prompt_tokens": 6}
+    assert post(running, "/v1/chat/completions", chat).json["usage"]["prompt_tokens"] == 6
+
+
+def test_prompt_logprobs_are_those_of_echo(running: ServiceThread) -> None:
+    whole = complete(running, prompt_logprobs=1, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    echo = complete(running, echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
+    ids = [1, *ids_of(running, PROMPT)]
+    assert whole[0] is None
+    for id, entry, logprob in zip(ids[1:], whole[1:], echo["token_logprobs"][1:]):
+        assert math.isclose(entry[str(id)]["logprob"], logprob)
+        assert entry[str(id)]["rank"] >= 1
+    chat = post(running, "/v1/chat/completions", {**CHAT, "prompt_logprobs": 0}).json
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_tokens_as_ids(running: ServiceThread) -> None:
+    more = {"logprobs": 1, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = complete(running, **more)["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in choice["token_ids"]]
+    chat = {**CHAT, **more, "logprobs": True, "top_logprobs": 1}
+    choice = post(running, "/v1/chat/completions", chat).json["choices"][0]
+    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert tokens == [f"token_id:{id}" for id in choice["token_ids"][: len(tokens)]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_event(running: ServiceThread, path: str) -> None:
+    body = COMPLETE if path == "/v1/completions" else CHAT
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = {**body, "stream": True, "stream_options": options, "timings_per_token": True}
+    made = [event for _, event in events(post(running, path, stream).body)]
+    counts = [event["usage"]["completion_tokens"] for event in made]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert all(event["timings"]["predicted_n"] >= 0 for event in made if event["choices"])
+
+
+def test_timings_and_the_fingerprint(running: ServiceThread) -> None:
+    whole = complete(running, timings_per_token=True)
+    timings = whole["timings"]
+    assert timings["predicted_n"] == 8
+    assert timings["prompt_n"] + timings["cache_n"] == whole["usage"]["prompt_tokens"]
+    assert timings["predicted_per_second"] > 0
+    chat = post(running, "/v1/chat/completions", CHAT).json
+    assert chat["system_fingerprint"] == whole["system_fingerprint"]
+    assert chat["system_fingerprint"].startswith("fp_")
+
+
+def test_cache_prompt_false_reads_the_whole_prompt(running: ServiceThread) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "The dog ran. " * 10}]}
+    cached = [
+        post(running, "/v1/chat/completions", {**body, "cache_prompt": keep}).json["usage"][
+            "prompt_tokens_details"
+        ]["cached_tokens"]
+        for keep in (True, True, False, False)
+    ]
+    assert cached[1] > 0
+    assert cached[2:] == [0, 0]
+
+
+def test_grammars_of_llama_cpp(running: ServiceThread) -> None:
+    text = complete(running, grammar='root ::= ("yes" | "no") "!"')["choices"][0]["text"]
+    assert text in ("yes!", "no!")
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    chat = {**CHAT, "json_schema": schema, "max_tokens": 60}
+    content = post(running, "/v1/chat/completions", chat).json["choices"][0]["message"]["content"]
+    assert json.loads(content) == {"a": 1}
+
+
+def test_a_schema_that_is_made_weaker_is_told(running: ServiceThread) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
+    constraint = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body = {**CHAT, "response_format": constraint, "max_tokens": 60}
+    whole = post(running, "/v1/chat/completions", body).json
+    assert whole["warnings"] == ["response_format: uniqueItems is not enforced"]
+    assert isinstance(json.loads(whole["choices"][0]["message"]["content"]), list)
+    first = next(events(post(running, "/v1/chat/completions", {**body, "stream": True}).body))[1]
+    assert first["warnings"] == whole["warnings"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"a": schema}, "required": ["a"]}}}  # fmt: skip
+    forced = {**CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 200}
+    assert post(running, "/v1/chat/completions", forced).json["warnings"] == [
+        "tools: f: uniqueItems is not enforced"
+    ]
+
+
+def test_a_response_format_beside_a_forced_call(running: ServiceThread) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {**CHAT, "tools": [tool], "tool_choice": "required", "max_tokens": 200,
+            "response_format": {"type": "json_object"}}  # fmt: skip
+    whole = post(running, "/v1/chat/completions", body).json
+    assert whole["choices"][0]["message"]["tool_calls"]
+    assert whole["warnings"] == ["response_format: it has no effect where a call is forced"]
+
+
+def test_allowed_tools(running: ServiceThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    named = {"type": "function", "function": {"name": "g"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    body = {**CHAT, "tools": tools, "tool_choice": choice, "max_tokens": 200}
+    message = post(running, "/v1/chat/completions", body).json["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
+    choice["allowed_tools"]["tools"] = [{"type": "function", "function": {"name": "h"}}]
+    refused = running.post("/v1/chat/completions", {"model": "stories", **body})
+    assert refused.status == 400
+
+
+def test_an_answer_that_goes_on(running: ServiceThread) -> None:
+    body = {**CHAT, "messages": [*HI, {"role": "assistant", "content": "Once upon a"}]}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    choice = post(running, "/v1/chat/completions", {**body, **more}).json["choices"][0]
+    assert choice["message"]["content"].startswith(" time")
+    for wrong in (
+        {"add_generation_prompt": True},
+        {"messages": HI},
+        {"messages": body["messages"][1:]},
+        {"response_format": {"type": "json_object"}},
+    ):
+        ask = {"model": "stories", **body, "continue_final_message": True, **wrong}
+        assert running.post("/v1/chat/completions", ask).status == 400, wrong
+    bare = post(running, "/v1/chat/completions", {**CHAT, "add_generation_prompt": False}).json
+    usual = post(running, "/v1/chat/completions", CHAT).json
+    assert bare["usage"]["prompt_tokens"] < usual["usage"]["prompt_tokens"]
+
+
+def test_keys_of_round_trips() -> None:
+    answer = {
+        "role": "assistant", "content": "x", "refusal": None, "annotations": [],
+        "provider_specific_fields": {"a": 1}, "reasoning": "hm", "function_call": None,
+    }  # fmt: skip
+    expected = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    assert clean_messages([answer, *HI]) == [expected, *HI]
+    assert clean_messages([{"role": "assistant", "content": None}])[0]["content"] == ""
+    refusal = {"role": "assistant", "content": None, "refusal": "No."}
+    assert clean_messages([refusal])[0] == {"role": "assistant", "content": "No."}

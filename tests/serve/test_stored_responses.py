@@ -1,0 +1,152 @@
+"""previous_response_id, stored responses by id and owner, and compaction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.compaction import compacted_items, pack_summary, unpack_summary
+from modelmill.serve.errors import ApiError
+from modelmill.serve.response_store import ResponseStore, StoredResponse, make_stored, stored_bytes
+from tests.serve.service_thread import ServiceThread
+
+ASK = {"model": "stories", "temperature": 0, "max_output_tokens": 8}
+
+
+def respond(running: ServiceThread, status: int = 200, **more: Any) -> Any:
+    response = running.post("/v1/responses", {**ASK, **more})
+    assert response.status == status, response.body
+    return response.json
+
+
+def output_text(response: Any) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item["content"])
+
+
+def test_a_response_goes_on_as_if_its_items_were_sent_again(running: ServiceThread) -> None:
+    first = respond(running, input="Hi", instructions="Be kind")
+    second = respond(running, input="And then?", previous_response_id=first["id"])
+    items = [
+        {"role": "user", "content": "Hi"},
+        *first["output"],
+        {"role": "user", "content": "And then?"},
+    ]
+    same = respond(running, input=items, store=False)
+    assert output_text(second) == output_text(same)
+    assert second["usage"]["input_tokens"] == same["usage"]["input_tokens"]
+    assert (second["previous_response_id"], second["store"]) == (first["id"], True)
+    third = respond(running, input="Go on", previous_response_id=second["id"])
+    assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
+    assert same["store"] is False
+    respond(running, 404, input="x", previous_response_id=same["id"])
+
+
+def test_a_streamed_response_is_stored_too(running: ServiceThread) -> None:
+    response = running.post("/v1/responses", {**ASK, "input": "Hi", "stream": True})
+    id = next(
+        part.split('"id":"')[1].split('"')[0]
+        for part in response.body.decode().split("\n")
+        if '"resp_' in part
+    )
+    respond(running, input="x", previous_response_id=id)
+
+
+def test_routes_by_id(running: ServiceThread) -> None:
+    made = respond(running, input="Hi")
+    assert running.get(f"/v1/responses/{made['id']}").json == made
+    items = running.get(f"/v1/responses/{made['id']}/input_items").json["data"]
+    assert items == [{"type": "message", "role": "user", "content": "Hi"}]
+    deleted = running.run(running.client.call("DELETE", f"/v1/responses/{made['id']}"))
+    assert deleted.json == {"id": made["id"], "object": "response", "deleted": True}
+    missing = running.get(f"/v1/responses/{made['id']}")
+    assert (missing.status, missing.json["error"]["code"]) == (404, "not_found")
+    error = respond(running, 404, input="x", previous_response_id=made["id"])["error"]
+    assert (error["param"], error["code"]) == (
+        "previous_response_id", "previous_response_not_found",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("share_cache", [False, True])
+def test_no_key_continues_the_response_of_another(
+    running: ServiceThread, share_cache: bool
+) -> None:
+    client = running.limited_client(api_keys=("one", "two"), share_cache=share_cache)
+
+    def post(key: str, **more: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        return running.run(client.post("/v1/responses", {**ASK, **more}, headers=headers))
+
+    id = post("one", input="Hi").json["id"]
+    assert post("one", input="x", previous_response_id=id).status == 200
+    assert post("two", input="x", previous_response_id=id).status == 404
+
+
+def test_a_server_without_room_says_so(running: ServiceThread) -> None:
+    client = running.limited_client(response_store_bytes=0)
+    made = running.run(client.post("/v1/responses", {**ASK, "input": "Hi"}))
+    assert made.json["store"] is False
+    body = {**ASK, "input": "x", "previous_response_id": made.json["id"]}
+    refused = running.run(client.post("/v1/responses", body))
+    assert refused.status == 400
+    assert "not stored" in refused.json["error"]["message"]
+
+
+def stored(id: str, text: str = "x" * 100) -> StoredResponse:
+    return make_stored([{"role": "user", "content": text}], {"id": id, "output": []})
+
+
+def test_the_store_drops_the_least_recently_used() -> None:
+    size = stored_bytes(stored("r0"))
+    store = ResponseStore(3 * size)
+    for number in range(3):
+        store.add("me", stored(f"r{number}"), size)
+    store.get("me", "r0")
+    store.add("me", stored("r3"), size)
+    assert store.used_bytes == 3 * size
+    with pytest.raises(ApiError):
+        store.get("me", "r1")
+    assert store.get("me", "r0").input_length == 1
+    store.add("me", stored("large"), 4 * size)
+    with pytest.raises(ApiError):
+        store.get("me", "large")
+    store.delete("me", "r0")
+    assert store.used_bytes == 2 * size
+
+
+def test_log_probabilities_are_not_kept() -> None:
+    part = {"type": "output_text", "text": "x", "annotations": [], "logprobs": [{"token": "x"}]}
+    item = {"type": "message", "role": "assistant", "content": [part]}
+    first_item = make_stored([], {"id": "r", "output": [item]}).items[0]
+    assert first_item["content"] == [{**part, "logprobs": []}]
+
+
+def test_compaction_keeps_the_users_messages(running: ServiceThread) -> None:
+    first = respond(running, input="Tom has a red ball.")
+    body = {"model": "stories", "previous_response_id": first["id"], "max_output_tokens": 6}
+    compacted = running.post("/v1/responses/compact", body)
+    assert compacted.status == 200, compacted.body
+    output = compacted.json["output"]
+    assert compacted.json["object"] == "response.compaction"
+    assert [item["type"] for item in output] == ["message", "compaction"]
+    assert output[0]["content"] == "Tom has a red ball."
+    assert unpack_summary(output[1]["encrypted_content"])
+    respond(running, input=[*output, {"role": "user", "content": "And then?"}])
+    assert running.post("/v1/responses/compact", {"model": "stories"}).status == 400
+
+
+def test_summaries_of_other_servers_are_refused() -> None:
+    assert unpack_summary(pack_summary("Ünder \ud800 way")) == "Ünder ? way"
+    for content in ("", "gAAAA", "mm1:!", "mm1:QUJD", pack_summary("x" * (2 << 20))):
+        with pytest.raises(RequestError):
+            unpack_summary(content)
+
+
+def test_items_of_a_compaction() -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "name": "f"},
+        {"type": "message", "role": "assistant", "content": "b"},
+    ]
+    assert [item.get("role") for item in compacted_items(items, "cmp_1", "s")] == ["user", None]

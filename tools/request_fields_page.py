@@ -1,0 +1,116 @@
+"""``python -m tools.request_fields_page``: write docs/request-fields.md from the request models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
+from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
+from modelmill.serve.message_keys import DROPPED_KEYS
+from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.schema import ChatRequest, CompletionRequest, GenerationFields
+from modelmill.serve.strict_models import StrictModel
+from tools import generated_page
+
+PAGE = Path("docs/request-fields.md")
+HEAD = """<!-- Made by `make request-fields` from modelmill/serve. -->
+
+# Request fields that change nothing
+
+Clients send fields of other servers. What can be served is served ([dialects](dialects.md)); what
+would change the answer in silence is a 400 that names the field. The rest is accepted and has no
+effect. An unknown field that is `null` is accepted by completions and chat completions.
+
+## Completions and chat completions
+
+| field | value | why it has no effect |
+|---|---|---|
+"""
+NATIVE = """
+## /completion and /infill
+
+| field | value | why it has no effect |
+|---|---|---|
+"""
+ANTHROPIC = """
+## Anthropic Messages
+
+| field | value | why it has no effect |
+|---|---|---|
+"""
+OLLAMA = """
+## Options of Ollama
+
+| option | value | why it has no effect |
+|---|---|---|
+"""
+MESSAGES = """
+## Keys of messages
+
+Messages of answers come back with keys that say nothing to a model. Dropped are {keys}.
+`reasoning` is read as `reasoning_content`.
+"""
+
+
+def render() -> dict[Path, str]:
+    """The page by its path below the repository."""
+    native = [
+        row
+        for row in field_rows([NativeCompletionRequest, InfillRequest])
+        if row[0] not in GenerationFields.model_fields
+    ]
+    options = [
+        *((name, "any", reason) for name, reason in IGNORED_OPTIONS.items()),
+        *((name, " or ".join(map(str, off)), "means off") for name, off in NEUTRAL_OPTIONS.items()),
+    ]
+    keys = ", ".join(f"`{key}`" for key in sorted(DROPPED_KEYS))
+    text = "".join(
+        (
+            HEAD,
+            _table(_model_rows([CompletionRequest, ChatRequest])),
+            NATIVE,
+            _table((name, "any", reason) for name, _, reason in native),
+            ANTHROPIC,
+            _table(_model_rows([MessagesRequest])),
+            _table(
+                (f"tools[].{name}", "any", reason)
+                for name, _, reason in field_rows([AnthropicTool])
+            ),
+            OLLAMA,
+            _table(sorted(options)),
+            MESSAGES.format(keys=keys),
+        )
+    )
+    return {PAGE: text}
+
+
+def _model_rows(models: Sequence[type[StrictModel]]) -> Iterable[tuple[str, str, str]]:
+    for name, kind, reason in field_rows(models):
+        is_ignored = kind == "ignored"
+        yield name, "any" if is_ignored else reason, reason if is_ignored else "means off"
+
+
+def _table(rows: Iterable[tuple[str, str, str]]) -> str:
+    return "".join(f"| `{name}` | {value} | {reason} |\n" for name, value, reason in rows)
+
+
+def stale(root: Path) -> list[Path]:
+    """The page, if it is not what the models give."""
+    return generated_page.stale_pages(root, render())
+
+
+def write(root: Path) -> list[Path]:
+    """Write the page; its path."""
+    return generated_page.write_pages(root, render())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; with ``--check`` only say whether it is stale."""
+    return generated_page.run(argv, __doc__, "request-fields", stale, write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
