@@ -340,6 +340,9 @@ def experts() -> Iterator[Problem]:
             "down_scale": tensor(128, 2048, dtype=F32),
         }
         yield from _call("int8_fused_moe", inputs._replace(**int8))
+        yield from _call("w8a8_fused_moe", inputs._replace(**int8))
+        fp8 = {name: tensor(*int8[name].shape, dtype=FP8) for name in ("gate_up", "down")}
+        yield from _call("fp8_fused_moe", inputs._replace(**int8 | fp8))
         group, half = (32, torch.float16) if shared else (128, BF16)
         grids = {
             "gate_up_scale": tensor(128, 1536, 2048 // group, dtype=half),
