@@ -47,8 +47,8 @@ Of checkpoints of `qwen3_5` and `qwen3_5_moe` the text half is read, as `qwen3_5
 `qwen3_5_moe_text`. What hybrids keep instead of keys and values is
 [recurrent state](recurrent-state.md).
 
-Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that changes
-the computation and is not listed in the family's file.
+Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
+changes the computation and is not listed in the family's file.
 """
 
 
