@@ -64,7 +64,7 @@ class ResponseStore:
             field: of the request that names it, for the error.
 
         Raises:
-            ApiError: 404, there is none, or it was dropped.
+            ApiError: there is none, or it was dropped; 404, or 400 for a field, as OpenAI does.
         """
         with self._lock:
             entry = self._entries.get((owner, id))
@@ -72,7 +72,7 @@ class ResponseStore:
                 self._entries.move_to_end((owner, id))
         if entry is None:
             raise ApiError(
-                404,
+                400 if field else 404,
                 f"there is no response {id[:80]!r}: it was not stored, or dropped to make room; "
                 "send the earlier items in input",
                 param=field,

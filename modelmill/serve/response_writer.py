@@ -28,7 +28,7 @@ def earlier_items(request: Request, id: str | None) -> list[Any]:
     """The items of a response and of those before it; none for None.
 
     Raises:
-        ApiError: 404, the response is not stored.
+        ApiError: 400, the response is not stored.
         RequestError: the server stores none.
     """
     if id is None:

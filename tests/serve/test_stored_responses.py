@@ -40,7 +40,7 @@ def test_a_response_goes_on_as_if_its_items_were_sent_again(running: ServiceThre
     third = respond(running, input="Go on", previous_response_id=second["id"])
     assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
     assert same["store"] is False
-    respond(running, 404, input="x", previous_response_id=same["id"])
+    respond(running, 400, input="x", previous_response_id=same["id"])
 
 
 def test_a_streamed_response_is_stored_too(running: ServiceThread) -> None:
@@ -62,7 +62,7 @@ def test_routes_by_id(running: ServiceThread) -> None:
     assert deleted.json == {"id": made["id"], "object": "response", "deleted": True}
     missing = running.get(f"/v1/responses/{made['id']}")
     assert (missing.status, missing.json["error"]["code"]) == (404, "not_found")
-    error = respond(running, 404, input="x", previous_response_id=made["id"])["error"]
+    error = respond(running, 400, input="x", previous_response_id=made["id"])["error"]
     assert (error["param"], error["code"]) == (
         "previous_response_id", "previous_response_not_found",
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_no_key_continues_the_response_of_another(
 
     id = post("one", input="Hi").json["id"]
     assert post("one", input="x", previous_response_id=id).status == 200
-    assert post("two", input="x", previous_response_id=id).status == 404
+    assert post("two", input="x", previous_response_id=id).status == 400
 
 
 def test_a_server_without_room_says_so(running: ServiceThread) -> None:

@@ -38,7 +38,7 @@ def chat(client: Any, model: str, **more: Any) -> Any:
 @CHECKS.add("models: list, ps, show")
 def _models(client: Any, model: str) -> None:
     assert_equal(model in [each.model for each in client.list().models], True, "list")
-    assert_equal([each.model for each in client.ps().models], [model], "ps")
+    assert_equal(model in [each.model for each in client.ps().models], True, "ps")
     shown = client.show(model)
     assert_equal("completion" in shown.capabilities, True, "capabilities")
     architecture = shown.modelinfo["general.architecture"]

@@ -312,6 +312,20 @@ def _responses_async(client: Any, model: str) -> None:
     assert_equal(asyncio.run(ask()), respond(client, model).output_text, "text")
 
 
+@CHECKS.add("responses: previous_response_id, retrieve, input items, delete")
+def _stored(client: Any, model: str) -> None:
+    import openai
+
+    first = respond(client, model)
+    second = respond(client, model, input="Two more.", previous_response_id=first.id)
+    items = [*MESSAGES, *first.output, {"role": "user", "content": "Two more."}]
+    assert_equal(respond(client, model, input=items).output_text, second.output_text, "text")
+    assert_equal(client.responses.retrieve(first.id).output_text, first.output_text, "retrieved")
+    assert_equal(len(client.responses.input_items.list(first.id).data), 1, "input items")
+    client.responses.delete(first.id)
+    catch_error(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
+
+
 @CHECKS.add("embeddings: one, many, floats and base64, dimensions")
 def _embeddings(client: Any, model: str) -> None:
     texts = ["a cat", "a dog and a much longer sentence about it", "a cat"]
