@@ -73,6 +73,7 @@ class Schedule:
         work: (sequence, number of tokens), in the order of the packed batch.
         forks: Leader → siblings (n > 1) that share its prompt and are sampled from its last row.
         page_copies: (from, to) pages to copy before the step (copy on write).
+        copied_pages: Of each of them the sequence and the page's index in it.
         state_copies: (from, to) slots of recurrent state to copy before the step, in order.
         out_of_pages: Sequences that exhaust the pool alone; they end with this step.
         num_decodes: Sequences that decode one token.
@@ -82,6 +83,7 @@ class Schedule:
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     forks: dict[Sequence, list[Sequence]] = field(default_factory=dict)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
+    copied_pages: list[tuple[Sequence, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     out_of_pages: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
@@ -153,13 +155,13 @@ class Scheduler:
         # each is one row of the step, and the next token of a stream that is being read
         chunks = self._schedule_decodes(schedule, picked, overlapped)
         if chunks is None:
-            return None
+            return self._postpone(schedule)
         schedule.num_decodes = len(picked)
         # prefill phase: prompts that run continue, then waiting ones are admitted, with the tokens
         # that the decodes' latency leaves
         budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
         if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
-            return None
+            return self._postpone(schedule)
         self._admit(schedule, picked, budget - sum(picked.values()))
         self._drop_partial_beams(picked)
         schedule.work = list(picked.items())
@@ -458,12 +460,28 @@ class Scheduler:
                 # shared with a fork: the copy runs before the step that writes into it
                 old = seq.pages[index]
                 schedule.page_copies.append((old, page))
+                schedule.copied_pages.append((seq, index))
                 self.pool.decref(old)
                 seq.pages[index] = page
             else:
                 seq.pages.append(page)
             self.tables.table[seq.table_row, index] = page
         return True
+
+    def _postpone(self, schedule: Schedule) -> None:
+        """Take back the copies on write of an overlapped schedule that is not launched.
+
+        Otherwise the sequences would read their new pages, into which nothing was copied. Pages
+        that were appended stay: nothing has been read from them yet.
+        """
+        # nothing is preempted in an overlapped schedule, so both lists are of the same copies
+        for (seq, index), (old, page) in zip(
+            schedule.copied_pages, schedule.page_copies, strict=True
+        ):
+            self.pool.incref(old)
+            self.pool.decref(page)
+            seq.pages[index] = old
+            self.tables.table[seq.table_row, index] = old
 
     def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
         """Preempt the latest arrival to get pages for ``seq``.

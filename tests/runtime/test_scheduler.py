@@ -246,3 +246,34 @@ def test_when_a_request_left_the_queue_is_known_once(monkeypatch: pytest.MonkeyP
     assert start_times[0] == [0, 1, None]
     assert start_times[-1] == [0, 1, 2]
     assert engine.stats().preemptions > 0
+
+
+def test_a_postponed_schedule_takes_its_copies_on_write_back() -> None:
+    """Siblings share a page; pages are short after the first of them has got its own."""
+    request = Request(
+        id="a",
+        prompt=tuple(range(5, 17)),  # a page of 8 tokens and half of another
+        params=tiny.params(max_tokens=6, n=3, temperature=1.0, seed=3, ignore_eos=True),
+    )
+    undisturbed = tiny.make_engine(tiny.decoder())
+    undisturbed.add(request)
+    expected = tiny.output_ids(tiny.drain(undisturbed))
+    engine = tiny.make_engine(tiny.decoder())
+    engine.add(request)
+    events = engine.step()
+    scheduler = engine.scheduler
+    before = [list(seq.pages) for seq in scheduler.running]
+    assert len(before) == 3
+    assert before[0] == before[1] == before[2]
+    free = scheduler.pool.num_available
+    remaining = [True, False]
+    alloc = scheduler.pool.alloc
+    scheduler.pool.alloc = lambda: alloc() if remaining.pop(0) else None  # type: ignore[method-assign]
+    assert scheduler.schedule(overlapped=True) is None
+    assert remaining == []
+    scheduler.pool.alloc = alloc  # type: ignore[method-assign]
+    assert [list(seq.pages) for seq in scheduler.running] == before
+    assert scheduler.pool.num_available == free
+    rows = [scheduler.tables.table[seq.table_row, 1].item() for seq in scheduler.running]
+    assert rows == [pages[1] for pages in before]
+    assert tiny.output_ids([*events, *tiny.drain(engine)]) == expected
