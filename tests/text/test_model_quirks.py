@@ -99,8 +99,8 @@ def test_what_models_write(place: int, size: int) -> None:
     answer = parse(name, text, size)
     assert [call.name for call in answer.calls] == [called for called, _ in calls]
     for call, (_, arguments) in zip(answer.calls, calls, strict=True):
-        got = call.arguments if isinstance(arguments, str) else json.loads(call.arguments)
-        assert got == arguments
+        parsed = call.arguments if isinstance(arguments, str) else json.loads(call.arguments)
+        assert parsed == arguments
     assert " ".join(answer.content.split()) == " ".join(content.split())
 
 
