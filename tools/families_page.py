@@ -44,7 +44,8 @@ Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
 Of checkpoints of `qwen3_5` and `qwen3_5_moe` the text half is read, as `qwen3_5_text` and
-`qwen3_5_moe_text`. What hybrids keep instead of keys and values: [recurrent state](recurrent-state.md).
+`qwen3_5_moe_text`. What hybrids keep instead of keys and values:
+[recurrent state](recurrent-state.md).
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), Falcon-RW (`alibi`), Baichuan
 13B (ALiBi; its `config.json` has no `max_position_embeddings`), and any value of a key that changes
