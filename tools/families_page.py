@@ -44,7 +44,7 @@ Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
 Of checkpoints of `qwen3_5` and `qwen3_5_moe` the text half is read, as `qwen3_5_text` and
-`qwen3_5_moe_text`. What hybrids keep instead of keys and values is
+`qwen3_5_moe_text`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md).
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that

@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "serve: a wrong API key is let in",
         "modelmill/serve/middleware.py",
-        'scheme.lower() == b"bearer" and any(matches)',
-        'scheme.lower() == b"bearer"',
+        "return any(matches)",
+        "return bool(matches)",
         ("tests/trust/test_serving.py",),
     ),
     Fault(

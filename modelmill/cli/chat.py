@@ -235,7 +235,7 @@ class ChatSession:
             lines = (f"{'*' if each == self.llm.model else ' '} {each}" for each in names)
             self._print("\n".join(lines))
         elif name in names:
-            self.llm.model = name
+            self.llm.choose_model(name)
             self._print(f"({name} answers from now on)")
         else:
             self._print(f"the server has no {name}; it has {', '.join(names)}")

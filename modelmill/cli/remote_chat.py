@@ -71,6 +71,10 @@ class RemoteChat:
         """Return the names of the server's text generation models. Raises ModelmillError."""
         return self._loop.run_until_complete(self._client.text_models())
 
+    def choose_model(self, name: str) -> None:
+        """Use another model from now on."""
+        self.model = name
+
     def close(self) -> None:
         """Close the event loop."""
         self._loop.close()

@@ -5,7 +5,7 @@ Dtypes: int8 to bfloat16, float16 or float32
 Layout: row-major; scales and offsets [N, groups]
 Range: any N and K
 Technique: elementwise, cached launcher
-Used by: groupwise.py, int4_linear.py, int8_group_linear.py, int8_linear.py
+Used by: groupwise.py, int4_linear.py, int8_group_linear.py, int8_linear.py, mxfp4_linear.py
 
 Each weight is rounded once.
 """
