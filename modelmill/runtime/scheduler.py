@@ -155,13 +155,15 @@ class Scheduler:
         # each is one row of the step, and the next token of a stream that is being read
         chunks = self._schedule_decodes(schedule, picked, overlapped)
         if chunks is None:
-            return self._postpone(schedule)
+            self._postpone(schedule)
+            return None
         schedule.num_decodes = len(picked)
         # prefill phase: prompts that run continue, then waiting ones are admitted, with the tokens
         # that the decodes' latency leaves
         budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
         if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
-            return self._postpone(schedule)
+            self._postpone(schedule)
+            return None
         self._admit(schedule, picked, budget - sum(picked.values()))
         self._drop_partial_beams(picked)
         schedule.work = list(picked.items())
