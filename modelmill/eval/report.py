@@ -95,7 +95,7 @@ def make_row(
 ) -> dict[str, Any]:
     """Make one row of benchmarks/results.
 
-    It has command, device, versions, date, figure, value and unit, and the details.
+    It has command, device, versions, date, provenance, figure, value and unit, and the details.
     """
     return {
         "command": command,
@@ -105,6 +105,7 @@ def make_row(
         "device": device,
         "versions": versions(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **provenance(),
         **{
             name: asdict(each) if isinstance(each, Spread) else each
             for name, each in details.items()

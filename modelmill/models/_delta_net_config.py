@@ -16,7 +16,7 @@ from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 
 MAX_HEAD_DIM, MAX_CONV_WIDTH = 1024, 64
 WHOLE_NORMS = frozenset(("attn.gated_norm",))
-MTP_TENSORS = r"mtp\..*"  # heads for speculative decoding, which is not done here
+DRAFT_HEADS = r"mtp\..*"  # heads for speculative decoding, which is not done here
 NAMES = {
     **CHECKPOINT_NAMES,
     "attn.gate_proj": ("self_attn.q_proj",),

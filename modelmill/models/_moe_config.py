@@ -31,7 +31,7 @@ SELECTION_BIAS = {"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_co
 
 SHARED = "mlp.shared_expert"
 # those of the shared expert and its gate
-SHARED_NAMES = {
+SHARED_EXPERT = {
     "mlp.shared_gate": ("mlp.shared_expert_gate",),
     f"{SHARED}.gate_up_proj": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
     f"{SHARED}.down_proj": (f"{SHARED}.down_proj",),

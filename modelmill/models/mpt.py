@@ -54,8 +54,8 @@ UNUSED_CONFIG_KEYS = (
     "auto_map", "tokenizer_name",
 )  # fmt: skip
 # of attn_config: how attention is computed, not what
-UNUSED_ATTENTION_KEYS = ("attn_impl", "attn_pdrop", "softmax_scale", "clip_qkv", "alibi_bias_max")
-ATTENTION_VALUES = {
+_UNREAD_ATTENTION_KEYS = ("attn_impl", "attn_pdrop", "softmax_scale", "clip_qkv", "alibi_bias_max")
+_ATTENTION_VALUES = {
     "alibi": True, "prefix_lm": False, "qk_ln": False, "attn_uses_sequence_id": False,
     "attn_type": "multihead_attention",
 }  # fmt: skip
@@ -95,10 +95,10 @@ def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise CheckpointError(f"config.json: attn_config must be an object, not {quote(value, 60)}")
-    for key, supported in ATTENTION_VALUES.items():
+    for key, supported in _ATTENTION_VALUES.items():
         if value.get(key, supported) != supported:
             require_value({f"attn_config.{key}": value[key]}, f"attn_config.{key}", (supported,), 0)
-    known = {*ATTENTION_VALUES, *UNUSED_ATTENTION_KEYS, "model_type"}
+    known = {*_ATTENTION_VALUES, *_UNREAD_ATTENTION_KEYS, "model_type"}
     if isinstance(raw, ConfigView):
         raw.ignore({f"attn_config.{k}": each for k, each in value.items() if k not in known})
     return value

@@ -11,7 +11,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, num_layers, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_NAMES, dense_layers, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -19,7 +19,7 @@ from modelmill.nn.moe_spec import MoESpec
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_NAMES})
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 

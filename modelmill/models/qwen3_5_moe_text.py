@@ -8,11 +8,11 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import MTP_TENSORS, UNGROUPED_NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import DRAFT_HEADS, UNGROUPED_NAMES, WHOLE_NORMS
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_NAMES, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -20,10 +20,10 @@ from modelmill.nn.moe_spec import MoESpec
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
-    {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_NAMES},
+    {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     norms_less_one=True,
     whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 

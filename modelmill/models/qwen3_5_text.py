@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import MTP_TENSORS, UNGROUPED_NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import DRAFT_HEADS, UNGROUPED_NAMES, WHOLE_NORMS
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -17,7 +17,7 @@ LAYOUT = CheckpointLayout(
     UNGROUPED_NAMES,
     norms_less_one=True,
     whole_norms=WHOLE_NORMS,
-    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import MTP_TENSORS, NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import DRAFT_HEADS, NAMES, WHOLE_NORMS
 from modelmill.models._hf_config import boolean, positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import EXPERT_NAMES, SHARED_NAMES, dense_layers, router_config
+from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -19,11 +19,11 @@ from modelmill.nn.moe_spec import MoESpec
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
-    {**NAMES, **EXPERT_NAMES, **SHARED_NAMES},
+    {**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
     norms_less_one=True,
     whole_norms=WHOLE_NORMS,
     grouped_state=True,
-    ignored=(*IGNORED_BUFFERS, MTP_TENSORS),
+    ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 

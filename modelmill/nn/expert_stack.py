@@ -18,6 +18,7 @@ from modelmill.nn.mlp import SiluMul
 from modelmill.nn.moe import Expert, MoE
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.registry import Ops
+from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.w8a8 import W8A8Weight
 
@@ -45,6 +46,11 @@ def grouped_op(weight: WeightFormat) -> str | None:
     return None if "perm" in weight.tensors() else OPS.get(weight.format)
 
 
+def group_columns(weight: WeightFormat) -> int:
+    """Columns that share a scale; 0 for a scale per row, or none."""
+    return weight.group_size if isinstance(weight, GroupwiseWeight) else 0
+
+
 class StackedExperts:
     """The stacked weights of all experts, as operands of a grouped op.
 
@@ -61,7 +67,7 @@ class StackedExperts:
             for name, tensors in zip(("gate_up", "down"), parts, strict=True)
             for suffix, tensor in tensors.items()
         }
-        self._group = getattr(gate_up[0].weight, "group_size", 0)
+        self._group = group_columns(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
     def serves(self, ops: Ops) -> bool:
@@ -106,7 +112,7 @@ def _kind(weight: WeightFormat) -> tuple[object, ...]:
     """What the weights of a stack have in common: op, groups, tensors and their dtypes."""
     tensors = weight.tensors()
     dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
-    return (grouped_op(weight), getattr(weight, "group_size", 0), *dtypes)
+    return (grouped_op(weight), group_columns(weight), *dtypes)
 
 
 def stack_weights(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:

@@ -22,7 +22,9 @@ from tests.text.conftest import hf_files, small_hf
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 THINKS = SimpleNamespace(
-    tokenizer=None, chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax())
+    fingerprint="",
+    tokenizer=None,
+    chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax()),
 )
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 F = {"type": "function", "function": {"name": "f"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from modelmill.cli.serve import Args, _server_options, announce_address, served_name
+from modelmill.core.server_records import running_servers
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
 from modelmill.serve.server import MAX_OPEN_FILES
@@ -260,14 +262,23 @@ def test_command_lines_that_make_no_sense(words: list[str], message: str, cli: A
     assert len(stderr.splitlines()) == 1
 
 
-def test_where_it_listens_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_address(Args(json=True), "http://127.0.0.1:8123", ["a", "b"], "loading a, b")
-    out, stderr = capsys.readouterr()
-    assert json.loads(out) == {"url": "http://127.0.0.1:8123", "models": ["a", "b"]}
-    assert out.count("\n") == 1
-    assert stderr == "modelmill: listening on http://127.0.0.1:8123; loading a, b\n"
-    announce_address(Args(), "http://127.0.0.1:8123", ["a"], "loading a")
-    assert capsys.readouterr().out == ""
+def test_where_it_listens_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path))
+    url = "http://127.0.0.1:8123"
+    with contextlib.ExitStack() as record:
+        announce_address(Args(json=True), url, ["a", "b"], "loading a, b", record)
+        out, stderr = capsys.readouterr()
+        assert json.loads(out) == {"url": url, "models": ["a", "b"]}
+        assert out.count("\n") == 1
+        assert stderr == f"modelmill: listening on {url}; loading a, b\n"
+        [server] = running_servers()
+        assert (server.url, server.models) == (url, ("a", "b"))
+    assert running_servers() == []
+    with contextlib.ExitStack() as record:
+        announce_address(Args(), url, ["a"], "loading a", record)
+        assert capsys.readouterr().out == ""
 
 
 def test_spaces_around_a_key_are_none_of_it() -> None:

@@ -421,7 +421,9 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
         request_states=[SimpleNamespace(output=result, prompt_thinking="free")]
     )
     plain = SimpleNamespace(
-        tokenizer=None, chat_format=SimpleNamespace(format_name="json", thinking=None)
+        fingerprint="",
+        tokenizer=None,
+        chat_format=SimpleNamespace(format_name="json", thinking=None),
     )
     choice = ChatResponseBuilder(body, answer, plain)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason

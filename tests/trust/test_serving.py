@@ -210,7 +210,7 @@ def test_hostile_messages(running: ServiceThread, messages: Any) -> None:
         {"max_tokens": 0},
         {"max_completion_tokens": -5},
         {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, {"functions": []},
-        {"chat_template_kwargs": {}}, {"modalities": ["audio"]}, {"n": 10**6},
+        {"chat_template_kwargs": []}, {"modalities": ["audio"]}, {"n": 10**6},
         {"messages": {"role": "user"}},
     ],
     ids=str,
@@ -751,7 +751,8 @@ def test_more_answers_than_are_queued_cost_nothing(
     """
     made: list[Any] = []
     monkeypatch.setattr(
-        "modelmill.serve.routes.completions._make_request_states", lambda *parts: made.append(parts)
+        "modelmill.serve.routes.completions.completion_request_states",
+        lambda *parts: made.append(parts),
     )
     for prompts, n in ((1000, 128), (1024, 1), (running.engine.capacity + 1, 1), (5, 128)):
         error = refusal(

@@ -107,6 +107,8 @@ def chat_request_state(
             params,
             stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
         )
+    if grammar is None and answer_start is None:
+        grammar = _strict_grammar(body, offered, format_name)
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
         options.setdefault("reasoning_effort", body.reasoning_effort)
