@@ -29,6 +29,7 @@ from modelmill.ops.rope_cos_sin import RopeCosSinInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.sample import SampleInputs
+from modelmill.ops.score_mods import ScoreMods
 from modelmill.ops.state_rows import StateRows
 from modelmill.ops.triton.communication import custom_all_reduce
 from modelmill.ops.triton.norm_quantize import gptq_columns
@@ -120,6 +121,10 @@ def gemm_weight_only() -> Iterator[Problem]:
     yield from _call("int8_linear_swiglu", tensor(16, K), weight, scale)
     yield from _groupwise("int8_group_linear", torch.int8, 1)
     yield from _groupwise("int4_linear", torch.uint8, 2)
+    for rows, dtype in ((16, BF16), (32, BF16), (64, BF16), (512, BF16), (16, F32)):
+        blocks = tensor(N, K // 32, dtype=torch.uint8)
+        weight, x = tensor(N, K // 2, dtype=torch.uint8), tensor(rows, K, dtype=dtype)
+        yield from _call("mxfp4_linear", GroupwiseLinearInputs(x, weight, blocks, None, 32))
 
 
 def _groupwise(op: str, stored: torch.dtype, per_byte: int) -> Iterator[Problem]:
@@ -185,6 +190,15 @@ def prefill_attention() -> Iterator[Problem]:
         yield from _call("paged_attention", inputs)
     for dim, stored in ((128, F32), (256, INT8)):
         yield from _call("paged_attention", attention(F32, stored, dim, (8, 8), 1, 64, 64))
+    for query, dim, mods in itertools.product((16, 64, 4096), (64, 256), score_mods(8)):
+        inputs = attention(BF16, BF16, dim, (8, 2), 1, query, 4096)
+        yield from _call("paged_attention", inputs._replace(score_mods=mods))
+
+
+def score_mods(heads: int) -> tuple[ScoreMods, ...]:
+    """A soft cap, slopes of ALiBi, and sinks."""
+    each = tensor(heads, dtype=F32)
+    return ScoreMods(softcap=50.0), ScoreMods(alibi_slopes=each), ScoreMods(sinks=each)
 
 
 def decode_attention() -> Iterator[Problem]:
@@ -199,6 +213,9 @@ def decode_attention() -> Iterator[Problem]:
     ):
         inputs = attention(BF16, stored, dim, (32, 8), batch, 1, 4096)
         yield from _call("paged_attention", inputs)
+    for (dim, batch), mods in itertools.product(((64, 1), (256, 256)), score_mods(32)):
+        inputs = attention(BF16, BF16, dim, (32, 8), batch, 1, 4096)
+        yield from _call("paged_attention", inputs._replace(score_mods=mods))
     for heads in (128, 256):  # of one KV head
         yield from _call("paged_attention", attention(BF16, BF16, 256, (heads, 1), 1, 1, 4096))
     for dtype, stored in ((BF16, INT8), (F32, F32)):

@@ -39,9 +39,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> registry.Ops:
     monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(launch, "sm_count", lambda *_: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for op in registry.op_names():
-        for module in registry.implementations(op, ("cuda", "triton")).values():
-            monkeypatch.setattr(module, "available", lambda _: None)
+    # all of them first: a module that is imported later would keep the patched function of another
+    modules = [
+        module
+        for op in registry.op_names()
+        for module in registry.implementations(op, ("cuda", "triton")).values()
+    ]
+    for module in modules:
+        monkeypatch.setattr(module, "available", lambda _: None)
     return registry.select_backends("cuda")
 
 
@@ -67,6 +72,10 @@ def operands(op: str, rows: int, n: int, k: int, dtype: torch.dtype = BF) -> dic
         )
         grid = empty(n, groups, dtype=torch.float16)
         return {"x": x, "weight": codes, "scale": grid, "offset": grid, "group": 128, "bias": None}
+    if op == "mxfp4_linear":
+        codes, blocks = empty(n, -(-k // 32) * 16, dtype=torch.uint8), -(-k // 32)
+        scales = {"scale": empty(n, blocks, dtype=torch.uint8), "offset": None}
+        return {"x": x, "weight": codes, **scales, "group": 32, "bias": None}
     scale = empty(n, dtype=torch.float32)
     if op in ("w8a8_linear", "w8a8_linear_swiglu", "fp8_linear"):
         values = torch.float8_e4m3fn if op == "fp8_linear" else torch.int8
