@@ -146,22 +146,39 @@ class FusedCausalLM(FusedModule):
         return normed
 
 
-class FusedLayer(FusedModule):
+class FusedMLPLayer(FusedModule):
+    """A pre-norm layer of which the norm before the MLP, and the MLP or the experts, are fused."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        mlp = cast(nn.Module, plain.mlp)
+        self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
+        self.mlp_norm = FusedNorm(
+            cast(nn.Module, plain.mlp_norm),
+            cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
+        )
+        self.mlp = fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
+
+    def mlp_branch(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """(branch, residual) from the mixer's branch and the residual before it."""
+        normed, residual = self.mlp_norm(x, residual, step)
+        if self.gated:
+            return self.mlp(normed, residual, step), residual
+        return self.mlp(normed, step), residual
+
+
+class FusedLayer(FusedMLPLayer):
     """One pre-norm layer: norm → attention → norm → MLP."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
-        attn, mlp = cast(Attention, plain.attn), cast(nn.Module, plain.mlp)
+        attn = cast(Attention, plain.attn)
         # linear_add rounds differently than a LayerNorm's own addition: not fused there
         adds_residual = isinstance(plain.mlp_norm, RMSNorm)
-        gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
         self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
         self.attn = FusedAttention(attn, adds_residual)
-        self.mlp_norm = FusedNorm(
-            cast(nn.Module, plain.mlp_norm), cast(GatedMLP, mlp).gate_up_proj if gated else None
-        )
-        self.gated = gated
-        self.mlp = fused_mlp(mlp) if gated or isinstance(mlp, MoE) else mlp
 
     def forward(
         self,
@@ -177,24 +194,11 @@ class FusedLayer(FusedModule):
             residual = residual[step.logit_rows]
         x = self.attn(normed, residual, rope, step, logit_step)
         step = logit_step or step
-        normed, residual = self.mlp_norm(x, residual, step)
-        if self.gated:
-            return self.mlp(normed, residual, step), residual
-        return self.mlp(normed, step), residual
+        return self.mlp_branch(x, residual, step)
 
 
-class FusedHybridLayer(FusedModule):
-    """A pre-norm layer with a plain mixer: its MLP or experts are fused."""
-
-    def __init__(self, plain: nn.Module) -> None:
-        super().__init__(plain)
-        mlp = cast(nn.Module, plain.mlp)
-        self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
-        self.mlp_norm = FusedNorm(
-            cast(nn.Module, plain.mlp_norm),
-            cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
-        )
-        self.mlp = fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
+class FusedHybridLayer(FusedMLPLayer):
+    """A pre-norm layer whose mixer is plain."""
 
     def forward(
         self,
@@ -212,10 +216,7 @@ class FusedHybridLayer(FusedModule):
         x = plain.attn(normed, rope, step)
         if logit_step is not None:
             x, residual, step = x[step.logit_rows], residual[step.logit_rows], logit_step
-        normed, residual = self.mlp_norm(x, residual, step)
-        if self.gated:
-            return self.mlp(normed, residual, step), residual
-        return self.mlp(normed, step), residual
+        return self.mlp_branch(x, residual, step)
 
 
 def fused_mlp(mlp: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from modelmill.nn.layer_spec import (
     StateHeadPartition,
 )
 from modelmill.nn.linear import Linear
+from modelmill.nn.rank_heads import HeadRecurrence, RankHeads
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -157,19 +158,14 @@ class GatedDeltaNet(nn.Module):
         self.conv.take_channels(keys, (second + keys[0], second + keys[1]), values)
 
 
-class DeltaRates(nn.Module):
+class DeltaRates(RankHeads):
     """x Wᵀ in float32: [T, H] → b | a, [T, 2·heads]. The matrix is small and never quantized."""
 
     weight: torch.Tensor
 
     def __init__(self, spec: GatedDeltaNetSpec) -> None:
-        super().__init__()
-        self.heads: Range = (0, spec.heads)
+        super().__init__(spec.heads)
         self.register_buffer("weight", torch.empty(2 * spec.heads, spec.hidden, device="meta"))
-
-    def take_heads(self, heads: Range) -> None:
-        """Keep a rank's heads."""
-        self.heads = heads
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The rates of this rank's heads before their activations."""
@@ -178,30 +174,16 @@ class DeltaRates(nn.Module):
         return x.float() @ weight.float().T
 
 
-class DeltaRule(nn.Module):
+class DeltaRule(HeadRecurrence):
     """The recurrence over q, k, v behind the convolution and the rates."""
 
     A_log: torch.Tensor
     dt_bias: torch.Tensor
 
     def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
-        super().__init__()
-        self.spec = spec
-        self.state_index = state_index
-        self.heads: Range = (0, spec.heads)
+        super().__init__(spec, state_index)
         self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
         self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
-
-    def take_heads(self, heads: Range) -> None:
-        """Keep a rank's heads."""
-        self.heads = heads
-
-    @property
-    def state_spec(self) -> StateSpec:
-        """The state of this rank's heads."""
-        whole = self.spec.state
-        count = self.heads[1] - self.heads[0]
-        return StateSpec(whole.name, (count, *whole.shape[1:]), whole.dtype)
 
     def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""

@@ -22,6 +22,7 @@ from modelmill.nn.layer_spec import (
     linear_tensors,
 )
 from modelmill.nn.linear import Linear
+from modelmill.nn.rank_heads import HeadRecurrence, RankHeads
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -160,21 +161,16 @@ class Mamba2(nn.Module):
         self.conv.take_channels(inner, (first, end), (second + first, second + end))
 
 
-class StepSizes(nn.Module):
+class StepSizes(RankHeads):
     """x Wᵀ + b in float32: [T, H] → dt [T, heads]. The matrix is small and never quantized."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(self, spec: Mamba2Spec) -> None:
-        super().__init__()
-        self.heads: Range = (0, spec.heads)
+        super().__init__(spec.heads)
         self.register_buffer("weight", torch.empty(spec.heads, spec.hidden, device="meta"))
         self.register_buffer("bias", torch.empty(spec.heads, device="meta") if spec.bias else None)
-
-    def take_heads(self, heads: Range) -> None:
-        """Keep a rank's heads."""
-        self.heads = heads
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The steps of this rank's heads before their activation."""
@@ -182,7 +178,7 @@ class StepSizes(nn.Module):
         return dt if self.bias is None else dt + own_rows(self.bias, (self.heads,)).float()
 
 
-class StateSpaceScan(nn.Module):
+class StateSpaceScan(HeadRecurrence):
     """The recurrence over x, B, C behind the convolution and the steps."""
 
     A_log: torch.Tensor
@@ -190,23 +186,10 @@ class StateSpaceScan(nn.Module):
     D: torch.Tensor
 
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
-        super().__init__()
+        super().__init__(spec, state_index)
         self.spec = spec
-        self.state_index = state_index
-        self.heads: Range = (0, spec.heads)
         for name in ("A_log", "dt_bias", "D"):
             self.register_buffer(name, torch.empty(spec.heads, device="meta"))
-
-    def take_heads(self, heads: Range) -> None:
-        """Keep a rank's heads."""
-        self.heads = heads
-
-    @property
-    def state_spec(self) -> StateSpec:
-        """The state of this rank's heads."""
-        whole = self.spec.state
-        count = self.heads[1] - self.heads[0]
-        return StateSpec(whole.name, (count, *whole.shape[1:]), whole.dtype)
 
     def forward(self, mixed: torch.Tensor, dt: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, x | B | C], [T, heads] → [T, heads·head_dim] float32."""
@@ -226,7 +209,7 @@ class StateSpaceScan(nn.Module):
         )
 
 
-class GatedGroupNorm(nn.Module):
+class GatedGroupNorm(RankHeads):
     """x · silu(z), then RMSNorm of each group's channels; ranks add up their squares.
 
     The weight has the values of all channels, also on a rank that computes some of them.
@@ -235,14 +218,9 @@ class GatedGroupNorm(nn.Module):
     weight: torch.Tensor
 
     def __init__(self, spec: Mamba2Spec) -> None:
-        super().__init__()
+        super().__init__(spec.heads)
         self.spec = spec
-        self.heads: Range = (0, spec.heads)
         self.register_buffer("weight", torch.empty(spec.width, device="meta"))
-
-    def take_heads(self, heads: Range) -> None:
-        """Keep a rank's heads."""
-        self.heads = heads
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
