@@ -6,16 +6,21 @@ same conversation gets the same text, calls and usage in each.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from fastapi import Request
+from starlette.responses import Response
+
 from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
+from modelmill.serve.call_progress import CallProgress, stop_strings
+from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.chat import is_truncated, make_chat_tool_parser
-from modelmill.serve.routes.common import openai_finish_reason
+from modelmill.serve.routes.common import get_service
 from modelmill.serve.schema import ChatRequest
+from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.text.answer_pieces import AnswerPiece, ToolCallDelta
 from modelmill.text_processor import TextProcessor
 
@@ -29,12 +34,10 @@ class ChatAnswer:
         self, chat: ChatRequest, text_processor: TextProcessor, state: RequestState
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
-        self._forces_call = chat.forces_call
+        self._calls = CallProgress(chat, text_processor)
         self._parser = make_chat_tool_parser(chat, text_processor, state)
-        self._stops = frozenset([chat.stop] if isinstance(chat.stop, str) else chat.stop or ())
+        self._stops = stop_strings(chat)
         self._may_call = bool(chat.offered_tools)
-        self._num_calls = 0
-        self._arguments = ""
         self.finish_reason: str | None = None
         """As OpenAI names it: stop, length or tool_calls; None until the end."""
         self.stop_string: str | None = None
@@ -52,11 +55,9 @@ class ChatAnswer:
         pieces = self._split(delta.text, output if ended else None)
         for piece in pieces:
             if isinstance(piece, ToolCallDelta):
-                self._num_calls += piece.name is not None
-                begins = piece.name is not None
-                self._arguments = ("" if begins else self._arguments) + piece.arguments
+                self._calls.add(piece)
         if ended:
-            self.finish_reason = self._finish_reason(output)
+            self.finish_reason = self._calls.finish_reason(output, output.finish_reason)
             reason = output.stop_reason
             if isinstance(reason, str) and reason in self._stops:
                 self.stop_string = reason
@@ -70,23 +71,6 @@ class ChatAnswer:
             pieces += self._parser.flush(is_truncated(ended))
         return [piece for piece in pieces if piece != ""]
 
-    def _finish_reason(self, output: CompletionOutput) -> str | None:
-        reason = openai_finish_reason(output.finish_reason)
-        if reason != "stop" or not self._num_calls:
-            return reason
-        # a stop string or the end of a grammar inside a call leaves no call that can be made
-        may_be_cut = output.stop_reason in self._stops or self._forces_call
-        return "stop" if may_be_cut and not is_json(self._arguments) else "tool_calls"
-
-
-def is_json(text: str) -> bool:
-    """Whether a text is valid JSON."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
 
 class AnswerBuilder(Protocol[T]):
     """What collects a whole answer from the deltas that a stream would send."""
@@ -96,6 +80,10 @@ class AnswerBuilder(Protocol[T]):
 
     def response(self) -> T:
         """Return the whole answer."""
+
+
+class StreamedBuilder(EventFormatter, AnswerBuilder[T], Protocol[T]):
+    """An answer that is either collected or sent as events."""
 
 
 class AnswerCollector(Generic[T]):
@@ -120,6 +108,25 @@ class AnswerCollector(Generic[T]):
     def close(self) -> None:
         """Abort the request if it has not finished."""
         self._handle.close()
+
+
+async def stream_or_whole(
+    request: Request,
+    handle: RequestHandle,
+    builder: StreamedBuilder[Any],
+    *,
+    streams: bool,
+    large_events: bool = False,
+) -> Response:
+    """The response of a dialect: its events, or one JSON document of the same deltas.
+
+    large_events: make the events on a thread.
+    """
+    run_in_thread = get_service(request).run_in_thread
+    if streams:
+        return EventStream(handle, builder, run_in_thread if large_events else None)
+    whole = await wait_or_disconnect(request, AnswerCollector(handle, builder))
+    return await run_in_thread(Utf8JsonResponse, whole)
 
 
 def exhaust(events: Iterable[Any]) -> None:

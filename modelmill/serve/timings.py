@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelmill.request_state import RequestState
+from modelmill.serve.schema import GenerationFields
 
 
 def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
@@ -26,6 +27,16 @@ def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
         **_rates("prompt", computed, first),
         **_rates("predicted", predicted, max(total - first, 0.0)),
     }
+
+
+def last_fields(body: GenerationFields, states: Sequence[RequestState]) -> dict[str, Any]:
+    """Keys of an answer that are known at its end: timings and warnings, if there are any."""
+    out: dict[str, Any] = {}
+    if body.timings_per_token:
+        out["timings"] = request_timings(states)
+    if body.warnings:
+        out["warnings"] = body.warnings
+    return out
 
 
 def _rates(name: str, count: int, seconds: float) -> dict[str, Any]:

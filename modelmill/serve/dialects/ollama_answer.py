@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from modelmill.outputs import OutputDelta
-from modelmill.serve.chat_answer import is_json
+from modelmill.serve.call_progress import is_json
 from modelmill.serve.errors import ApiError
 from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import ChatLogprobsFormatter

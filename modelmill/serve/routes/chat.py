@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.call_progress import CallProgress
 from modelmill.serve.custom_tools import CallDeltas, call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.final_message import split_answer_start
@@ -30,13 +30,12 @@ from modelmill.serve.request_options import (
 from modelmill.serve.routes.common import (
     check_message_sizes,
     find_engine,
-    openai_finish_reason,
     random_id,
     submit_requests,
 )
 from modelmill.serve.schema import ChatRequest, Tool, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import request_timings
+from modelmill.serve.timings import last_fields, request_timings
 from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.answer_pieces import (
@@ -214,16 +213,7 @@ class ChatResponseBuilder(EventFormatter):
         self._tool_parsers = [
             make_chat_tool_parser(body, text_processor, state) for _ in range(self._n)
         ]
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        tool_stops = (
-            ()
-            if text_processor.chat_format is None
-            else load_format(text_processor.chat_format.format_name).calls.stops
-        )
-        # the stop strings of the tool format follow a complete call
-        self._truncating_stops = frozenset(stops).difference(tool_stops)
-        self._num_calls = [0] * self._n
-        self._arguments = [""] * self._n
+        self._calls = [CallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
         self._call_deltas = [CallDeltas(body.custom_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
@@ -242,23 +232,10 @@ class ChatResponseBuilder(EventFormatter):
             pieces += parser.flush(is_truncated(output))
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
         for call in calls:
-            self._num_calls[index] += call.name is not None
-            self._arguments[index] = (
-                "" if call.name is not None else self._arguments[index]
-            ) + call.arguments
+            self._calls[index].add(call)
         content = "".join(piece for piece in pieces if isinstance(piece, str))
         reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningDelta))
         return content, reasoning, calls
-
-    def _finish_reason(self, output: CompletionOutput, reason: str | None) -> str | None:
-        finish_reason, index = openai_finish_reason(reason), output.index
-        if finish_reason != "stop" or not self._num_calls[index]:
-            return finish_reason
-        # a stop string of the request, or a grammar without a next token, may end a call in its
-        # middle; it does not count as a call then
-        ended = output.stop_reason in self._truncating_stops or self._body.forces_call
-        cut = ended and not _is_valid_json(self._arguments[index])
-        return "stop" if cut else "tool_calls"
 
     def full_response(self) -> dict[str, Any]:
         """Return the response body of a request without streaming."""
@@ -273,16 +250,7 @@ class ChatResponseBuilder(EventFormatter):
         if self._body.prompt_logprobs is not None:
             state = self._handle.request_states[0]
             response["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
-        return {**response, **self._last_fields()}
-
-    def _last_fields(self) -> dict[str, Any]:
-        """Keys that are known at the end: timings and warnings, if there are any."""
-        out: dict[str, Any] = {}
-        if self._body.timings_per_token:
-            out["timings"] = request_timings(self._handle.request_states)
-        if self._body.warnings:
-            out["warnings"] = self._body.warnings
-        return out
+        return {**response, **last_fields(self._body, self._handle.request_states)}
 
     def _progress_fields(self) -> dict[str, Any]:
         """Keys of every event of a stream, where the client wants to follow its progress."""
@@ -309,7 +277,7 @@ class ChatResponseBuilder(EventFormatter):
             "index": output.index,
             "message": message,
             "logprobs": self._logprobs[output.index].format_next(output, count),
-            "finish_reason": self._finish_reason(output, output.finish_reason),
+            "finish_reason": self._calls[output.index].finish_reason(output, output.finish_reason),
             "stop_reason": output.stop_reason,
         }
         return {**choice, "token_ids": output.token_ids} if self._body.return_token_ids else choice
@@ -355,7 +323,7 @@ class ChatResponseBuilder(EventFormatter):
             delta.index,
             content,
             logprobs,
-            self._finish_reason(output, delta.finish_reason),
+            self._calls[output.index].finish_reason(output, delta.finish_reason),
             choice_fields,
         )
 
@@ -407,11 +375,3 @@ class ChatResponseBuilder(EventFormatter):
 def _reasoning_fields(reasoning: str) -> dict[str, str]:
     """The thinking under both of its usual names; none if there is none."""
     return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
-
-
-def _is_valid_json(arguments: str) -> bool:
-    try:
-        json.loads(arguments)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -34,7 +34,7 @@ from modelmill.serve.routes.common import (
 from modelmill.serve.schema import MAX_TOP_LOGPROBS, CompletionRequest
 from modelmill.serve.special_tokens import encode_infill, encode_text
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import request_timings
+from modelmill.serve.timings import last_fields, request_timings
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -207,20 +207,11 @@ class CompletionResponseBuilder(EventFormatter):
                 dump_json(
                     {
                         "usage": openai_format.token_usage(self._handle.request_states),
-                        **self._last_fields(),
+                        **last_fields(self._body, self._handle.request_states),
                     }
                 )[1:],
             )
         )
-
-    def _last_fields(self) -> dict[str, Any]:
-        """Keys that are known at the end: timings and warnings, if there are any."""
-        out: dict[str, Any] = {}
-        if self._body.timings_per_token:
-            out["timings"] = request_timings(self._handle.request_states)
-        if self._body.warnings:
-            out["warnings"] = self._body.warnings
-        return out
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         """An event, with the progress if the client wants to follow it."""

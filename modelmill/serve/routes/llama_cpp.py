@@ -9,17 +9,15 @@ from fastapi import APIRouter, Request
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import AnswerCollector
+from modelmill.serve.chat_answer import stream_or_whole
 from modelmill.serve.dialects.llama_cpp import (
     InfillRequest,
     NativeAnswer,
     NativeCompletionRequest,
 )
-from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.common import find_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.schema import CompletionRequest
-from modelmill.serve.stream import EventStream, wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -38,7 +36,7 @@ async def infill(body: InfillRequest, request: Request) -> Any:
 
 
 async def _answer(body: NativeCompletionRequest | InfillRequest, request: Request) -> Any:
-    service, engine = find_engine(request, body.model)
+    _, engine = find_engine(request, body.model)
     body.check()
     engine.check_capacity(1)
     (made, _), handle = await submit_requests(
@@ -50,10 +48,7 @@ async def _answer(body: NativeCompletionRequest | InfillRequest, request: Reques
         get_states=lambda prepared: prepared[1],
     )
     answer = NativeAnswer(body.model or engine.name, made, handle)
-    if body.stream:
-        return EventStream(handle, answer)
-    whole = await wait_or_disconnect(request, AnswerCollector(handle, answer))
-    return await service.run_in_thread(Utf8JsonResponse, whole)
+    return await stream_or_whole(request, handle, answer, streams=bool(body.stream))
 
 
 def _prepare(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import AnswerCollector, ChatAnswer
+from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
 from modelmill.serve.dialects.anthropic_answer import MessageBuilder
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_ERRORS
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
@@ -19,7 +19,6 @@ from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import find_engine, submit_requests
 from modelmill.serve.schema import ChatRequest
-from modelmill.serve.stream import EventStream, wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
@@ -28,7 +27,7 @@ router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service, engine = find_engine(request, body.model)
+    _, engine = find_engine(request, body.model)
     engine.check_capacity(1)
     (chat, _), handle = await submit_requests(
         request,
@@ -40,10 +39,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
     )
     answer = ChatAnswer(chat, engine.text_processor, handle.request_states[0])
     builder = MessageBuilder(body.model, answer, handle, chat.warnings)
-    if body.stream:
-        return EventStream(handle, builder)
-    message = await wait_or_disconnect(request, AnswerCollector(handle, builder))
-    return await service.run_in_thread(Utf8JsonResponse, message)
+    return await stream_or_whole(request, handle, builder, streams=bool(body.stream))
 
 
 @router.post("/v1/messages/count_tokens")

@@ -13,7 +13,7 @@ from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import AnswerCollector, ChatAnswer
+from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
 from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS,
     OllamaAnswer,
@@ -40,7 +40,6 @@ from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
-from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import find_engine, get_service, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
@@ -48,7 +47,7 @@ from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.schema import ChatRequest, CompletionRequest
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.service import Service
-from modelmill.serve.stream import EventStream, wait_or_disconnect
+from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=OLLAMA_ERRORS)
@@ -86,7 +85,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     answer = OllamaAnswer(
         body.model, PlainAnswer(), handle, formatter, is_chat=False, warnings=completion.warnings
     )
-    return await _respond(service, body, request, handle, answer)
+    return await stream_or_whole(request, handle, answer, streams=body.streams)
 
 
 @router.post("/api/embed")
@@ -209,20 +208,7 @@ async def _answer_chat(
     answer = OllamaAnswer(
         body.model, source, handle, formatter, is_chat=is_chat, warnings=chat_body.warnings
     )
-    return await _respond(get_service(request), body, request, handle, answer)
-
-
-async def _respond(
-    service: Service,
-    body: OllamaGenerationFields,
-    request: Request,
-    handle: RequestHandle,
-    answer: OllamaAnswer,
-) -> Any:
-    if body.streams:
-        return EventStream(handle, answer)
-    whole = await wait_or_disconnect(request, AnswerCollector(handle, answer))
-    return await service.run_in_thread(Utf8JsonResponse, whole)
+    return await stream_or_whole(request, handle, answer, streams=body.streams)
 
 
 def _prepare_chat(

@@ -13,7 +13,7 @@ from modelmill.outputs import CompletionOutput
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.chat_answer import AnswerCollector, exhaust
+from modelmill.serve.chat_answer import exhaust, stream_or_whole
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -29,7 +29,7 @@ from modelmill.serve.routes.common import (
     submit_requests,
 )
 from modelmill.serve.schema import ChatRequest
-from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
+from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta
 from modelmill.text_processor import TextProcessor
 
@@ -61,10 +61,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
         engine.text_processor,
         store=ResponseWriter(service, request, body.input) if stores(service, body) else None,
     )
-    if body.stream:
-        return EventStream(handle, builder, service.run_in_thread if body.wants_logprobs else None)
-    response = await wait_or_disconnect(request, AnswerCollector(handle, builder))
-    return await service.run_in_thread(openai_format.Utf8JsonResponse, response)
+    streams, large = bool(body.stream), bool(body.wants_logprobs)
+    return await stream_or_whole(request, handle, builder, streams=streams, large_events=large)
 
 
 def _make_chat_request(
