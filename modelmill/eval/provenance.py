@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def provenance() -> dict[str, Any]:
     """Return what every row carries: ``commit``, and the facts of ``host_facts``."""
-    return {"commit": git_commit(), **host_facts()}
+    return {"commit": _running_commit(), **host_facts()}
+
+
+@cache
+def _running_commit() -> str | None:
+    """The commit of the code of this process, read once: rows are written between timings."""
+    return git_commit()
 
 
 def git_commit(root: Path = ROOT) -> str | None:
@@ -25,6 +32,9 @@ def git_commit(root: Path = ROOT) -> str | None:
     """
     if named := option_from_env("commit"):
         return named
+    # an installed package may lie inside a checkout of something else
+    if not (root / ".git").exists():
+        return None
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
@@ -44,13 +54,19 @@ def host_facts() -> dict[str, Any]:
         else os.cpu_count(),
         "load_1m": round(os.getloadavg()[0], 2),
     }
+    return facts | _gpu_facts()
+
+
+@cache
+def _gpu_facts() -> dict[str, Any]:
+    """The first GPU's id, driver and power limit, read once; nothing without a GPU."""
     gpus = _output(
         ["nvidia-smi", "--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
     )
-    if gpus:
-        uuid, driver, limit = (part.strip() for part in gpus.splitlines()[0].split(","))
-        facts |= {"device_id": uuid, "driver": driver, "power_limit": limit}
-    return facts
+    if not gpus:
+        return {}
+    uuid, driver, limit = (part.strip() for part in gpus.splitlines()[0].split(","))
+    return {"device_id": uuid, "driver": driver, "power_limit": limit}
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from modelmill.eval import provenance as provenance_module
 from modelmill.eval.provenance import git_commit, host_facts, provenance
 
 
@@ -30,9 +31,14 @@ def test_a_checkout_with_changes_is_called_dirty(tmp_path: Path) -> None:
 
 def test_no_checkout_and_a_named_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert git_commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    (tmp_path / "site-packages").mkdir()
+    assert git_commit(tmp_path / "site-packages") is None, "the checkout of something else"
     monkeypatch.setenv("MODELMILL_COMMIT", "abc123")
+    provenance_module._running_commit.cache_clear()
     assert git_commit(tmp_path) == "abc123"
     assert provenance()["commit"] == "abc123"
+    provenance_module._running_commit.cache_clear()
 
 
 def test_the_host_is_named_with_its_load() -> None:
