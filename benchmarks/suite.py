@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,6 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.append_rows import portable_command  # noqa: E402
 from benchmarks.figure_statistics import LONG, SHORT, MeasuredFigure, speedup  # noqa: E402
 from benchmarks.llamacpp_side import FILE_TYPES  # noqa: E402
 from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
@@ -140,7 +141,7 @@ class Suite:
             "bench": "suite", "shape": shape, "work": work.name, "subject": side.name,
             "value": figure.value, "unit": "ms", "floor": floor, "spread": figure.to_dict(),
             "calls_s": calls, "statistic": work.statistic, "run": self.run,
-            "command": portable_command(sys.argv[1:]), **side.facts, **self.made_by,
+            "command": portable_command("suite", sys.argv[1:]), **side.facts, **self.made_by,
             "device": self.limits.name, "bytes_per_s": round(self.limits.bytes_per_s),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }  # fmt: skip
@@ -160,7 +161,7 @@ class Suite:
             for _, work, floor, figures in lines:
                 table.add_row(*table_cells(work, floor, figures, names))
             console.print(table)
-        print_skipped(console, skipped)
+        print_skipped(functools.partial(console.print, soft_wrap=True), skipped)
         console.print(f"rows: {self.out}", soft_wrap=True)
 
 
@@ -188,21 +189,15 @@ def table_cells(
     return [work, f"{floor:.2f}", *cells, ratio]
 
 
-def print_skipped(console: Any, skipped: Sequence[Skipped]) -> None:
+def print_skipped(write: Callable[[str], object], skipped: Sequence[Skipped]) -> None:
     """What was not measured, a line each."""
     for each in skipped:
-        console.print(f"not measured: {each.name}: {each.reason}", soft_wrap=True)
+        write(f"not measured: {each.name}: {each.reason}")
 
 
 def slug(device: str) -> str:
     """NVIDIA H200 → nvidia-h200: the name of a device's file of rows."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-
-
-def portable_command(arguments: Sequence[str]) -> str:
-    """The command line, folders of this machine by their last name only."""
-    names = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
-    return shlex.join(["python", "benchmarks/suite.py", *names])
 
 
 # -- a GPU
@@ -222,7 +217,8 @@ def run_gpu(options: argparse.Namespace) -> int:
     if options.plan:
         for plan in plans:
             print(f"{plan.shape}: {', '.join(work.name for work in plan.works)}; {names}")
-        return print_plan(skipped)
+        print_skipped(print, skipped)
+        return 0
     suite = Suite(options, measure_limits("cuda"))
     for plan in plans:
         with suite.setup.open_peers(names, plan.shape, SHARED_GPU_FRACTION, MAX_NUM_SEQS) as sides:
@@ -236,13 +232,6 @@ def has_peer(options: argparse.Namespace, package: str) -> bool:
     if package == "vllm" and (options.vllm or options.vllm_python):
         return True
     return importlib.util.find_spec(package) is not None
-
-
-def print_plan(skipped: Sequence[Skipped]) -> int:
-    """Print what will not be measured."""
-    for each in skipped:
-        print(f"not measured: {each.name}: {each.reason}")
-    return 0
 
 
 # -- a CPU
@@ -259,13 +248,13 @@ def run_cpu(options: argparse.Namespace) -> int:
         skipped.append(Skipped("transformers", "not installed"))
     if options.plan:
         print(f"{CPU_SHAPE}: {', '.join(work.name for work in works)}; threads {options.threads}")
-        return print_plan(skipped)
+        print_skipped(print, skipped)
+        return 0
     gguf = options.gguf or pull_model(options.work)
     suite = Suite(options, measure_limits("cpu"))
     with contextlib.ExitStack() as stack:
         sides = []
-        for start in cpu_sides(suite.setup, options, gguf, python):
-            side = start
+        for side in cpu_sides(suite.setup, options, gguf, python):
             stack.callback(side.close)
             try:
                 side.ready()

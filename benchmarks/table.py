@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.append_rows import portable_command  # noqa: E402
 from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
 from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
@@ -207,8 +207,8 @@ class SpeedTable:
             "spread": figure.to_dict(),
             "calls_s": {name: [round(each, 5) for each in calls] for name,
             calls in figure.calls.items()},
-            "statistic": work.statistic, "run": self.run, "command": portable_command(sys.argv[1:]),
-            **facts,
+            "statistic": work.statistic, "run": self.run,
+            "command": portable_command("table", sys.argv[1:]), **facts,
             **self.made_by, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), **more,
         }  # fmt: skip
 
@@ -259,12 +259,6 @@ def format_spread(figure: MeasuredFigure) -> str:
 
 def _plain(value: float | None) -> str:
     return "–" if value is None else f"{value:g}"
-
-
-def portable_command(arguments: Sequence[str]) -> str:
-    """The command line, folders of this machine by their last name only."""
-    names = [Path(each).name if Path(each).is_absolute() else each for each in arguments]
-    return shlex.join(["python", "benchmarks/table.py", *names])
 
 
 def order_requests(lengths: Lengths, order: str) -> Lengths:

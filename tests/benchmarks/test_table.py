@@ -236,7 +236,7 @@ def test_a_printed_line_has_the_target_both_sides_and_the_ratio() -> None:
 
 def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
     command = table.portable_command(
-        ["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"]
+        "table", ["trace", "--peer", "/tmp/some/where/kit", "--out", "rows.jsonl"]
     )
     assert command == "python benchmarks/table.py trace --peer kit --out rows.jsonl"
 
