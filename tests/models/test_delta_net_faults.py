@@ -19,6 +19,7 @@ from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
 from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.families.qwen3_5_text import CASE
+from tests.models.planted_fault import assert_refused_by_name
 from tests.models.test_moe_faults import changed_module, changed_tensor
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -198,13 +199,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_planted_fault_is_refused_by_name(
     fault: str, dtype: str, recipe: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    plant, modules, layer = FAULTS[fault]
-    with plant():
-        report, written = build_and_accept(
-            checkpoint, tmp_path / "e", dtype, recipe, **RECIPES[recipe]
-        )
-    assert not written
-    assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
+    out, options = tmp_path / "e", RECIPES[recipe]
+    assert_refused_by_name(FAULTS[fault], checkpoint, out, dtype, recipe, **options)
 
 
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:
