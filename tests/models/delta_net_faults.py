@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.models.family_cases import EPS_FAULT, ROTARY, Change, PlantedFault, based, fault
+from tests.models.family_cases import (
+    EPS_FAULT,
+    ROTARY,
+    FamilyCase,
+    PlantedFault,
+    based,
+    changed,
+    fault,
+)
 
 LAYER_TYPES = ["full_attention", "linear_attention"]
 DELTA_NET: dict[str, Any] = {
@@ -46,13 +54,19 @@ DELTA_NET_REFUSED: dict[str, Any] = {
 }
 
 
-def with_recurrence(**changes: Any) -> Change:
-    """Changes the recurrence of a hybrid."""
-    return lambda recurrence: replace(recurrence, **changes)
-
-
 DELTA_NET_FAULTS: dict[str, PlantedFault] = {
     "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
     "eps x 10": EPS_FAULT,
-    "gated norm's eps x 1000": fault("attn.gated_norm", recurrence=with_recurrence(eps=1e-3)),
+    "gated norm's eps x 1000": fault("attn.gated_norm", recurrence=changed(eps=1e-3)),
 }
+
+
+def with_delta_net(case: FamilyCase) -> FamilyCase:
+    """A family of decoders, some of whose layers are Gated DeltaNet."""
+    return replace(
+        case,
+        base={**case.base, **DELTA_NET},
+        switches=(*case.switches, *DELTA_NET_SWITCHES),
+        refused={**case.refused, **DELTA_NET_REFUSED, "hidden_act": "gelu"},
+        faults={**case.faults, **DELTA_NET_FAULTS},
+    )

@@ -147,6 +147,60 @@ class FamilyCase:
         return self.make(self.raw(**changes), folder)
 
 
+def decoder_family(
+    model_type: str,
+    base: Mapping[str, Any],
+    switches: tuple[Mapping[str, Any], ...],
+    refused: Mapping[str, Any],
+    faults: Mapping[str, PlantedFault],
+    *,
+    sizes: tuple[Mapping[str, Any], ...] | None = None,
+    ropes: tuple[Mapping[str, Any], ...] = ROPES,
+    **more: Any,
+) -> FamilyCase:
+    """A family of decoders with LLaMA's keys; what it says comes beside what all have.
+
+    Args:
+        model_type: Its name.
+        base: Beside ``SMALL``; ``None`` leaves a key out.
+        switches: Behind ``sizes`` and ``ropes``.
+        refused: Beside ``REFUSED``.
+        faults: Beside ``LLAMA_FAULTS``, or in the place of one of them.
+        sizes: Switches of sizes; None: ``COMMON_SWITCHES``, with fewer layers where the base has
+            more than two.
+        ropes: Switches of the rotation.
+        more: Further attributes of FamilyCase.
+    """
+    if sizes is None:
+        more_layers = base.get("num_hidden_layers", 2) > 2
+        sizes = tuple(
+            {"num_hidden_layers": 2} if more_layers and "num_hidden_layers" in each else each
+            for each in COMMON_SWITCHES
+        )
+    return FamilyCase(
+        model_type,
+        {**SMALL, **base},
+        (*sizes, *ropes, *switches),
+        {**REFUSED, **refused},
+        {**LLAMA_FAULTS, **faults},
+        **more,
+    )
+
+
+def size_switches(
+    *kv_heads: int | None, hidden_size: int = 64, num_hidden_layers: int = 2
+) -> tuple[dict[str, Any], ...]:
+    """Each size at a second value, one at a time."""
+    return (
+        *({"num_key_value_heads": count} for count in kv_heads),
+        {"hidden_size": hidden_size},
+        {"num_hidden_layers": num_hidden_layers},
+        {"intermediate_size": 72},
+        {"vocab_size": 96},
+        {"max_position_embeddings": 128},
+    )
+
+
 def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Any:
     """The transformers model of a config.json, seeded, weights spread enough to show faults."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -203,15 +257,20 @@ def fault(
 ) -> PlantedFault:
     """A fault that replaces fields of the model's config; a callable gets the field's value."""
     names = (modules,) if isinstance(modules, str) else modules
+    return PlantedFault(changed(**changes), names, layer, case or {})
 
-    def change(config: Any) -> Any:
+
+def changed(**changes: Any) -> Change:
+    """Replaces fields; a callable gets the field's value."""
+
+    def change(spec: Any) -> Any:
         values = {
-            key: value(getattr(config, key)) if callable(value) else value
+            key: value(getattr(spec, key)) if callable(value) else value
             for key, value in changes.items()
         }
-        return replace(config, **values)
+        return replace(spec, **values)
 
-    return PlantedFault(change, names, layer, case or {})
+    return change
 
 
 def times(factor: float) -> Callable[[float], float]:
@@ -254,6 +313,7 @@ QK = ("attn.q_proj", "attn.k_proj")
 ROTARY = ("attn.rope_cache.q", "attn.rope_cache.k")
 ROPE_FAULT = fault(ROTARY, rope=based(2.0))
 EPS_FAULT = fault("attn_norm.eps", eps=times(10))
+ALL_ROTATED = fault(ROTARY, 1, unrotated_layers=frozenset())
 
 
 class ReversedSlopes(AlibiConfig):

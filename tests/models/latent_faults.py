@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,36 +14,26 @@ from modelmill.nn.latent_attention import (
     LatentCache,
     LatentCore,
 )
-from tests.models.family_cases import Change, PlantedFault, fault, times
+from tests.models.family_cases import Change, PlantedFault, changed, fault, times
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.9,
         "mscale_all_dim": 0.7, "beta_fast": 4, "beta_slow": 1}  # fmt: skip
 
 
-def latent(**changes: Any) -> Change:
-    """Changes the latent attention; a callable gets the field's value."""
+def with_module(name: str, module: Callable[[LatentAttentionSpec, int], Any]) -> Change:
+    """Latent attention, one of whose modules is another."""
 
-    def change(spec: Any) -> Any:
-        values = {
-            key: value(getattr(spec, key)) if callable(value) else value
-            for key, value in changes.items()
-        }
-        return replace(spec, **values)
+    class Changed(LatentAttentionSpec):
+        def make(self, cache_index: int) -> LatentAttention:
+            made = super().make(cache_index)
+            setattr(made, name, module(self, cache_index))
+            return made
 
-    return change
+    return lambda spec: Changed(**vars(spec))
 
 
-class ValuesFirst(LatentAttentionSpec):
+class ValuesFirst(LatentCore):
     """The rows of a head's values in front of its keys'."""
-
-    def make(self, cache_index: int) -> LatentAttention:
-        module = super().make(cache_index)
-        module.core = ValuesFirstCore(self, cache_index)
-        return module
-
-
-class ValuesFirstCore(LatentCore):
-    """See ``ValuesFirst``."""
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         both = torch.cat(super().up_projections(), 1)
@@ -51,17 +41,8 @@ class ValuesFirstCore(LatentCore):
         return key_up, value_up
 
 
-class MovedRotation(LatentAttentionSpec):
+class MovedRotation(LatentCache):
     """Other channels of queries and latent vectors are rotated."""
-
-    def make(self, cache_index: int) -> LatentAttention:
-        module = super().make(cache_index)
-        module.rope_cache = MovedRotationCache(self, cache_index)
-        return module
-
-
-class MovedRotationCache(LatentCache):
-    """See ``MovedRotation``."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
         return super()._rotate(x.roll(2, -1), begin, rope).roll(-2, -1)
@@ -69,17 +50,17 @@ class MovedRotationCache(LatentCache):
 
 LATENT_FAULTS: dict[str, PlantedFault] = {
     "pairs half a head apart": fault(
-        ("attn.rope_cache.q", "attn.rope_cache.k"), latent_attention=latent(neighbours=False)
+        ("attn.rope_cache.q", "attn.rope_cache.k"), latent_attention=changed(neighbours=False)
     ),
-    "scores x 1.5": fault("attn.core", latent_attention=latent(scale=times(1.5))),
+    "scores x 1.5": fault("attn.core", latent_attention=changed(scale=times(1.5))),
     "values in the place of keys": fault(
-        "attn.core", latent_attention=lambda spec: ValuesFirst(**vars(spec))
+        "attn.core", latent_attention=with_module("core", ValuesFirst)
     ),
     "rotated channels moved by two": fault(
         ("attn.rope_cache.q", "attn.rope_cache.k"),
-        latent_attention=lambda spec: MovedRotation(**vars(spec)),
+        latent_attention=with_module("rope_cache", MovedRotation),
     ),
     "no factor of YaRN": fault(
-        "attn.core", case={"rope_scaling": YARN}, latent_attention=latent(scale=20**-0.5)
+        "attn.core", case={"rope_scaling": YARN}, latent_attention=changed(scale=20**-0.5)
     ),
 }

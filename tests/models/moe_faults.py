@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from tests.models.family_cases import Change, PlantedFault, fault
+from tests.models.family_cases import (
+    Change,
+    FamilyCase,
+    PlantedFault,
+    changed,
+    decoder_family,
+    fault,
+)
 
 
 def with_router(**changes: Any) -> Change:
     """Changes the router of a mixture of experts; a callable gets the field's value."""
-
-    def change(moe: Any) -> Any:
-        values = {
-            key: value(getattr(moe.router, key)) if callable(value) else value
-            for key, value in changes.items()
-        }
-        return replace(moe, router=replace(moe.router, **values))
-
-    return change
+    return changed(router=changed(**changes))
 
 
 def one_fewer(count: int) -> int:
@@ -45,3 +44,16 @@ GROUPED_ROUTER_FAULTS: dict[str, PlantedFault] = {
     "no groups": fault(ROUTING, moe=with_router(groups=1, top_groups=1)),
     "one group fewer": fault(ROUTING, moe=with_router(top_groups=one_fewer, top_k=2)),
 }
+
+
+def moe_family(
+    model_type: str,
+    base: Mapping[str, Any],
+    switches: tuple[Mapping[str, Any], ...],
+    refused: Mapping[str, Any],
+    faults: Mapping[str, PlantedFault] = MOE_FAULTS,
+    **more: Any,
+) -> FamilyCase:
+    """A family of decoders with experts (``decoder_family``)."""
+    more = {"kv_tolerance": MOE_KV_TOLERANCE, **more}
+    return decoder_family(model_type, base, switches, refused, faults, **more)

@@ -30,8 +30,10 @@ def plain_frequencies(dim: int, base: float) -> Frequencies:
     return lambda length: base**-exponents
 
 
-def dynamic_frequencies(dim: int, base: float, trained: int, factor: float) -> Frequencies:
-    """NTK: the base grows with the length beyond the trained one."""
+def dynamic_frequencies(dim: int, base: float, trained: int, factor: float | None) -> Frequencies:
+    """NTK: the base grows with the length beyond the trained one; factor None: unscaled."""
+    if factor is None:
+        return plain_frequencies(dim, base)
 
     def frequencies(length: int) -> Tensor:
         growth = factor * max(length, trained) / trained - (factor - 1)

@@ -197,47 +197,44 @@ def changed(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
+def update(part: str, **values: Any) -> Any:
+    """Changes an object of the config."""
+    return lambda config: config[part].update(values)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         (
-            lambda c: c["text_config"].update(model_type="opt"),
+            update("text_config", model_type="opt"),
             UnknownArchitecture,
             "'opt'; known there are llama",
         ),
+        (update("text_config", model_type="t5"), UnknownArchitecture, "t5'; known there are llama"),
         (
-            lambda c: c["text_config"].update(model_type="t5"),
-            UnknownArchitecture,
-            "'t5'; known there are llama",
-        ),
-        (
-            lambda c: c.update(model_type="instructblip"),
+            lambda config: config.update(model_type="instructblip"),
             UnknownArchitecture,
             "InstructBLIP, whose Q-Former reads",
         ),
-        (lambda c: c.pop("qformer_config"), CheckpointError, "lacks qformer_config"),
+        (lambda config: config.pop("qformer_config"), CheckpointError, "lacks qformer_config"),
         (
-            lambda c: c["vision_config"].update(hidden_act="quick_gelu"),
+            update("vision_config", hidden_act="quick_gelu"),
             UnknownArchitecture,
             "only gelu is known",
         ),
         (
-            lambda c: c["vision_config"].update(num_attention_heads="many"),
+            update("vision_config", num_attention_heads="many"),
             CheckpointError,
             "heads must be an integer",
         ),
         (
-            lambda c: c["vision_config"].update(num_hidden_layers=2),
+            update("vision_config", num_hidden_layers=2),
             CheckpointError,
             "vision encoder is 2, the weights have 3",
         ),
+        (update("vision_config", layer_norm_eps=0), CheckpointError, "encoder must be above 0"),
         (
-            lambda c: c["vision_config"].update(layer_norm_eps=0),
-            CheckpointError,
-            "vision_encoder must be above 0",
-        ),
-        (
-            lambda c: c["qformer_config"].update(use_qformer_text_input=True),
+            update("qformer_config", use_qformer_text_input=True),
             UnknownArchitecture,
             "a variant of BLIP-2",
         ),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from modelmill.models import qwen3_5_text
@@ -18,15 +17,10 @@ from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
 from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
-from tests.models.families.qwen3_5_text import CASE
-from tests.models.planted_fault import assert_refused_by_name
+from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
 from tests.models.test_moe_faults import changed_module, changed_tensor
 
-RECIPES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "int4": {"group_size": 32, "method": "nearest"},
-    "smoothquant": {"calibration_samples": 8, "calibration_length": 32},
-}
+FAMILY = "qwen3_5_text"
 LAYER = "layers.0.attn"
 
 
@@ -119,8 +113,7 @@ def one_head(values: torch.Tensor) -> torch.Tensor:
 
 real_rule = DeltaRule.forward
 RULE, CONV = "attn.delta_rule", "attn.conv"
-# the fault, the modules one of which is named, and their layer
-FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+FAULTS: dict[str, PlantedFault] = {
     "state off by one token": (
         lambda: changed_module(DeltaRule, older_state), (f"{RULE}.state",), 0,
     ),
@@ -185,22 +178,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen3_5_text")
-    CASE.save(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("dtype", "recipe"), [("bfloat16", "none"), *(("float32", name) for name in RECIPES)]
-)
-@pytest.mark.parametrize("fault", FAULTS)
+@each_fault(FAULTS)
 def test_a_planted_fault_is_refused_by_name(
-    fault: str, dtype: str, recipe: str, checkpoint: Path, tmp_path: Path
+    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
 ) -> None:
-    out, options = tmp_path / "e", RECIPES[recipe]
-    assert_refused_by_name(FAULTS[fault], checkpoint, out, dtype, recipe, **options)
+    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
 
 
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:

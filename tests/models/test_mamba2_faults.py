@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
 from modelmill.ops import causal_conv, ssd_scan
-from tests.models.families.mamba2 import CASE
-from tests.models.planted_fault import assert_refused_by_name
+from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
 from tests.models.test_delta_net_faults import changed_state, swapped
 from tests.models.test_moe_faults import changed_module, changed_tensor
 
-SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("float32", "none", {}),
-    ("bfloat16", "none", {}),
-    ("float32", "int4", {"group_size": 32, "method": "nearest"}),
-)
+FAMILY = "mamba2"
 LAYER = "layers.1.attn"
 CONV, SSM, NORM = "attn.conv", "attn.ssm", "attn.gated_norm"
 
@@ -57,8 +51,7 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
     return lambda: changed_tensor(f"{LAYER}.{name}", change)
 
 
-# the fault, the modules one of which is named, and their layer
-FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+FAULTS: dict[str, PlantedFault] = {
     "inputs of the convolution off by one token": (
         lambda: changed_state(CausalConv, lambda state: state.roll(1, 1)), (f"{CONV}.state",), 0,
     ),
@@ -95,18 +88,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mamba2")
-    CASE.save(folder)
-    return folder
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda each: "-".join(each[:2]))
-@pytest.mark.parametrize("fault", FAULTS)
+@each_fault(FAULTS, ("none", "int4"))
 def test_a_planted_fault_is_refused_by_name(
-    fault: str, setting: tuple[str, str, dict[str, Any]], checkpoint: Path, tmp_path: Path
+    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
 ) -> None:
-    dtype, recipe, options = setting
-    out = tmp_path / "e"
-    assert_refused_by_name(FAULTS[fault], checkpoint, out, dtype, recipe, **options)
+    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")

@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from modelmill.builder import tensor_plan
 from modelmill.models import qwen2_moe
 from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
-from tests.models.families.qwen2_moe import CASE
-from tests.models.planted_fault import assert_refused_by_name
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "int4": {"group_size": 32, "method": "nearest"},
-    "smoothquant": {"calibration_samples": 8, "calibration_length": 32},
-}
+from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
 
 
 @contextmanager
@@ -86,9 +78,9 @@ def without_sigmoid(
 
 
 real_combine, real_tokens = CombineExperts.forward, ExpertTokens.forward
+FAMILY = "qwen2_moe"
 LAYER = "layers.1.mlp"
-# the fault, the modules one of which is named, and their layer
-FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
+FAULTS: dict[str, PlantedFault] = {
     "experts swapped": (
         swapped_experts,
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"),
@@ -139,19 +131,8 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen2_moe")
-    CASE.save(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("dtype", "recipe"), [("bfloat16", "none"), *(("float32", name) for name in RECIPES)]
-)
-@pytest.mark.parametrize("fault", FAULTS)
+@each_fault(FAULTS)
 def test_a_planted_fault_is_refused_by_name(
-    fault: str, dtype: str, recipe: str, checkpoint: Path, tmp_path: Path
+    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
 ) -> None:
-    out, options = tmp_path / "e", RECIPES[recipe]
-    assert_refused_by_name(FAULTS[fault], checkpoint, out, dtype, recipe, **options)
+    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")

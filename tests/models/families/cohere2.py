@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    ROTARY,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    fault,
-    times,
-)
+from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, times
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "cohere2",
-    {**SMALL, "num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2},
+    {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": None}, {"hidden_size": 64},
-        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, *ROPES,
-        {"sliding_window": None}, {"sliding_window": 5}, {"sliding_window_pattern": None},
+        {"num_key_value_heads": None}, {"sliding_window": None}, {"sliding_window": 5},
+        {"sliding_window_pattern": None},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"attention_bias": True}, {"logit_scale": 0.5}, {"logit_scale": None},
         {"hidden_act": "gelu"}, {"layer_norm_eps": 1e-3}, {"tie_word_embeddings": False},
     ),
-    {**REFUSED, "layer_types": ["mamba"], "logit_scale": 0, "sliding_window": 0,
+    {"layer_types": ["mamba"], "logit_scale": 0, "sliding_window": 0,
      "sliding_window_pattern": "x", "attention_bias": 1},
     {
-        **LLAMA_FAULTS,
-        "all layers rotated": fault(ROTARY, 1, unrotated_layers=frozenset()),
+        "all layers rotated": ALL_ROTATED,
         "logits x 1.05": fault("head", None, logit_scale=times(1.05)),
         "a longer window": fault("attn.core", windows=(30, None, 30)),
     },

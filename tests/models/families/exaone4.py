@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    REFUSED,
-    ROPE_FAULT,
-    ROPES,
-    ROTARY,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    fault,
-    rms_facts,
-    times,
-)
+from tests.models.family_cases import ALL_ROTATED, GgufCase, decoder_family, fault, rms_facts, times
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "exaone4",
-    {**SMALL, "num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2},
+    {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
-        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, *ROPES,
         {"sliding_window": 5}, {"sliding_window_pattern": None},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"],
@@ -29,12 +15,11 @@ CASE = FamilyCase(
         {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"head_dim": 16},
     ),
-    {**REFUSED, "layer_types": ["mamba"], "sliding_window": 0, "sliding_window_pattern": "LLLG"},
+    {"layer_types": ["mamba"], "sliding_window": 0, "sliding_window_pattern": "LLLG"},
     {
-        "RoPE base x 2": ROPE_FAULT,
         "eps x 10": fault(
             ("attn_post.eps", "attn.rope_cache.eps", "attn.rope_cache.q"), eps=times(10)),
-        "all layers rotated": fault(ROTARY, 1, unrotated_layers=frozenset()),
+        "all layers rotated": ALL_ROTATED,
         "a longer window": fault("attn.core", windows=(30, None, 30)),
     },
     gguf=GgufCase(

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
     GgufCase,
+    decoder_family,
     fault,
     gemma_facts,
     norms_plus_one,
     times,
 )
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "gemma",
-    {**SMALL, "head_dim": 16},
+    {"head_dim": 16},
     (
-        *COMMON_SWITCHES, *ROPES,
         {"attention_bias": True}, {"hidden_act": "gelu"}, {"hidden_act": "silu"},
         {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": False}, {"head_dim": 12},
     ),
-    {**REFUSED, "attention_bias": 1, "use_bidirectional_attention": True, "head_dim": 7},
+    {"attention_bias": 1, "use_bidirectional_attention": True, "head_dim": 7},
     {
-        **LLAMA_FAULTS,
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
         "exact GELU": fault("mlp.act", activation="silu"),
     },

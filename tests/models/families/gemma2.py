@@ -12,6 +12,7 @@ from tests.models.family_cases import (
     fault,
     gemma_facts,
     norms_plus_one,
+    size_switches,
     times,
 )
 
@@ -21,9 +22,7 @@ CASE = FamilyCase(
      "query_pre_attn_scalar": 4, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
     (
         *ROPES, {"rope_theta": 300.0},
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
-        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, {"head_dim": 12}, {"sliding_window": 5},
+        *size_switches(4, 1), {"head_dim": 12}, {"sliding_window": 5},
         {"sliding_window": None}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": False},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"query_pre_attn_scalar": None}, {"attention_bias": True}, {"hidden_activation": "silu"},

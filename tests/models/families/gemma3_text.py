@@ -11,6 +11,7 @@ from tests.models.family_cases import (
     fault,
     gemma_facts,
     norms_plus_one,
+    size_switches,
     times,
 )
 
@@ -21,9 +22,7 @@ CASE = FamilyCase(
     {**SMALL, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 20,
      "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
-        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, {"head_dim": 12}, {"sliding_window": 5},
+        *size_switches(4, 1), {"head_dim": 12}, {"sliding_window": 5},
         {"sliding_window_pattern": None}, {"sliding_window": None},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"rope_parameters": {"full_attention": LINEAR | {"rope_theta": 300.0},

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    QK,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-    fault,
-    with_dim,
-)
+from tests.models.family_cases import QK, decoder_family, fault, with_dim
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "glm",
-    {**SMALL, "head_dim": 16},
+    {"head_dim": 16},
     (
-        *COMMON_SWITCHES, *ROPES,
         {"attention_bias": False}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
         {"tie_word_embeddings": True}, {"head_dim": 12, "hidden_size": 48},
         {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.25},
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
     ),
-    {**REFUSED, "partial_rotary_factor": 0.1, "attention_bias": 1, "head_dim": 0},
+    {"partial_rotary_factor": 0.1, "attention_bias": 1, "head_dim": 0},
     {
-        **LLAMA_FAULTS,
         "half the rotated channels": fault(QK, rope=with_dim(4)),
     },
 )  # fmt: skip

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    QK,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    fault,
-    rms_facts,
-    times,
-    with_dim,
-)
+from dataclasses import replace
 
-CASE = FamilyCase(
-    "glm4",
-    {**SMALL, "head_dim": 16},
-    (
-        *COMMON_SWITCHES, *ROPES,
-        {"attention_bias": False}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
-        {"tie_word_embeddings": True}, {"head_dim": 12, "hidden_size": 48},
-        {"partial_rotary_factor": 1.0}, {"partial_rotary_factor": 0.25},
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
-    ),
-    {**REFUSED, "partial_rotary_factor": 0.1, "attention_bias": 1, "head_dim": 0},
-    {
-        **LLAMA_FAULTS,
-        "half the rotated channels": fault(QK, rope=with_dim(4)),
+from tests.models.families import glm
+from tests.models.family_cases import GgufCase, fault, rms_facts, times
+
+CASE = replace(
+    glm.CASE,
+    model_type="glm4",
+    faults={
+        **glm.CASE.faults,
         "the norms' eps x 10": fault(("attn_norm.eps", "attn_post.eps"), eps=times(10)),
     },
     gguf=GgufCase(

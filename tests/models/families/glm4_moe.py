@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import COMMON_SWITCHES, LLAMA_FAULTS, REFUSED, SMALL, FamilyCase
+from tests.models.family_cases import decoder_family
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "glm4_moe",
-    {**SMALL, "head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    {"head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
      "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 0,
      "routed_scaling_factor": 1.5, "use_qk_norm": True},
     (
-        *COMMON_SWITCHES, {"rope_theta": 300.0},
+        {"rope_theta": 300.0},
         {"partial_rotary_factor": 1.0}, {"head_dim": 16}, {"use_qk_norm": False},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}, {"num_experts_per_tok": 1},
@@ -20,9 +20,10 @@ CASE = FamilyCase(
         {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
         {"tie_word_embeddings": True}, {"num_mtp_layers": 0},
     ),
-    {**REFUSED, "num_experts_per_tok": 5, "n_group": 3, "topk_group": 5, "n_routed_experts": 0,
+    {"num_experts_per_tok": 5, "n_group": 3, "topk_group": 5, "n_routed_experts": 0,
      "first_k_dense_replace": 3, "moe_intermediate_size": "x", "use_qk_norm": 1,
      "n_shared_experts": 0, "norm_topk_prob": 1, "routed_scaling_factor": 0, "head_dim": 7},
-    {**LLAMA_FAULTS, **GROUPED_ROUTER_FAULTS},
+    GROUPED_ROUTER_FAULTS,
+    ropes=(),
     kv_tolerance=MOE_KV_TOLERANCE,
 )  # fmt: skip

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from modelmill.nn.mlp import SwigluClamp
-from tests.models.family_cases import LLAMA_FAULTS, SMALL, Change, FamilyCase, fault, with_scaling
+from tests.models.family_cases import (
+    LLAMA_FAULTS,
+    SMALL,
+    Change,
+    FamilyCase,
+    fault,
+    size_switches,
+    with_scaling,
+)
 from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.0,
@@ -23,9 +31,7 @@ CASE = FamilyCase(
     {**SMALL, "num_hidden_layers": 3, "head_dim": 12, "num_local_experts": 5,
      "num_experts_per_tok": 2, "sliding_window": 20, "swiglu_limit": 0.7, "rope_parameters": YARN},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
-        {"num_hidden_layers": 2}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, {"head_dim": 16}, {"sliding_window": 5},
+        *size_switches(4, 1), {"head_dim": 16}, {"sliding_window": 5},
         {"num_local_experts": 3, "num_experts_per_tok": 3}, {"num_experts_per_tok": 1},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"rope_parameters": YARN | {"truncate": True}},

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    fault,
-    rms_facts,
-    times,
-)
+from tests.models.family_cases import GgufCase, decoder_family, fault, rms_facts, times
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "granite",
-    {**SMALL, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
+    {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6,
      "logits_scaling": 4.0},
     (
-        *COMMON_SWITCHES, *ROPES,
         {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"},
         {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}, {"head_dim": 16},
         {"embedding_multiplier": None, "attention_multiplier": None, "residual_multiplier": None,
          "logits_scaling": None},
     ),
-    {**REFUSED, "residual_multiplier": "0.5", "logits_scaling": 0.0,
+    {"residual_multiplier": "0.5", "logits_scaling": 0.0,
      "attention_bias": 1, "embedding_multiplier": -1.0, "attention_multiplier": "x"},
     {
-        **LLAMA_FAULTS,
         "no factor on scores": fault("attn.core", attention_scale=None),
         "branches x 1.05": fault("attn_post", branch_scale=times(1.05)),
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-)
-from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
+from tests.models.moe_faults import moe_family
 
-CASE = FamilyCase(
+CASE = moe_family(
     "granitemoe",
-    {**SMALL, "num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+    {"num_local_experts": 5, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
      "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 4.0},
     (
-        *COMMON_SWITCHES, *ROPES,
         {"num_local_experts": 3, "num_experts_per_tok": 3}, {"attention_bias": True},
         {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"embedding_multiplier": 1.0, "attention_multiplier": 0.3, "residual_multiplier": 1.0,
          "logits_scaling": 1.0},
     ),
-    {**REFUSED, "num_experts_per_tok": 6, "num_local_experts": 0, "residual_multiplier": "x"},
-    {**LLAMA_FAULTS, **MOE_FAULTS},
-    kv_tolerance=MOE_KV_TOLERANCE,
+    {"num_experts_per_tok": 6, "num_local_experts": 0, "residual_multiplier": "x"},
 )  # fmt: skip

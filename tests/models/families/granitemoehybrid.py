@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from tests.models.families.mamba2 import with_recurrence
-from tests.models.family_cases import COMMON_SWITCHES, EPS_FAULT, REFUSED, SMALL, FamilyCase, fault
+from tests.models.family_cases import (
+    COMMON_SWITCHES,
+    EPS_FAULT,
+    REFUSED,
+    SMALL,
+    FamilyCase,
+    changed,
+    fault,
+)
 from tests.models.moe_faults import MOE_FAULTS, MOE_KV_TOLERANCE
 
 LAYERS = ["mamba", "attention"]
@@ -36,7 +43,7 @@ CASE = FamilyCase(
     {
         **MOE_FAULTS,
         "eps x 10": EPS_FAULT,
-        "steps limited": fault("attn.ssm", recurrence=with_recurrence(dt_limit=(0.0, 0.5))),
+        "steps limited": fault("attn.ssm", recurrence=changed(dt_limit=(0.0, 0.5))),
         "residual multiplier": fault("attn_post", branch_scale=0.95),
     },
     kv_tolerance=MOE_KV_TOLERANCE,

@@ -11,7 +11,6 @@ from tests.models.plain_forward import (
     dynamic_frequencies,
     llama_parts,
     llama_shapes,
-    plain_frequencies,
     save_drawn,
 )
 
@@ -24,10 +23,8 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     tensors = save_drawn(folder, llama_shapes(raw, biased=BIASED if bias else ()), raw)
     parts, rotary = llama_parts(raw, tensors), raw.get("rotary", {})
     dim, base = parts["dim"], rotary.get("base", 10000.0)
-    frequencies = plain_frequencies(dim, base)
-    if rotary.get("type") == "dynamic":
-        factor = rotary.get("scaling_factor", 1.0)
-        frequencies = dynamic_frequencies(dim, base, raw["max_position_embeddings"], factor)
+    factor = rotary.get("scaling_factor", 1.0) if rotary.get("type") == "dynamic" else None
+    frequencies = dynamic_frequencies(dim, base, raw["max_position_embeddings"], factor)
     return PlainModel(**parts, frequencies=frequencies, out_bias=bias).logits
 
 

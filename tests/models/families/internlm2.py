@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.models.family_cases import LLAMA_FAULTS, SMALL, FamilyCase, GgufCase, Logits, rms_facts
-from tests.models.plain_forward import (
-    PlainModel,
-    dynamic_frequencies,
-    plain_frequencies,
-    save_drawn,
-)
+from tests.models.plain_forward import PlainModel, dynamic_frequencies, save_drawn
 
 
 def save(raw: dict[str, Any], folder: Path) -> Logits:
@@ -54,8 +49,7 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
         tensors, raw["num_hidden_layers"], heads, kv_heads, dim, raw.get("rms_norm_eps", 1e-6),
         names, qkv,
         lambda i: tuple(tensors[f"model.layers.{i}.feed_forward.w{n}.weight"] for n in (1, 3, 2)),  # type: ignore[arg-type, return-value]
-        dynamic_frequencies(dim, base, length, scaling["factor"]) if scaling
-        else plain_frequencies(dim, base),
+        dynamic_frequencies(dim, base, length, scaling["factor"] if scaling else None),
         out_bias=bias,
     ).logits  # fmt: skip
 

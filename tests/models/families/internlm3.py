@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-)
+from tests.models.family_cases import COMMON_SWITCHES, decoder_family
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "internlm3",
-    {**SMALL, "head_dim": 12},
+    {"head_dim": 12},
     (
-        *COMMON_SWITCHES[:2], *COMMON_SWITCHES[3:], *ROPES,
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 40},
         {"attention_bias": True, "mlp_bias": True}, {"qkv_bias": True, "bias": True},
         {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"head_dim": 16}, {"hidden_size": 64},
     ),
-    {**REFUSED, "bias": 1, "qkv_bias": "x", "head_dim": 3},
-    LLAMA_FAULTS,
+    {"bias": 1, "qkv_bias": "x", "head_dim": 3},
+    {},
+    sizes=(*COMMON_SWITCHES[:2], *COMMON_SWITCHES[3:]),
 )  # fmt: skip

@@ -2,24 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from tests.models.family_cases import EPS_FAULT, VOCAB, Change, FamilyCase, fault
-
-
-def with_recurrence(**changes: Any) -> Change:
-    """Changes the recurrence; a callable gets the field's value."""
-
-    def change(spec: Any) -> Any:
-        values = {
-            key: value(getattr(spec, key)) if callable(value) else value
-            for key, value in changes.items()
-        }
-        return replace(spec, **values)
-
-    return change
-
+from tests.models.family_cases import EPS_FAULT, VOCAB, FamilyCase, changed, fault
 
 CASE = FamilyCase(
     "mamba2",
@@ -43,7 +26,7 @@ CASE = FamilyCase(
     },
     {
         "eps x 10": EPS_FAULT,
-        "gated norm's eps of 1": fault("attn.gated_norm", recurrence=with_recurrence(eps=1.0)),
-        "steps limited": fault("attn.ssm", recurrence=with_recurrence(dt_limit=(0.0, 0.5))),
+        "gated norm's eps of 1": fault("attn.gated_norm", recurrence=changed(eps=1.0)),
+        "steps limited": fault("attn.ssm", recurrence=changed(dt_limit=(0.0, 0.5))),
     },
 )  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import REFUSED, ROTARY, SMALL, FamilyCase, base_of, based, fault
+from tests.models.family_cases import ROTARY, base_of, based, decoder_family, fault, times
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "olmo3",
-    {**SMALL, "num_hidden_layers": 4, "sliding_window": 20},
+    {"num_hidden_layers": 4, "sliding_window": 20},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": None}, {"hidden_size": 64},
-        {"num_hidden_layers": 3}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, {"rope_theta": 300.0}, {"rope_scaling": YARN},
+        {"num_key_value_heads": None}, {"rope_theta": 300.0}, {"rope_scaling": YARN},
         {"rope_parameters": {"full_attention": YARN | {"rope_theta": 300.0},
                              "sliding_attention": {"rope_type": "default", "rope_theta": 200.0}}},
         {"sliding_window": 5}, {"sliding_window": None},
@@ -21,14 +19,16 @@ CASE = FamilyCase(
         {"attention_bias": True}, {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3},
         {"tie_word_embeddings": True}, {"head_dim": 16},
     ),
-    {**REFUSED, "layer_types": ["mamba"], "sliding_window": 0, "attention_bias": 1,
+    {"layer_types": ["mamba"], "sliding_window": 0, "attention_bias": 1,
      "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     {
         "RoPE base x 2": fault(ROTARY, 3, rope=based(2.0)),
+        "eps x 10": fault("attn_post.eps", eps=times(10)),
         "RoPE base of windows x 2": fault(ROTARY, local_rope=based(2.0)),
         "one rotation for all": fault(
             ROTARY, 3, case={"rope_theta": 300.0}, rope=base_of(500000.0)
         ),
         "a longer window": fault("attn.core", windows=(30, 30, 30, None)),
     },
+    ropes=(),
 )  # fmt: skip

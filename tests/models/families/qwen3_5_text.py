@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.delta_net_faults import (
-    DELTA_NET,
-    DELTA_NET_FAULTS,
-    DELTA_NET_REFUSED,
-    DELTA_NET_SWITCHES,
-    MROPE_SWITCH,
-)
-from tests.models.family_cases import COMMON_SWITCHES, REFUSED, SMALL, FamilyCase
+from tests.models.delta_net_faults import MROPE_SWITCH, with_delta_net
+from tests.models.family_cases import decoder_family
 
-CASE = FamilyCase(
-    "qwen3_5_text",
-    {**SMALL, **DELTA_NET},
-    (*COMMON_SWITCHES, *DELTA_NET_SWITCHES, MROPE_SWITCH),
-    {**REFUSED, **DELTA_NET_REFUSED, "hidden_act": "gelu"},
-    DELTA_NET_FAULTS,
-)
+CASE = with_delta_net(decoder_family("qwen3_5_text", {}, (MROPE_SWITCH,), {}, {}, ropes=()))

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from tests.models.family_cases import (
-    LLAMA_FAULTS,
     QK_NORM,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
     GgufCase,
+    decoder_family,
     fault,
+    size_switches,
     with_eps,
 )
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "stablelm",
-    {**SMALL, "hidden_size": 64},
+    {"hidden_size": 64},
     (
-        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 96},
-        {"num_hidden_layers": 3}, {"intermediate_size": 72}, {"vocab_size": 96},
-        {"max_position_embeddings": 128}, *ROPES,
         {"use_qkv_bias": True}, {"qk_layernorm": True}, {"use_parallel_residual": True},
         {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True},
         {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 1.0},
@@ -30,15 +24,15 @@ CASE = FamilyCase(
         {"hidden_act": "gelu"}, {"hidden_dropout": 0.5}, {"layer_norm_eps": 1e-3},
         {"tie_word_embeddings": True},
     ),
-    {**REFUSED, "partial_rotary_factor": 0.2, "use_parallel_residual": "yes", "qk_layernorm": 1,
+    {"partial_rotary_factor": 0.2, "use_parallel_residual": "yes", "qk_layernorm": 1,
      "use_qkv_bias": 0, "layer_norm_eps": "x"},
     {
-        **LLAMA_FAULTS,
         "norms of heads, eps x 100": fault(
             QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(100)
         ),
         "flat norms of heads": fault(QK_NORM, case={"qk_layernorm": True}, qkv_norm=with_eps(1e6)),
     },
+    sizes=size_switches(4, 1, hidden_size=96, num_hidden_layers=3),
     gguf=GgufCase(
         "stablelm",
         lambda raw: {

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import (
-    COMMON_SWITCHES,
-    LLAMA_FAULTS,
-    REFUSED,
-    ROPES,
-    SMALL,
-    FamilyCase,
-    GgufCase,
-    fault,
-)
+from tests.models.family_cases import GgufCase, decoder_family, fault
 
-CASE = FamilyCase(
+CASE = decoder_family(
     "starcoder2",
-    SMALL,
+    {},
     (
-        *COMMON_SWITCHES, *ROPES,
         {"use_bias": False}, {"hidden_act": "gelu"}, {"hidden_act": "relu"},
         {"norm_epsilon": 1e-3}, {"tie_word_embeddings": False}, {"head_dim": 16},
         {"sliding_window": 20}, {"sliding_window": 5, "num_key_value_heads": None},
         {"residual_dropout": 0.5, "embedding_dropout": 0.5},
     ),
-    {**REFUSED, "use_bias": 1, "sliding_window": 0, "norm_epsilon": -1},
+    {"use_bias": 1, "sliding_window": 0, "norm_epsilon": -1},
     {
-        **LLAMA_FAULTS,
         "GELU without tanh": fault("mlp.act", activation="relu"),
         "no window": fault("attn.core", case={"sliding_window": 7}, windows=()),
     },

@@ -1,0 +1,18 @@
+"""What tests of one family share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.all_families import CASES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded checkpoint of the module's ``FAMILY``."""
+    family: str = request.module.FAMILY
+    folder = tmp_path_factory.mktemp(family)
+    CASES[family].save(folder)
+    return folder
