@@ -9,7 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hybrid_config, _llama_common
-from modelmill.models._hf_config import boolean, positive_int
+from modelmill.models._hf_config import attention_bias, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
@@ -52,10 +52,9 @@ def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
         raw: The config.
         kv_heads: ``num_key_value_heads`` where config.json is silent.
     """
-    bias = boolean(raw, "attention_bias", False)
     raw = overlay_config(raw, {"num_key_value_heads": kv_heads, "head_dim": 256})
     config = _llama_common.config_from_hf(
-        raw, positions=32768, partial=0.25, qkv_bias=bias, out_bias=bias, qk_norm=True,
+        raw, positions=32768, partial=0.25, **attention_bias(raw), qk_norm=True,
         output_gate=True,
     )  # fmt: skip
     return replace(

@@ -84,6 +84,18 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+def attention_bias(
+    raw: Mapping[str, Any], key: str = "attention_bias", default: bool = False
+) -> dict[str, Any]:
+    """The biases of a decoder's attention, where one key decides about all of them."""
+    return dict.fromkeys(("qkv_bias", "out_bias"), boolean(raw, key, default))
+
+
+def all_biases(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
+    """The biases of a decoder's linear layers, where one key decides about all of them."""
+    return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), boolean(raw, key, default))
+
+
 def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch: int = 1) -> None:
     """Check that a vision transformer's sizes fit each other; without ``image``, of its width."""
     if width % heads:

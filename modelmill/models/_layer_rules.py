@@ -169,6 +169,7 @@ class CheckpointLayout:
         whole_norms: Norms that are stored as they are, where the others are less 1.
         grouped_state: Whether the rows of a recurrence are stored by head of keys.
         tensors: Tensors of a layer with sources of their own.
+        transposed: Whether matrices of layers are stored as [in, out].
     """
 
     names: CheckpointNames
@@ -186,6 +187,7 @@ class CheckpointLayout:
     whole_norms: frozenset[str] = frozenset()
     grouped_state: bool = False
     tensors: RuleSources = field(default_factory=lambda: NO_SOURCES)
+    transposed: bool = False
 
     def rules(self, config: DecoderConfig) -> list[Rule]:
         """Every tensor of the decoder."""
@@ -212,7 +214,12 @@ class CheckpointLayout:
         for i in range(config.layers):
             places = f"layers.{i}", f"{self.layers}.{i}"
             out += layer_rules(
-                config.layer_spec(i), self.names, *places, tensors=self.tensors, steps=steps
+                config.layer_spec(i),
+                self.names,
+                *places,
+                transposed=self.transposed,
+                tensors=self.tensors,
+                steps=steps,
             )
         return out
 

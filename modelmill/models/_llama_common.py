@@ -20,18 +20,19 @@ from modelmill.models._hf_config import (
 )
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.norm import LAYER_NORM
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 CHECKPOINT_PREFIXES = ("model.",)
 CHECKPOINT_NAMES = {
     "attn_norm": ("input_layernorm",),
     "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.rope_cache.q_norm": ("self_attn.q_norm",),
-    "attn.rope_cache.k_norm": ("self_attn.k_norm",),
     "attn.o_proj": ("self_attn.o_proj",),
     "mlp_norm": ("post_attention_layernorm",),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
+    "attn.rope_cache.q_norm": ("self_attn.q_norm",),
+    "attn.rope_cache.k_norm": ("self_attn.k_norm",),
 }
 DEFAULT_SLIDING_WINDOW = 4096
 """``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name
@@ -43,8 +44,8 @@ def config_from_hf(
     raw: Mapping[str, Any],
     positions: int = 2048,
     *,
-    eps_key: str = "rms_norm_eps",
     eps: float = 1e-6,
+    layer_norm: str | None = None,
     tied: bool = False,
     theta: float = 10000.0,
     partial: float | None = None,
@@ -56,8 +57,9 @@ def config_from_hf(
     Args:
         raw: The config.
         positions: ``max_position_embeddings`` of the family where config.json is silent.
-        eps_key: The norms' epsilon.
-        eps: Its value where config.json is silent; likewise ``tied`` and ``theta``.
+        eps: ``rms_norm_eps`` where config.json is silent; likewise ``tied`` and ``theta``.
+        layer_norm: Of a family with LayerNorm the key of its epsilon, which is 1e-5 where
+            config.json is silent.
         tied: ``tie_word_embeddings``.
         theta: ``rope_theta``.
         partial: As in ``rope_spec``.
@@ -66,6 +68,10 @@ def config_from_hf(
     """
     if "activation" not in switches:
         require_value(raw, "hidden_act", ("silu", "swish"), "silu")
+    eps_key = "rms_norm_eps"
+    if layer_norm is not None:
+        eps_key, eps = layer_norm, 1e-5
+        switches = {"norm": LAYER_NORM, **switches}
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))

@@ -19,6 +19,12 @@ EXPERT_NAMES = {
     "mlp.experts.*.gate_up_proj": ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
     "mlp.experts.*.down_proj": ("mlp.experts.*.down_proj",),
 }
+# those of Granite's files, which have one tensor for all experts
+STACKED_EXPERT_NAMES = {
+    "mlp.router": ("block_sparse_moe.router.layer",),
+    "mlp.experts.*.gate_up_proj": ("block_sparse_moe.input_linear",),
+    "mlp.experts.*.down_proj": ("block_sparse_moe.output_linear",),
+}
 # those of DeepSeek's files besides
 SHARED_EXPERT_NAMES = {
     "mlp.shared_expert.gate_up_proj": (

@@ -5,34 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.models._hf_config import (
-    MAX_SIZE,
-    boolean,
-    head_size,
-    non_negative_float,
-    num_layers,
-    positive_int,
-)
+from modelmill.models import _gpt2_common
+from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._megatron_names import layer_names
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 
-CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv_proj": ("self_attention.query_key_value",),
-    "attn.o_proj": ("self_attention.dense",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.fc_proj": ("mlp.dense_h_to_4h",),
-    "mlp.down_proj": ("mlp.dense_4h_to_h",),
-}
+CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES,
     layers="transformer.h",
     embed="transformer.word_embeddings",
     embed_norm="transformer.word_embeddings_layernorm",
     norm="transformer.ln_f",
+    names=layer_names(),
     grouped_qkv=True,
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
@@ -46,29 +32,18 @@ UNUSED_CONFIG_KEYS = (
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in BloomConfig."""
-    hidden = positive_int(raw, "hidden_size", "n_embed")
-    heads = positive_int(raw, "num_attention_heads", "n_head")
-    return DecoderConfig(
-        hidden=hidden,
-        inner=4 * hidden,
-        layers=num_layers(raw, "num_hidden_layers", "n_layer"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_size(hidden, heads),
-        vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
+    return _gpt2_common.config_from_hf(
+        raw,
+        hidden=("hidden_size", "n_embed"),
+        heads=("num_attention_heads", "n_head"),
+        layers=("num_hidden_layers", "n_layer"),
         max_len=positive_int(raw, "seq_length", default=2048),
-        max_extended_len=MAX_SIZE,
-        rope=None,
         alibi=AlibiConfig(),
         embedding_norm=True,
-        norm=LAYER_NORM,
-        gated=False,
         activation="gelu_tanh",
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        tied=boolean(raw, "tie_word_embeddings", True),
     )
 
 

@@ -19,21 +19,14 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._megatron_names import layer_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
 
 CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv_proj": ("self_attention.query_key_value",),
-    "attn.o_proj": ("self_attention.dense",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up_proj": ("mlp.dense_h_to_4h",),
-    "mlp.down_proj": ("mlp.dense_4h_to_h",),
-}
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES,
+    names=layer_names(),
     layers="transformer.encoder.layers",
     embed="transformer.embedding.word_embeddings",
     norm="transformer.encoder.final_layernorm",

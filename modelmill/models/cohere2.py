@@ -10,7 +10,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, num_layers, positive_float
+from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -37,20 +37,17 @@ UNUSED_CONFIG_KEYS = (
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Cohere2Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    bias = boolean(raw, "attention_bias", False)
     windows = _llama_common.interleaved_windows(raw, layers)
     raw = overlay_config(raw, {}, {"head_dim": None})
     return _llama_common.config_from_hf(
         raw,
         positions=8192,
-        eps_key="layer_norm_eps",
-        eps=1e-5,
+        layer_norm="layer_norm_eps",
+        norm=LAYER_NORM_WITHOUT_BIAS,
         tied=True,
         activation=activation(raw, "hidden_act", "silu"),
-        norm=LAYER_NORM_WITHOUT_BIAS,
         layer=ParallelLayer,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
         windows=windows,
         unrotated_layers=frozenset(i for i in range(layers) if windows[i] is None),

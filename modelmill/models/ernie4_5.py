@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import activation, all_biases
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -20,7 +20,6 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5Config."""
-    bias = boolean(raw, "use_bias", False)
     raw = overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128})
     return _llama_common.config_from_hf(
         raw,
@@ -29,9 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         theta=500000.0,
         activation=activation(raw, "hidden_act", "silu"),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **all_biases(raw, "use_bias", False),
     )
 
 

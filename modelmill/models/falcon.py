@@ -13,32 +13,16 @@ from typing import Any
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import MAX_SIZE, activation, boolean, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models import _llama_common, bloom
+from modelmill.models._hf_config import MAX_SIZE, activation, all_biases, boolean, positive_int
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
 CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv_proj": ("self_attention.query_key_value",),
-    "attn.o_proj": ("self_attention.dense",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.fc_proj": ("mlp.dense_h_to_4h",),
-    "mlp.down_proj": ("mlp.dense_4h_to_h",),
-}
-LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES,
-    layers="transformer.h",
-    embed="transformer.word_embeddings",
-    norm="transformer.ln_f",
-    grouped_qkv=True,
-)
-TWO_NORM_NAMES = {**CHECKPOINT_NAMES, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
+LAYOUT = bloom.LAYOUT
+TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
 ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
@@ -52,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     heads = positive_int(raw, "num_attention_heads", "n_head")
     hidden = positive_int(raw, "n_embed", "hidden_size")
     stored = positive_int(raw, "num_kv_heads", "n_head_kv", default=heads)
-    one_head, bias = boolean(raw, "multi_query", True) and not new, boolean(raw, "bias", False)
+    one_head = boolean(raw, "multi_query", True) and not new
     sizes = {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -63,17 +47,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
-        eps_key="layer_norm_epsilon",
-        eps=1e-5,
+        layer_norm="layer_norm_epsilon",
         tied=True,
         activation=activation(raw, "activation", "gelu"),
-        norm=LAYER_NORM,
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),
         gated=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **all_biases(raw, "bias", False),
     )
     if not boolean(raw, "alibi", False):
         return config

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._hf_config import activation, attention_bias, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -21,7 +21,6 @@ SUPPORTED_VALUES = {"hidden_activation": ("gelu_pytorch_tanh",)}
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; "gelu" means its tanh approximation, as in GemmaConfig."""
-    bias = boolean(raw, "attention_bias", False)
     act = activation(raw, "hidden_act", "gelu_pytorch_tanh")
     raw = overlay_config(raw, {"num_key_value_heads": 16, "head_dim": 256})
     return _llama_common.config_from_hf(
@@ -30,8 +29,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         activation="gelu_tanh" if act == "gelu" else act,
         embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
     )
 
 

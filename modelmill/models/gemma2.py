@@ -12,7 +12,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
-    boolean,
+    attention_bias,
     num_layers,
     optional_cap,
     positive_float,
@@ -39,21 +39,27 @@ UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Gemma2Config."""
     raw = overlay_config(raw, {"num_key_value_heads": 4, "head_dim": 256})
-    bias, layers = boolean(raw, "attention_bias", False), num_layers(raw, "num_hidden_layers")
+    layers = num_layers(raw, "num_hidden_layers")
     return _llama_common.config_from_hf(
         raw,
         positions=8192,
-        tied=True,
-        activation=activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
-        layer=SandwichLayer,
-        qkv_bias=bias,
-        out_bias=bias,
+        **common_fields(raw),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
-        attention_scale=positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
-        embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
         logit_softcap=optional_cap(raw, "final_logit_softcapping", 30.0),
         attention_softcap=optional_cap(raw, "attn_logit_softcapping", 50.0),
     )
+
+
+def common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of DecoderConfig that Gemma 3 reads alike."""
+    return {
+        "tied": True,
+        "activation": activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
+        "layer": SandwichLayer,
+        "attention_scale": positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
+        "embedding_scale": positive_int(raw, "hidden_size") ** 0.5,
+        **attention_bias(raw),
+    }
 
 
 class Model(Decoder):

@@ -11,24 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.config_view import overlay_config
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    boolean,
-    num_layers,
-    optional_cap,
-    positive_float,
-    positive_int,
-)
+from modelmill.models import _llama_common, gemma2
+from modelmill.models._hf_config import num_layers, optional_cap, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models.gemma2 import NORM_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.sandwich import SandwichLayer
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.NORM_NAMES}, norms_less_one=True)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 
@@ -46,18 +37,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig:
     """The config with one of the two rotations."""
-    bias = boolean(raw, "attention_bias", False)
     return _llama_common.config_from_hf(
         rotated,
         positions=131072,
-        tied=True,
-        activation=activation(raw, "hidden_activation", "gelu_pytorch_tanh"),
-        layer=SandwichLayer,
         qk_norm=True,
-        qkv_bias=bias,
-        out_bias=bias,
-        attention_scale=positive_float(raw, "query_pre_attn_scalar", default=256.0) ** -0.5,
-        embedding_scale=positive_int(raw, "hidden_size") ** 0.5,
+        **gemma2.common_fields(raw),
         logit_softcap=optional_cap(raw, "final_logit_softcapping"),
     )
 

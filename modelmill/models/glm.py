@@ -21,9 +21,8 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GlmConfig."""
-    raw = overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128})
     return _llama_common.config_from_hf(
-        raw,
+        overlay_config(raw, {"num_key_value_heads": 2, "head_dim": 128}),
         positions=131072,
         eps=1.5625e-07,
         partial=0.5,

@@ -12,7 +12,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, num_layers, positive_float
+from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
@@ -45,15 +45,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         defaults["rope_parameters"] = YARN
     raw = overlay_config(raw, defaults)
-    bias, layers = boolean(raw, "attention_bias", True), num_layers(raw, "num_hidden_layers")
+    layers = num_layers(raw, "num_hidden_layers")
     config = _llama_common.config_from_hf(
         raw,
+        sinks=True,
         positions=131072,
         eps=1e-5,
         theta=150000.0,
-        qkv_bias=bias,
-        out_bias=bias,
-        sinks=True,
+        **attention_bias(raw, default=True),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
     )
     # a softmax over the chosen experts' logits

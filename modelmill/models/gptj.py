@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from modelmill.models._hf_config import (
-    activation,
-    boolean,
-    check_pairs,
-    head_size,
-    non_negative_float,
-    num_layers,
-    positive_int,
-)
+from modelmill.models import _gpt2_common
+from modelmill.models._hf_config import activation, check_pairs, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("ln_1",),
-    "attn.qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-    "attn.o_proj": ("attn.out_proj",),
-    "mlp.fc_proj": ("mlp.fc_in",),
-    "mlp.down_proj": ("mlp.fc_out",),
-}
+CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES,
-    layers="transformer.h",
-    embed="transformer.wte",
-    norm="transformer.ln_f",
+    **_gpt2_common.OUTSIDE_NAMES,
     neighbours=True,
     ignored=(r".*\.attn\.(masked_)?bias",),
+    names={
+        "attn_norm": ("ln_1",),
+        "attn.qkv_proj": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attn.o_proj": ("attn.out_proj",),
+        "mlp.fc_proj": ("mlp.fc_in",),
+        "mlp.down_proj": ("mlp.fc_out",),
+    },
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"rotary": (True,), "scale_attn_weights": (True,)}
@@ -42,30 +32,20 @@ SUPPORTED_VALUES = {"rotary": (True,), "scale_attn_weights": (True,)}
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GPTJConfig."""
-    hidden = positive_int(raw, "n_embd", "hidden_size")
-    heads = positive_int(raw, "n_head", "num_attention_heads")
     positions = positive_int(raw, "n_positions", "max_position_embeddings", default=2048)
-    dim = head_size(hidden, heads)
-    rotated = positive_int(raw, "rotary_dim", default=64, max_value=dim)
-    return DecoderConfig(
-        hidden=hidden,
-        inner=positive_int(raw, "n_inner", default=4 * hidden),
-        layers=num_layers(raw, "n_layer", "num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim,
-        vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
+    config = _gpt2_common.config_from_hf(
+        raw,
+        inner=("n_inner",),
         max_len=positions,
-        rope=RopeSpec(check_pairs("rotary_dim", rotated, rotated), 1e4, positions),
-        norm=LAYER_NORM,
+        tied=False,
         layer=ParallelLayer,
-        gated=False,
         activation=activation(raw, "activation_function", "gelu_new"),
         mlp_bias=True,
         head_bias=True,
-        tied=boolean(raw, "tie_word_embeddings", False),
     )
+    rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
+    dim = check_pairs("rotary_dim", rotated, rotated)
+    return replace(config, rope=RopeSpec(dim, 1e4, positions))
 
 
 class Model(Decoder):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, factor, positive_float
+from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
@@ -16,13 +16,11 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteConfig."""
-    bias = boolean(raw, "attention_bias", False)
     return _llama_common.config_from_hf(
         raw,
         activation=activation(raw, "hidden_act", "silu"),
         layer=ScaledBranchLayer,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         mlp_bias=boolean(raw, "mlp_bias", False),
         attention_scale=positive_float(raw, "attention_multiplier", default=1.0),
         embedding_scale=factor(raw, "embedding_multiplier"),

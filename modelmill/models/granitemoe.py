@@ -10,22 +10,14 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import granite
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import router_config
+from modelmill.models._moe_config import STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-LAYOUT = CheckpointLayout(
-    {
-        **CHECKPOINT_NAMES,
-        "mlp.router": ("block_sparse_moe.router.layer",),
-        "mlp.experts.*.gate_up_proj": ("block_sparse_moe.input_linear",),
-        "mlp.experts.*.down_proj": ("block_sparse_moe.output_linear",),
-    },
-    experts_stacked=True,
-)
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **STACKED_EXPERT_NAMES}, experts_stacked=True)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 

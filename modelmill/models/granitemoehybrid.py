@@ -13,7 +13,7 @@ from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
-from modelmill.models._moe_config import SHARED, router_config
+from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
@@ -28,9 +28,7 @@ LAYOUT = CheckpointLayout(
         **CHECKPOINT_NAMES,
         **mamba_names("mamba"),
         **{f"{stem}.{name}": each for stem in ("mlp", SHARED) for name, each in SHARED_MLP.items()},
-        "mlp.router": ("block_sparse_moe.router.layer",),
-        "mlp.experts.*.gate_up_proj": ("block_sparse_moe.input_linear",),
-        "mlp.experts.*.down_proj": ("block_sparse_moe.output_linear",),
+        **STACKED_EXPERT_NAMES,
     },
     experts_stacked=True,
 )

@@ -9,7 +9,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, positive_float
+from modelmill.models._hf_config import attention_bias, positive_float
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -20,11 +20,10 @@ UNUSED_CONFIG_KEYS = ("auto_map",)
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; ``rotary`` has the rotation's base, type and factor."""
-    bias = boolean(raw, "bias", True)
     rotary = raw.get("rotary")
     if rotary is not None:
         raw = overlay_config(raw, {}, {"rope_scaling": _rope_scaling(rotary)})
-    return _llama_common.config_from_hf(raw, qkv_bias=bias, out_bias=bias)
+    return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
 
 
 def _rope_scaling(rotary: Any) -> dict[str, Any]:

@@ -6,21 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean
+from modelmill.models._hf_config import attention_bias
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 CHECKPOINT_PREFIXES = ("model.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("attention_norm",),
-    "attn.qkv_proj": ("attention.wqkv",),
-    "attn.o_proj": ("attention.wo",),
-    "mlp_norm": ("ffn_norm",),
-    "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
-    "mlp.down_proj": ("feed_forward.w2",),
-}
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES, embed="model.tok_embeddings", head="output", grouped_qkv=True
+    embed="model.tok_embeddings",
+    head="output",
+    grouped_qkv=True,
+    names={
+        "attn_norm": ("attention_norm",),
+        "attn.qkv_proj": ("attention.wqkv",),
+        "attn.o_proj": ("attention.wo",),
+        "mlp_norm": ("ffn_norm",),
+        "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
+        "mlp.down_proj": ("feed_forward.w2",),
+    },
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map",)
@@ -28,8 +30,7 @@ UNUSED_CONFIG_KEYS = ("auto_map",)
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in InternLM2Config."""
-    bias = boolean(raw, "bias", True)
-    return _llama_common.config_from_hf(raw, qkv_bias=bias, out_bias=bias)
+    return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
 
 
 class Model(Decoder):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean
+from modelmill.models._hf_config import attention_bias, boolean
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -15,11 +15,9 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; biases only where the config sets them."""
-    attention_bias = boolean(raw, "attention_bias", False)
     config = _llama_common.config_from_hf(
         raw,
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
+        **attention_bias(raw),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
     return _llama_common.refuse_windows(raw, config)

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, factor, num_layers, positive_float, positive_int
+from modelmill.models._hf_config import (
+    attention_bias,
+    factor,
+    num_layers,
+    positive_float,
+    positive_int,
+)
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
@@ -20,15 +26,13 @@ UNUSED_CONFIG_KEYS = ("auto_map", "mup_denominator")
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; branches are scaled by ``scale_depth`` / √layers."""
     depth = num_layers(raw, "num_hidden_layers") ** 0.5
-    bias = boolean(raw, "attention_bias", False)
     width = positive_int(raw, "dim_model_base", default=1) / positive_int(raw, "hidden_size")
     return _llama_common.config_from_hf(
         raw,
         tied=True,
         rope_options={"longrope": True},
         layer=ScaledBranchLayer,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         embedding_scale=factor(raw, "scale_emb"),
         branch_scale=positive_float(raw, "scale_depth", default=1.0) / depth,
         logit_scale=width,

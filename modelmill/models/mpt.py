@@ -12,33 +12,23 @@ from typing import Any
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import (
-    MAX_SIZE,
-    boolean,
-    head_size,
-    non_negative_float,
-    num_layers,
-    optional_cap,
-    positive_float,
-    positive_int,
-    require_value,
-)
+from modelmill.models import _gpt2_common
+from modelmill.models._hf_config import optional_cap, positive_float, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
-CHECKPOINT_PREFIXES = ("transformer.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("norm_1",),
-    "attn.qkv_proj": ("attn.Wqkv",),
-    "attn.o_proj": ("attn.out_proj",),
-    "mlp_norm": ("norm_2",),
-    "mlp.fc_proj": ("ffn.up_proj",),
-    "mlp.down_proj": ("ffn.down_proj",),
-}
+CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
-    CHECKPOINT_NAMES,
+    names={
+        "attn_norm": ("norm_1",),
+        "attn.qkv_proj": ("attn.Wqkv",),
+        "attn.o_proj": ("attn.out_proj",),
+        "mlp_norm": ("norm_2",),
+        "mlp.fc_proj": ("ffn.up_proj",),
+        "mlp.down_proj": ("ffn.down_proj",),
+    },
     layers="transformer.blocks",
     embed="transformer.wte",
     norm="transformer.norm_f",
@@ -63,29 +53,19 @@ _ATTENTION_VALUES = {
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MptConfig."""
-    hidden = positive_int(raw, "d_model", "hidden_size")
-    heads = positive_int(raw, "n_heads", "num_attention_heads")
     attention = _attention_keys(raw)
     scale = attention.get("softmax_scale")
-    return DecoderConfig(
-        hidden=hidden,
-        inner=4 * hidden,
-        layers=num_layers(raw, "n_layers", "num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads,
-        head_dim=head_size(hidden, heads),
-        vocab=positive_int(raw, "vocab_size"),
-        eps=non_negative_float(raw, "layer_norm_epsilon", default=1e-5),
+    return _gpt2_common.config_from_hf(
+        raw,
+        norm=LAYER_NORM_WITHOUT_BIAS,
+        activation="gelu",
+        hidden=("d_model", "hidden_size"),
+        heads=("n_heads", "num_attention_heads"),
+        layers=("n_layers", "num_hidden_layers"),
         max_len=positive_int(raw, "max_seq_len", default=2048),
-        max_extended_len=MAX_SIZE,
-        rope=None,
         alibi=AlibiConfig(positive_float(attention, "alibi_bias_max", default=8.0)),
         qkv_clip=optional_cap(attention, "clip_qkv"),
         attention_scale=None if scale is None else positive_float(attention, "softmax_scale"),
-        norm=LAYER_NORM_WITHOUT_BIAS,
-        gated=False,
-        activation="gelu",
-        tied=boolean(raw, "tie_word_embeddings", True),
     )
 
 

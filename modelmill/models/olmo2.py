@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, non_negative_float
+from modelmill.models._hf_config import activation, attention_bias, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -28,15 +28,13 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Olmo2Config."""
-    bias = boolean(raw, "attention_bias", False)
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     return _llama_common.config_from_hf(
         raw,
         eps=1e-5,
         activation=activation(raw, "hidden_act", "silu"),
         layer=PostNormLayer,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         qkv_norm=QKVNormConfig(WIDE_RMS, eps),
     )
 

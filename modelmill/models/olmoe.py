@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, non_negative_float, require_value
+from modelmill.models._hf_config import (
+    activation,
+    attention_bias,
+    boolean,
+    non_negative_float,
+    require_value,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
@@ -26,15 +32,14 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in OlmoeConfig."""
     require_value(raw, "clip_qkv", (None,), None)
-    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    act = activation(raw, "hidden_act", "silu")
     eps = non_negative_float(raw, "rms_norm_eps", default=1e-5)
     config = _llama_common.config_from_hf(
         raw,
         positions=4096,
         eps=1e-5,
         activation=act,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         qkv_norm=QKVNormConfig(WIDE_RMS, eps),
     )
     router = router_config(

@@ -9,42 +9,46 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKVNormConfig
 
 CHECKPOINT_PREFIXES = ("model.",)
-CHECKPOINT_NAMES = {
-    "attn_norm": ("input_layernorm",),
-    "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attn.qkv_norm": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
-    "attn.o_proj": ("self_attn.dense",),
-    "mlp.fc_proj": ("mlp.fc1",),
-    "mlp.down_proj": ("mlp.fc2",),
-}
-LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, norm="model.final_layernorm")
+LAYOUT = CheckpointLayout(
+    norm="model.final_layernorm",
+    names={
+        "attn_norm": ("input_layernorm",),
+        "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attn.qkv_norm": ("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        "attn.o_proj": ("self_attn.dense",),
+        "mlp.fc_proj": ("mlp.fc1",),
+        "mlp.down_proj": ("mlp.fc2",),
+    },
+)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in PhiConfig."""
-    eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
-    normed = boolean(raw, "qk_layernorm", False)
     return _llama_common.config_from_hf(
         raw,
-        eps_key="layer_norm_eps",
-        eps=1e-5,
+        layer_norm="layer_norm_eps",
         partial=0.5,
         activation=activation(raw, "hidden_act", "gelu_new"),
-        norm=LAYER_NORM,
         layer=ParallelLayer,
         gated=False,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         head_bias=True,
-        qkv_norm=QKVNormConfig(SHARED_LAYER_NORM, eps) if normed else None,
+        qkv_norm=_qk_norm(raw),
     )
+
+
+def _qk_norm(raw: Mapping[str, Any]) -> QKVNormConfig | None:
+    """The norm of q and k, one of each for all heads."""
+    eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
+    normed = boolean(raw, "qk_layernorm", False)
+    return QKVNormConfig(SHARED_LAYER_NORM, eps) if normed else None
 
 
 class Model(Decoder):

@@ -13,7 +13,7 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import CheckpointError
-from modelmill.models import _transformer_h_names
+from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import (
     boolean,
     non_negative_float,
@@ -25,9 +25,9 @@ from modelmill.models._layer_rules import head_rules, layer_rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = _transformer_h_names.PREFIXES
+CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 CHECKPOINT_NAMES = {
-    **_transformer_h_names.LAYER_NAMES,
+    **_gpt2_common.LAYER_NAMES,
     "mlp.gate_up_proj": ("mlp.w2", "mlp.w1"),
 }
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
@@ -100,7 +100,7 @@ def rules(config: DecoderConfig) -> list[Rule]:
         *head_rules(tied=config.tied),
     ]
     for i in range(config.layers):
-        names = (f"layers.{i}", f"{_transformer_h_names.LAYERS}.{i}")
+        names = (f"layers.{i}", f"{_gpt2_common.OUTSIDE_NAMES['layers']}.{i}")
         layer = layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
         # engines have the optional biases behind the matrices: their files keep their hashes
         out += sorted(layer, key=lambda rule: rule.target.endswith(OPTIONAL_BIASES))

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import boolean, num_layers
+from modelmill.models._hf_config import attention_bias, boolean, num_layers
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -17,15 +17,13 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; attention biases by ``attention_bias``."""
     layers = num_layers(raw, "num_hidden_layers")
-    bias = boolean(raw, "attention_bias", False)
     windowed = boolean(raw, "use_sliding_window", False)
     below = {"head_dim": 128, "num_key_value_heads": 32, "max_window_layers": 28}
     raw = overlay_config(raw, below, {"use_sliding_window": windowed})
     return _llama_common.config_from_hf(
         raw,
         positions=32768,
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         qk_norm=True,
         windows=_llama_common.sliding_windows(raw, layers),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._hf_config import activation, attention_bias, boolean, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, dense_layers, router_config
@@ -25,11 +25,11 @@ UNUSED_CONFIG_KEYS = ("max_window_layers",)  # a window holds in every layer
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3MoeConfig."""
-    bias, act = boolean(raw, "attention_bias", False), activation(raw, "hidden_act", "silu")
+    act = activation(raw, "hidden_act", "silu")
     windowed = boolean(raw, "use_sliding_window", False)
     raw = overlay_config(raw, {"num_key_value_heads": 4, "sliding_window": 4096})
     config = _llama_common.config_from_hf(
-        raw, positions=32768, qkv_bias=bias, out_bias=bias, qk_norm=True, activation=act
+        raw, positions=32768, **attention_bias(raw), qk_norm=True, activation=act
     )
     router = router_config(
         raw, experts=128, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)

@@ -8,7 +8,13 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, num_layers, positive_int
+from modelmill.models._hf_config import (
+    activation,
+    attention_bias,
+    boolean,
+    num_layers,
+    positive_int,
+)
 from modelmill.models._llama_common import (
     CHECKPOINT_PREFIXES,
     SLIDING_ATTENTION,
@@ -24,7 +30,6 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in SmolLM3Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    bias = boolean(raw, "attention_bias", False)
     raw = overlay_config(raw, {"num_key_value_heads": 4})
     unrotated = _unrotated_layers(raw, layers)
     return _llama_common.config_from_hf(
@@ -33,8 +38,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         theta=2000000.0,
         activation=activation(raw, "hidden_act", "silu"),
-        qkv_bias=bias,
-        out_bias=bias,
+        **attention_bias(raw),
         mlp_bias=boolean(raw, "mlp_bias", False),
         unrotated_layers=unrotated,
         windows=_windows(raw, layers, unrotated),

@@ -12,7 +12,6 @@ from modelmill.models._hf_config import activation, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES, ignored_tensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKVNormConfig
@@ -29,11 +28,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         positions=4096,
-        eps_key="layer_norm_eps",
-        eps=1e-5,
+        layer_norm="layer_norm_eps",
         partial=0.25,
         activation=activation(raw, "hidden_act", "silu"),
-        norm=LAYER_NORM,
         layer=ParallelLayer if boolean(raw, parallel, False) else PreNormLayer,
         qkv_bias=boolean(raw, "use_qkv_bias", False),
         qkv_norm=QKVNormConfig(HEAD_LAYER_NORM, eps) if normed else None,

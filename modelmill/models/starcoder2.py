@@ -7,11 +7,10 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import activation, all_biases
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.norm import LAYER_NORM
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -25,20 +24,15 @@ UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Starcoder2Config."""
-    bias = boolean(raw, "use_bias", True)
     raw = overlay_config(raw, {"num_key_value_heads": 2})
     config = _llama_common.config_from_hf(
         raw,
         positions=4096,
-        eps_key="norm_epsilon",
-        eps=1e-5,
+        layer_norm="norm_epsilon",
         tied=True,
         activation=activation(raw, "hidden_act", "gelu_pytorch_tanh"),
-        norm=LAYER_NORM,
         gated=False,
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **all_biases(raw, "use_bias", True),
     )
     return _llama_common.with_window(raw, config)
 
