@@ -343,7 +343,7 @@ class ModuleCheck:
         spec, step, tokens = self._module(name), args[-1], q.shape[0]
         assert isinstance(spec, CacheSpec), f"{name} writes to the KV cache"
         slots, size = step.slots, step.kv.page_size
-        cache = sum(any(each.caches) for each in self.specs[:layer])
+        cache = sum(any(each.of_type(CacheSpec)) for each in self.specs[:layer])
         k = step.kv.k[cache][slots // size, :, slots % size]
         v = step.kv.v[cache][slots // size, :, slots % size]
         compared = (

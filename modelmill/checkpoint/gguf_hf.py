@@ -39,15 +39,14 @@ TRANSFORMER_H_NAMES = {
 }
 """What GPT-2 and Qwen v1 have in common."""
 QWEN_NAMES = {**TRANSFORMER_H_NAMES, "blk.ffn_up": "mlp.w1", "blk.ffn_gate": "mlp.w2"}
+EXPERT_PARTS = ("blk.ffn_gate_exps", "blk.ffn_up_exps", "blk.ffn_down_exps")
 QWEN_EXPERTS = {
-    "blk.ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "blk.ffn_up_exps": "mlp.experts.*.up_proj",
-    "blk.ffn_down_exps": "mlp.experts.*.down_proj",
+    part: f"mlp.experts.*.{name}_proj"
+    for part, name in zip(EXPERT_PARTS, ("gate", "up", "down"), strict=True)
 }
 MIXTRAL_EXPERTS = {
-    "blk.ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "blk.ffn_up_exps": "block_sparse_moe.experts.*.w3",
-    "blk.ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    part: f"block_sparse_moe.experts.*.{name}"
+    for part, name in zip(EXPERT_PARTS, ("w1", "w3", "w2"), strict=True)
 }
 QWEN_MOE_NAMES = {**LLAMA_NAMES, **QWEN_EXPERTS, "blk.ffn_gate_inp": "mlp.gate"}
 SHARED_EXPERT_NAMES = {

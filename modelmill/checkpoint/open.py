@@ -215,15 +215,8 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
     language = replace(checkpoint, config=text, raw=words, view=words)
     if side:
         side[CHAT_FILE] = blip2.chat_format_file(config["image_embedder"]["qformer"]["queries"])
-    return replace(
-        checkpoint,
-        config=config,
-        raw=view,
-        view=view,
-        side_files=side,
-        language=language,
-        unread_config=unread,
-    )
+    pictures = replace(checkpoint, config=config, raw=view, view=view)
+    return replace(pictures, side_files=side, language=language, unread_config=unread)
 
 
 def _with_delta(path: Path, delta: Path | None) -> Checkpoint:

@@ -16,7 +16,15 @@ from modelmill.nn.conv import Conv2d
 from modelmill.nn.layer_spec import LayerSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import VitBlock, VitBranch, VitMLP, patchify, run_blocks, vit_block_spec
+from modelmill.nn.vit import (
+    TransformerSizes,
+    VitBlock,
+    VitBranch,
+    VitMLP,
+    patchify,
+    run_blocks,
+    vit_block_spec,
+)
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.quant_types import QuantizedInput
 
@@ -38,13 +46,9 @@ MLP = ("fc1", "fc2")  # the linear layers of its MLP
 
 
 @dataclass(frozen=True)
-class EvaSpec:
+class EvaSpec(TransformerSizes):
     """Sizes of EVA's vision transformer."""
 
-    width: int = 1408
-    depth: int = 39
-    heads: int = 16
-    inner: int = 6144
     image: int = 224
     patch: int = 14
     eps: float = 1e-6
@@ -58,6 +62,9 @@ class EvaSpec:
     def block_spec(self) -> LayerSpec:
         """What a block is made of."""
         return vit_block_spec(self.width, self.inner, MLP, REFERENCE_NAMES)
+
+
+EVA_G = EvaSpec(1408, 39, 16, 6144)
 
 
 class EvaAttention(VitBranch):

@@ -84,6 +84,10 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
+EVERY_BIAS: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+"""Fields of a decoder all of whose linear layers have a bias."""
+
+
 def attention_bias(
     raw: Mapping[str, Any], key: str = "attention_bias", default: bool = False
 ) -> dict[str, Any]:
@@ -93,7 +97,7 @@ def attention_bias(
 
 def all_biases(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
-    return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), boolean(raw, key, default))
+    return dict.fromkeys(EVERY_BIAS, boolean(raw, key, default))
 
 
 def check_vit_sizes(name: str, *, width: int, heads: int, image: int = 0, patch: int = 1) -> None:

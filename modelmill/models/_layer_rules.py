@@ -175,13 +175,13 @@ class CheckpointLayout:
     names: CheckpointNames
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
-    positions: str = ""
-    embed_norm: str = ""
     norm: str = "model.norm"
     head: str = "lm_head"
     grouped_qkv: bool = False
     neighbours: bool = False
     norms_less_one: bool = False
+    positions: str = ""
+    embed_norm: str = ""
     ignored: tuple[str, ...] = IGNORED_BUFFERS
     experts_stacked: bool = False
     whole_norms: frozenset[str] = frozenset()

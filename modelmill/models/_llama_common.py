@@ -26,13 +26,13 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 CHECKPOINT_PREFIXES = ("model.",)
 CHECKPOINT_NAMES = {
     "attn_norm": ("input_layernorm",),
+    "attn.rope_cache.q_norm": ("self_attn.q_norm",),
+    "attn.rope_cache.k_norm": ("self_attn.k_norm",),
     "attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attn.o_proj": ("self_attn.o_proj",),
     "mlp_norm": ("post_attention_layernorm",),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj": ("mlp.down_proj",),
-    "attn.rope_cache.q_norm": ("self_attn.q_norm",),
-    "attn.rope_cache.k_norm": ("self_attn.k_norm",),
 }
 DEFAULT_SLIDING_WINDOW = 4096
 """``sliding_window`` of MistralConfig, Qwen2Config and Qwen3Config where config.json does not name

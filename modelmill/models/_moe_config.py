@@ -69,34 +69,22 @@ def router_config(
     return RouterConfig(count, chosen, renormalize=renormalize)
 
 
-def grouped_router(
-    raw: Mapping[str, Any],
-    *,
-    experts: int,
-    top_k: int,
-    groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-    renormalize: bool = True,
-) -> RouterConfig:
+def grouped_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConfig:
     """The router of DeepSeek-V3 and GLM-4.5: sigmoids, groups of experts, a bias of the choice.
 
     Args:
         raw: The config.
-        experts: How many experts there are where config.json is silent; likewise the others.
-        top_k: How many each token has.
-        groups: The groups that the experts are in.
-        top_groups: How many of them each token has.
-        scale: The factor of the weights.
-        renormalize: Whether the weights of a token's experts sum to 1 before that.
+        defaults: What the router is where config.json is silent.
 
     Raises:
         CheckpointError: for groups that do not divide the experts, or have too few of them.
     """
-    count = positive_int(raw, "n_routed_experts", default=experts, max_value=MAX_EXPERTS)
-    chosen = positive_int(raw, "num_experts_per_tok", default=top_k, max_value=MAX_EXPERTS)
-    parts = positive_int(raw, "n_group", default=groups, max_value=MAX_EXPERTS)
-    chosen_parts = positive_int(raw, "topk_group", default=top_groups, max_value=MAX_EXPERTS)
+    count = positive_int(raw, "n_routed_experts", default=defaults.experts, max_value=MAX_EXPERTS)
+    chosen = positive_int(raw, "num_experts_per_tok", default=defaults.top_k, max_value=MAX_EXPERTS)
+    parts = positive_int(raw, "n_group", default=defaults.groups, max_value=MAX_EXPERTS)
+    chosen_parts = positive_int(
+        raw, "topk_group", default=defaults.top_groups, max_value=MAX_EXPERTS
+    )
     if count % parts or chosen_parts > parts or (parts > 1 and count // parts < 2):
         raise CheckpointError(
             f"config.json: n_group={parts} and topk_group={chosen_parts} do not fit "
@@ -113,8 +101,8 @@ def grouped_router(
         count,
         chosen,
         scores=SIGMOID,
-        renormalize=boolean(raw, "norm_topk_prob", renormalize),
-        scale=positive_float(raw, "routed_scaling_factor", default=scale),
+        renormalize=boolean(raw, "norm_topk_prob", defaults.renormalize),
+        scale=positive_float(raw, "routed_scaling_factor", default=defaults.scale),
         groups=parts,
         top_groups=chosen_parts,
         selection_bias=True,

@@ -12,24 +12,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
-from modelmill.nn.layer_spec import REPLICATED, LayerSpec, LinearSpec, ModuleSpec, WholeSpec
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, WholeSpec
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import REPLICATED
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import affine_norm, biased_linear, read_sites
+from modelmill.nn.vit import TransformerSizes, affine_norm, biased_linear, read_sites
 from modelmill.ops.quant_types import QuantizedInput
 
 
 @dataclass(frozen=True)
-class QFormerSpec:
+class QFormerSpec(TransformerSizes):
     """Sizes. image_width: the image tokens'.
 
     cross_attention_frequency: each so many layers look at the image, beginning with the first.
     """
 
-    width: int = 768
-    depth: int = 12
-    heads: int = 12
-    inner: int = 3072
     image_width: int = 1408
     cross_attention_frequency: int = 2
     queries: int = 32
@@ -59,6 +56,9 @@ class QFormerSpec:
             partitions=REPLICATED,
             wholes=(*wholes, WholeSpec("", "qformer.layer")),
         )
+
+
+QFORMER_BASE = QFormerSpec(768, 12, 12, 3072)
 
 
 def _linear(path: str, reads: str, reference: str, rows: int) -> LinearSpec:

@@ -16,15 +16,9 @@ from torch import nn
 from modelmill.models._layer_rules import RuleSource, RuleSources
 from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
-from modelmill.nn.layer_spec import (
-    REPLICATED,
-    LayerSpec,
-    LinearSpec,
-    ModuleSpec,
-    NormSpec,
-    WholeSpec,
-)
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import REPLICATED
 from modelmill.nn.vision_context import VisionContext
 from modelmill.nn.vit import affine_norm, biased_linear, read_sites
 from modelmill.ops.image_attention import ImageAttentionInputs

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import positive_int
+from modelmill.models._hf_config import EVERY_BIAS, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_names
 from modelmill.nn.alibi import AlibiConfig
@@ -41,9 +41,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         alibi=AlibiConfig(),
         embedding_norm=True,
         activation="gelu_tanh",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        **EVERY_BIAS,
     )
 
 

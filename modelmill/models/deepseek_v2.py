@@ -48,7 +48,7 @@ def _router(raw: Mapping[str, Any]) -> RouterConfig:
     settings: dict[str, Any] = {"norm_topk_prob": False}
     if not grouped:
         settings |= {"n_group": 1, "topk_group": 1}
-    router = grouped_router(overlay_config(raw, {}, settings), experts=64, top_k=chosen)
+    router = grouped_router(overlay_config(raw, {}, settings), RouterConfig(64, chosen))
     return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)
 
 

@@ -17,6 +17,7 @@ from modelmill.models._deepseek_common import (
 from modelmill.models._hf_config import boolean
 from modelmill.models._moe_config import grouped_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.moe import RouterConfig
 
 __all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -29,7 +30,7 @@ DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV3Config."""
-    router = grouped_router(raw, experts=256, top_k=8, groups=8, top_groups=4, scale=2.5)
+    router = grouped_router(raw, RouterConfig(256, 8, groups=8, top_groups=4, scale=2.5))
     return decoder_config(
         raw,
         router,

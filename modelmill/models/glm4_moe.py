@@ -23,6 +23,7 @@ from modelmill.models._moe_config import (
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
@@ -50,7 +51,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
     shared = inner * positive_int(raw, "n_shared_experts", default=1, max_value=64)
     moe = MoESpec(
-        grouped_router(raw, experts=128, top_k=8),
+        grouped_router(raw, RouterConfig(128, 8)),
         MLPSpec(config.hidden, inner, activation=act),
         MLPSpec(config.hidden, shared, activation=act),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import positive_int, require_value
+from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -43,9 +43,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=length),
         first_position_row=0,
         activation="gelu_tanh",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        **EVERY_BIAS,
     )
 
 

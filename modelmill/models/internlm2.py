@@ -19,9 +19,9 @@ LAYOUT = CheckpointLayout(
         "attn_norm": ("attention_norm",),
         "attn.qkv_proj": ("attention.wqkv",),
         "attn.o_proj": ("attention.wo",),
-        "mlp_norm": ("ffn_norm",),
         "mlp.gate_up_proj": ("feed_forward.w1", "feed_forward.w3"),
         "mlp.down_proj": ("feed_forward.w2",),
+        "mlp_norm": ("ffn_norm",),
     },
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors

@@ -23,9 +23,9 @@ from modelmill.models._blip2_vision import (
     Blip2ImageEmbedder,
     Blip2VisionSpec,
 )
-from modelmill.models._eva_vit import EvaSpec
+from modelmill.models._eva_vit import EVA_G, EvaSpec
 from modelmill.models._hf_config import check_vit_sizes, positive_float, positive_int
-from modelmill.models._qformer import QFormerSpec
+from modelmill.models._qformer import QFORMER_BASE, QFormerSpec
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.layer_stack import DECODER_STACK, LayerStack
 from modelmill.nn.vision_context import VisionContext
@@ -54,7 +54,7 @@ class MiniGpt4Config(DecoderConfig):
     """The sizes of the decoder and of the vision encoder."""
 
     image_embedder: Blip2VisionSpec = field(
-        default_factory=lambda: Blip2VisionSpec(EvaSpec(), QFormerSpec(), 4096)
+        default_factory=lambda: Blip2VisionSpec(EVA_G, QFORMER_BASE, 4096)
     )
 
 
@@ -127,11 +127,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> MiniGpt4Config:
     if not isinstance(eps, Mapping):
         raise CheckpointError('config.json: "eps" of image_embedder must be an object')
     encoder = EvaSpec(
-        **_spec_sizes(sizes.get("vision_encoder"), EvaSpec()),
+        **_spec_sizes(sizes.get("vision_encoder"), EVA_G),
         eps=positive_float(eps, "vision_encoder", default=EvaSpec.eps),
     )
     qformer = QFormerSpec(
-        **_spec_sizes(sizes.get("qformer"), QFormerSpec()),
+        **_spec_sizes(sizes.get("qformer"), QFORMER_BASE),
         eps=positive_float(eps, "qformer", default=QFormerSpec.eps),
     )
     check_vit_sizes(

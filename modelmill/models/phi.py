@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, non_negative_float
+from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -36,9 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=activation(raw, "hidden_act", "gelu_new"),
         layer=ParallelLayer,
         gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        **EVERY_BIAS,
         head_bias=True,
         qkv_norm=_qk_norm(raw),
     )

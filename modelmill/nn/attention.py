@@ -8,20 +8,11 @@ import torch
 from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
-from modelmill.nn.layer_spec import (
-    ROPE,
-    CacheSpec,
-    HeadGroups,
-    HeadPartition,
-    LinearSpec,
-    ModuleSpec,
-    Part,
-    RowProducer,
-    SiteSpec,
-    linear_tensors,
-)
+from modelmill.nn.attention_parts import core_spec, input_projection, o_proj_spec
+from modelmill.nn.layer_spec import ROPE, CacheSpec, ModuleSpec, Part, RowProducer, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
+from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
@@ -129,14 +120,7 @@ class AttentionSpec:
         assert not (normed and clipped), "no family has both"
         changes = self.rotates or self.qk_norm or normed
         return (
-            LinearSpec(
-                path="attn.qkv_proj",
-                reads=("attn_input",),
-                writes=("qkv",),
-                site="qkv",
-                parts=rows,
-                tensors=linear_tensors(self.qkv_bias),
-            ),
+            input_projection("qkv_proj", "qkv", rows, bias=self.qkv_bias),
             *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             *((QKV_CLIP_SPEC,) if clipped else ()),
@@ -152,37 +136,21 @@ class AttentionSpec:
                 arithmetic="rotary" if changes else "residual",
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
             ),
-            ModuleSpec(
-                path="attn.core",
-                reads=("q",),
-                writes=("attn",),
-                reference=("attn",),
-                arithmetic="attention",
-                tensors=("sinks",) if self.sinks else (),
-                op="paged_attention",
-            ),
+            core_spec(("sinks",) if self.sinks else ()),
             *(OUTPUT_GATE_SPECS if self.gated else ()),
-            LinearSpec(
-                path="attn.o_proj",
-                reads=("gated_attn" if self.gated else "attn",),
-                writes=("attn_out",),
-                site="o",
-                parts=(Part("o_proj", self.hidden),),
+            o_proj_spec(
+                self.hidden,
+                reads="gated_attn" if self.gated else "attn",
                 split_columns="q_heads",
-                tensors=linear_tensors(self.out_bias),
+                bias=self.out_bias,
             ),
         )
 
 
 def gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
     """The projection to the gates of an attention's output."""
-    return (
-        LinearSpec(
-            path="attn.gate_proj", reads=("attn_input",), writes=("attn_gate",), site="qkv",
-            parts=(Part("attn_gate", spec.heads * spec.head_dim, "q_heads"),),
-            tensors=linear_tensors(spec.qkv_bias),
-        ),
-    )  # fmt: skip
+    rows = Part("attn_gate", spec.heads * spec.head_dim, "q_heads")
+    return (input_projection("gate_proj", "attn_gate", (rows,), bias=spec.qkv_bias),)
 
 
 OUTPUT_GATE_SPECS = (

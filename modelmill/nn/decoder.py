@@ -28,15 +28,13 @@ from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
-from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.rotary import RopeSpec, Rotary
-from modelmill.nn.sandwich import SandwichLayer
 from modelmill.nn.step import Step
 
-LayerClass = type[PreNormLayer | SandwichLayer | PostNormLayer | ParallelLayer | MixerLayer]
+LayerClass = type[MixerLayer | PostNormLayer]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 
 from __future__ import annotations
 
-from typing import cast
+from abc import abstractmethod
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
 from modelmill.nn.fused_moe import FusedMoE
-from modelmill.nn.layer_spec import layer_spec
+from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
@@ -59,7 +60,7 @@ def _is_hybrid(layer: nn.Module) -> bool:
     """Whether a layer is a pre-norm one with another mixer, which ``FusedHybridLayer`` computes."""
     return (
         type(layer) is PreNormLayer
-        and (any(layer.spec.recurrences) or "attn.output_gate" in layer.spec.by_path)
+        and (any(layer.spec.of_type(RecurrenceSpec)) or "attn.output_gate" in layer.spec.by_path)
         and isinstance(layer.mlp, GatedMLP | MoE)
     )
 
@@ -147,7 +148,10 @@ class FusedCausalLM(FusedModule):
 
 
 class FusedMLPLayer(FusedModule):
-    """A pre-norm layer of which the norm before the MLP, and the MLP or the experts, are fused."""
+    """A pre-norm layer of which the norms, and the MLP or the experts, are fused."""
+
+    attn: nn.Module
+    attn_norm: FusedNorm
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
@@ -159,10 +163,24 @@ class FusedMLPLayer(FusedModule):
         )
         self.mlp = fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
 
-    def mlp_branch(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
+    @abstractmethod
+    def mix(
+        self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
+    ) -> tuple[Any, Any]:
+        """The mixer's branch and the residual, both of the rows of ``logit_step`` if it is one."""
+
+    def forward(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(branch, residual) from the mixer's branch and the residual before it."""
+        """(branch, residual), both [T, H], or [R, H] of the rows of ``logit_step``."""
+        normed, residual = self.attn_norm(x, residual, step)
+        x, residual = self.mix(normed, residual, rope, step, logit_step)
+        step = logit_step or step
         normed, residual = self.mlp_norm(x, residual, step)
         if self.gated:
             return self.mlp(normed, residual, step), residual
@@ -180,43 +198,30 @@ class FusedLayer(FusedMLPLayer):
         self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
         self.attn = FusedAttention(attn, adds_residual)
 
-    def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        rope: RopeCosSin,
-        step: Step,
-        logit_step: Step | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """(branch, residual), both [T, H], or [R, H] of the rows of ``logit_step``."""
-        normed, residual = self.attn_norm(x, residual, step)
+    def mix(
+        self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
+    ) -> tuple[Any, Any]:
+        """The branch of the attention, and the residual of its rows."""
         if logit_step is not None:
             residual = residual[step.logit_rows]
-        x = self.attn(normed, residual, rope, step, logit_step)
-        step = logit_step or step
-        return self.mlp_branch(x, residual, step)
+        return self.attn(normed, residual, rope, step, logit_step), residual
 
 
 class FusedHybridLayer(FusedMLPLayer):
     """A pre-norm layer whose mixer is plain."""
 
-    def forward(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        rope: RopeCosSin,
-        step: Step,
-        logit_step: Step | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """As ``FusedLayer``; every token passes the mixer, which advances its state."""
-        if x is None:
-            x, residual = residual, None
-        plain = cast(PreNormLayer, self.plain)
-        normed, residual = plain.attn_norm(x, residual, step)
-        x = plain.attn(normed, rope, step)
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__(plain)
+        self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), None)
+
+    def mix(
+        self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
+    ) -> tuple[Any, Any]:
+        """Every token passes the mixer, which advances its state."""
+        x = self.attn(normed, rope, step)
         if logit_step is not None:
-            x, residual, step = x[step.logit_rows], residual[step.logit_rows], logit_step
-        return self.mlp_branch(x, residual, step)
+            return x[step.logit_rows], residual[step.logit_rows]
+        return x, residual
 
 
 def fused_mlp(mlp: nn.Module) -> nn.Module:

@@ -13,16 +13,10 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, own_rows
-from modelmill.nn.layer_spec import (
-    LinearSpec,
-    ModuleSpec,
-    Part,
-    RecurrenceSpec,
-    SiteSpec,
-    StateHeadPartition,
-)
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, RecurrenceSpec
 from modelmill.nn.linear import Linear
-from modelmill.nn.rank_heads import HeadRecurrence, RankHeads
+from modelmill.nn.partition import StateHeadPartition
+from modelmill.nn.rank_heads import HeadRecurrence, HeadRecurrenceSpec, RankHeads
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -31,7 +25,7 @@ from modelmill.parallel.shard import Range
 
 
 @dataclass(frozen=True)
-class GatedDeltaNetSpec:
+class GatedDeltaNetSpec(HeadRecurrenceSpec):
     """Sizes of one layer's Gated DeltaNet; takes the place of an ``AttentionSpec``.
 
     Attributes:
@@ -73,11 +67,6 @@ class GatedDeltaNetSpec:
         """How ranks divide the heads."""
         return StateHeadPartition("attn", self.heads, self.key_heads, self.value_dim, self.key_dim)
 
-    @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
-        """The inputs of the two projections; no rows produce the second linearly."""
-        return SiteSpec("qkv"), SiteSpec("o")
-
     def make(self, state_index: int) -> GatedDeltaNet:
         """The module; ``state_index``: the place of its first state among those of the model."""
         return GatedDeltaNet(self, state_index)
@@ -115,14 +104,7 @@ class GatedDeltaNetSpec:
                 reference=("delta",), arithmetic="attention", tensors=("A_log", "dt_bias"),
                 state=self.state, state_reference="delta_state", op="gated_delta_rule",
             ),
-            ModuleSpec(
-                path="attn.gated_norm", reads=("delta", "qkvz"), writes=("gated",),
-                reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="rms_norm",
-            ),
-            LinearSpec(
-                path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-                parts=(Part("o_proj", self.hidden),), split_columns=value,
-            ),
+            *self.output_specs("delta", "qkvz"),
         )  # fmt: skip
 
 

@@ -14,20 +14,19 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.attention_parts import core_spec, input_projection, o_proj_spec
 from modelmill.nn.layer_spec import (
     ROPE,
     CacheSpec,
-    HeadGroups,
-    HeadPartition,
     LinearSpec,
     ModuleSpec,
     NormSpec,
     Part,
     SiteSpec,
-    linear_tensors,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import NormConfig
+from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -87,7 +86,7 @@ class LatentAttentionSpec:
     value_dim: int
     bias: bool
     scale: float
-    neighbours: bool = True
+    neighbours: bool
 
     @property
     def query_dim(self) -> int:
@@ -117,16 +116,10 @@ class LatentAttentionSpec:
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``LatentAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
+        latent = Part("kv_a", self.rank), Part("k_pe", self.rope_dim)
         return (
             *self._query_specs(),
-            LinearSpec(
-                path="attn.kv_a_proj",
-                reads=("attn_input",),
-                writes=("kv_a",),
-                site="qkv",
-                parts=(Part("kv_a", self.rank), Part("k_pe", self.rope_dim)),
-                tensors=linear_tensors(self.bias),
-            ),
+            input_projection("kv_a_proj", "kv_a", latent, bias=self.bias),
             NormSpec(
                 path="attn.kv_a_norm",
                 reads=("kv_a",),
@@ -145,24 +138,8 @@ class LatentAttentionSpec:
                 head_dim=self.cached_dim,
                 shares_values=True,
             ),
-            ModuleSpec(
-                path="attn.core",
-                reads=("q",),
-                writes=("attn",),
-                reference=("attn",),
-                arithmetic="attention",
-                tensors=("kv_b",),
-                op="paged_attention",
-            ),
-            LinearSpec(
-                path="attn.o_proj",
-                reads=("attn",),
-                writes=("attn_out",),
-                site="o",
-                parts=(Part("o_proj", self.hidden),),
-                split_columns="value_heads",
-                tensors=linear_tensors(self.bias),
-            ),
+            core_spec(("kv_b",)),
+            o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
         )
 
     def _query_specs(self) -> tuple[ModuleSpec, ...]:
@@ -177,14 +154,8 @@ class LatentAttentionSpec:
         )
         if self.query_rank is None:
             return (last,)
-        first = LinearSpec(
-            path="attn.q_a_proj",
-            reads=("attn_input",),
-            writes=("q_a",),
-            site="qkv",
-            parts=(Part("q_a", self.query_rank),),
-            tensors=linear_tensors(self.bias),
-        )
+        rows = (Part("q_a", self.query_rank),)
+        first = input_projection("q_a_proj", "q_a", rows, bias=self.bias)
         norm = NormSpec(
             path="attn.q_a_norm",
             reads=("q_a",),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.layer_spec import ModuleSpec
+from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -39,6 +39,29 @@ class LayerParts:
     mlp_norm: bool = False
 
 
+def layer_of(
+    parts: LayerParts, modules: tuple[ModuleSpec, ...], outputs: tuple[str, ...]
+) -> LayerSpec:
+    """A layer of these modules, with the sites and partitions of its mixer and its MLP."""
+    return LayerSpec(
+        modules=modules,
+        sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
+        outputs=outputs,
+        partitions=(parts.attention.partition, *parts.mlp.partitions),
+    )
+
+
 def attention_norm_spec(norm: NormConfig) -> ModuleSpec:
     """The norm in front of a layer's attention, which starts or continues the stream."""
     return norm.spec("attn_norm", ("branch", "residual"), ("attn_input", "stream"), "input_norm")
+
+
+def mlp_norm_spec(norm: NormConfig, branch: str) -> ModuleSpec:
+    """The norm in front of a layer's MLP, which adds the attention's branch to the stream."""
+    return norm.spec(
+        "mlp_norm",
+        (branch, "stream"),
+        ("mlp_input", "attn.residual"),
+        "mlp_norm",
+        "post_attn_residual",
+    )

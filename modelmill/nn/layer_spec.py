@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import nn
 
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import HeadGroups, Partition
 from modelmill.nn.recurrent_state import StateSpec
-from modelmill.parallel.shard import Range, partition_channels, partition_heads
+from modelmill.parallel.shard import Range
 
 INPUTS = ("branch", "residual")
 ROPE = "rope"  # the step's rotation, a value that modules may read
@@ -161,19 +161,6 @@ class LinearSpec(ModuleSpec):
 
 
 @dataclass(frozen=True)
-class HeadGroups:
-    """Query heads that read the channels of fewer KV heads."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-
-    def by_group(self, vector: torch.Tensor) -> torch.Tensor:
-        """A vector over the query heads' channels as [kv_heads, q_heads / kv_heads, head_dim]."""
-        return vector.view(self.kv_heads, self.q_heads // self.kv_heads, self.head_dim)
-
-
-@dataclass(frozen=True)
 class RowProducer:
     """Rows of a linear layer in which a site's input is linear: scales can be folded into them.
 
@@ -201,117 +188,6 @@ class SiteSpec:
     name: str
     producer: RowProducer | None = None
     heavy_tailed: bool = False
-
-
-class SplitsHeads(Protocol):
-    """A module that keeps a rank's heads.
-
-    Attributes:
-        kv_heads: Its KV heads.
-    """
-
-    kv_heads: int
-
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
-        """Keep these query heads and KV heads."""
-
-
-@dataclass(frozen=True)
-class HeadPartition:
-    """Ranks divide query heads, with the KV heads that they read.
-
-    Attributes:
-        module: The module that takes the rank's heads (``take_heads``).
-        groups: The heads.
-        q, kv: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
-    """
-
-    module: str
-    groups: HeadGroups
-    q: str = "q_heads"
-    kv: str = "kv_heads"
-
-    def heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
-        """The rank's query heads and KV heads."""
-        g = self.groups
-        shard = partition_heads(g.q_heads, g.kv_heads, g.head_dim, size, alignment)[rank]
-        return shard.q, shard.kv
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names by which linears are divided."""
-        return self.q, self.kv
-
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
-        """The rank's channels by name."""
-        dim = self.groups.head_dim
-        q, kv = self.heads(rank, size, alignment)
-        return {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
-
-
-@dataclass(frozen=True)
-class StateHeadPartition:
-    """Ranks divide the heads of a recurrence, with the heads of keys that several of them share.
-
-    Attributes:
-        module: The module that takes the rank's heads (``take_heads``).
-        heads: Heads with a state each (of values).
-        key_heads: Heads of keys and queries.
-        head_dim: Channels of the first.
-        key_dim: Channels of the others.
-        name, key_name: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
-    """
-
-    module: str
-    heads: int
-    key_heads: int
-    head_dim: int
-    key_dim: int
-    name: str = "state_heads"
-    key_name: str = "key_heads"
-
-    def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
-        """The rank's heads, and the heads of keys that they read."""
-        shards = partition_heads(self.heads, self.key_heads, self.head_dim, size, alignment)
-        return shards[rank].q, shards[rank].kv
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names by which linears are divided."""
-        return self.name, self.key_name
-
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
-        """The rank's channels by name."""
-        (first, end), (key_first, key_end) = self.rank_heads(rank, size, alignment)
-        return {
-            self.name: (first * self.head_dim, end * self.head_dim),
-            self.key_name: (key_first * self.key_dim, key_end * self.key_dim),
-        }
-
-
-@dataclass(frozen=True)
-class ChannelPartition:
-    """Ranks divide inner channels."""
-
-    name: str
-    channels: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names by which linears are divided."""
-        return (self.name,)
-
-    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
-        """The rank's channels by name."""
-        return {self.name: partition_channels(self.channels, size, alignment)[rank]}
-
-
-Partition = HeadPartition | StateHeadPartition | ChannelPartition
-REPLICATED: tuple[()] = ()
-"""The partitions of a layer that every rank computes in full.
-
-All vision layers have it: rank 0 encodes an image and broadcasts its embeddings.
-"""
 
 
 @dataclass(frozen=True)
@@ -380,16 +256,6 @@ class LayerSpec:
     def norms(self) -> Iterator[NormSpec]:
         """The norms."""
         return self.of_type(NormSpec)
-
-    @property
-    def caches(self) -> Iterator[CacheSpec]:
-        """The modules that write to the KV cache."""
-        return self.of_type(CacheSpec)
-
-    @property
-    def recurrences(self) -> Iterator[RecurrenceSpec]:
-        """The modules that keep a recurrent state."""
-        return self.of_type(RecurrenceSpec)
 
     @property
     def site_names(self) -> tuple[str, ...]:

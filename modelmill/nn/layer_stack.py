@@ -12,7 +12,14 @@ from typing import NamedTuple
 from torch import nn
 
 from modelmill.nn.kv import NO_KV, KVShape
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, SiteSpec, layer_spec
+from modelmill.nn.layer_spec import (
+    CacheSpec,
+    LayerSpec,
+    LinearSpec,
+    RecurrenceSpec,
+    SiteSpec,
+    layer_spec,
+)
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 
 WEIGHT_FILE = "embedding_and_head"  # of the tensors outside the layers
@@ -103,7 +110,7 @@ def module_site(model: nn.Module, path: str) -> SiteSpec | None:
 
 def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
-    caches = [cache for layer in layers for cache in layer_spec(layer).caches]
+    caches = [cache for layer in layers for cache in layer_spec(layer).of_type(CacheSpec)]
     sizes = {(cache.kv_heads, cache.head_dim, cache.shares_values) for cache in caches}
     if not sizes:
         return NO_KV
@@ -117,7 +124,7 @@ def state_shape(layers: Iterable[nn.Module]) -> StateShape:
         tuple(
             layer.get_submodule(module.path).state_spec  # type: ignore[misc]
             for layer in layers
-            for module in layer_spec(layer).recurrences
+            for module in layer_spec(layer).of_type(RecurrenceSpec)
         )
     )
 

@@ -17,12 +17,11 @@ from modelmill.nn.layer_spec import (
     ModuleSpec,
     Part,
     RecurrenceSpec,
-    SiteSpec,
-    StateHeadPartition,
     linear_tensors,
 )
 from modelmill.nn.linear import Linear
-from modelmill.nn.rank_heads import HeadRecurrence, RankHeads
+from modelmill.nn.partition import StateHeadPartition
+from modelmill.nn.rank_heads import HeadRecurrence, HeadRecurrenceSpec, RankHeads
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -31,7 +30,7 @@ from modelmill.parallel.shard import Range
 
 
 @dataclass(frozen=True)
-class Mamba2Spec:
+class Mamba2Spec(HeadRecurrenceSpec):
     """Sizes of one layer's Mamba2; takes the place of an ``AttentionSpec``.
 
     Attributes:
@@ -62,6 +61,10 @@ class Mamba2Spec:
         """Channels of B, and of C."""
         return self.groups * self.state_size
 
+    def make(self, state_index: int) -> Mamba2:
+        """The module; ``state_index``: the place of its first state among those of the model."""
+        return Mamba2(self, state_index)
+
     @property
     def conv(self) -> CausalConvConfig:
         """The convolution of x, B and C."""
@@ -76,15 +79,6 @@ class Mamba2Spec:
     def partition(self) -> StateHeadPartition:
         """How ranks divide the heads."""
         return StateHeadPartition("attn", self.heads, self.groups, self.head_dim, self.state_size)
-
-    @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
-        """The inputs of the two projections; no rows produce the second linearly."""
-        return SiteSpec("qkv"), SiteSpec("o")
-
-    def make(self, state_index: int) -> Mamba2:
-        """The module; ``state_index``: the place of its first state among those of the model."""
-        return Mamba2(self, state_index)
 
     def row_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's z | x | B | C | dt."""
@@ -117,14 +111,7 @@ class Mamba2Spec:
                 reference=("ssm",), arithmetic="attention", tensors=("A_log", "dt_bias", "D"),
                 state=self.state, state_reference="ssm_state", op="ssd_scan",
             ),
-            ModuleSpec(
-                path="attn.gated_norm", reads=("scanned", "xbcz"), writes=("gated",),
-                reference=("gated_norm",), arithmetic="norm", tensors=("weight",), op="rms_norm",
-            ),
-            LinearSpec(
-                path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-                parts=(Part("o_proj", self.hidden),), split_columns=inner, tensors=tensors,
-            ),
+            *self.output_specs("scanned", "xbcz", tensors),
         )  # fmt: skip
 
 

@@ -12,7 +12,13 @@ from modelmill.nn.step import Step
 
 
 class MixerLayer(nn.Module):
-    """norm → mixer; the residual travels beside the branch. There is no MLP."""
+    """norm → mixer; the residual travels beside the branch. There is no MLP.
+
+    Layers with an MLP behind or beside it derive from this class.
+
+    Attributes:
+        returns_whole_branch: Whether the ranks' partial sums of the branch have been added up.
+    """
 
     returns_whole_branch = False
     spec: LayerSpec
@@ -21,11 +27,11 @@ class MixerLayer(nn.Module):
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__()
         self.spec = self.layer_spec(parts)
-        self.attn_norm = parts.norm.make()
+        self.attn_norm = parts.norm.make(reduces=not self.returns_whole_branch)
         self.attn = parts.attention.make(index)
 
-    @staticmethod
-    def layer_spec(parts: LayerParts) -> LayerSpec:
+    @classmethod
+    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
         return LayerSpec(
             modules=(attention_norm_spec(parts.norm), *parts.attention.module_specs()),

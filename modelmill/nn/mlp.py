@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.layer_spec import (
-    ChannelPartition,
     LinearSpec,
     ModuleSpec,
     Part,
@@ -19,32 +18,35 @@ from modelmill.nn.layer_spec import (
     linear_tensors,
 )
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
 
 
-class SiluMul(nn.Module):
-    """silu(gate) · up over a fused [T, 2·I]."""
+class ActivationOp(nn.Module):
+    """An activation that is an op of its own, the one named ``OP``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._op = OpBinding()
-
-    def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, 2·I] → [T, I]."""
-        return self._op(step.ops.silu_mul, gate_up)
-
-
-class GeluTanh(nn.Module):
-    """GELU in its tanh approximation, GPT-2's activation."""
+    OP: str
 
     def __init__(self) -> None:
         super().__init__()
         self._op = OpBinding()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """Apply GELU elementwise to a tensor of any shape."""
-        return self._op(step.ops.gelu_tanh, x)
+        """Apply the op."""
+        return self._op(getattr(step.ops, self.OP), x)
+
+
+class SiluMul(ActivationOp):
+    """silu(gate) · up over a fused [T, 2·I]: [T, 2·I] → [T, I]."""
+
+    OP = "silu_mul"
+
+
+class GeluTanh(ActivationOp):
+    """GELU in its tanh approximation, GPT-2's activation, of a tensor of any shape."""
+
+    OP = "gelu_tanh"
 
 
 class Elementwise(nn.Module):

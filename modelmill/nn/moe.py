@@ -27,25 +27,25 @@ class RouterConfig:
         scores: SOFTMAX over all experts, or SIGMOID of each by itself.
         renormalize: Whether the weights of a token's experts are divided by their sum. A softmax
             over the chosen logits alone is the same.
+        selection_bias: Whether a learned bias is added to the scores for the choice, and not for
+            the weights (arXiv:2408.15664).
+        bias: Whether the logits have a learned bias.
         scale: Factor of the weights.
         groups: The experts are divided into so many groups, of which a token has ``top_groups``,
             those with the largest sum of their ``group_scores`` largest scores: two in DeepSeek-V3
             (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2; 1: no groups.
         top_groups: See ``groups``.
-        selection_bias: Whether a learned bias is added to the scores for the choice, and not for
-            the weights (arXiv:2408.15664).
-        bias: Whether the logits have a learned bias.
     """
 
     experts: int
     top_k: int
     scores: str = SOFTMAX
     renormalize: bool = True
+    selection_bias: bool = False
+    bias: bool = False
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
-    selection_bias: bool = False
-    bias: bool = False
     group_scores: int = 2
 
 

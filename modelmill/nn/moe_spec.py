@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from modelmill.nn.layer_spec import (
-    ChannelPartition,
     LinearSpec,
     ModuleSpec,
     RoutingSpec,
@@ -17,6 +16,7 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
+from modelmill.nn.partition import ChannelPartition
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
+from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.step import Step
 
 
@@ -22,23 +23,17 @@ class BranchSum(nn.Module):
         return attn + mlp
 
 
-class ParallelLayer(nn.Module):
+class ParallelLayer(MixerLayer):
     """norm → attention and (norm →) MLP, both branches added at once."""
 
-    returns_whole_branch = False
-    spec: LayerSpec
-
-    def __init__(self, parts: LayerParts, cache_index: int) -> None:
-        super().__init__()
-        self.spec = self.layer_spec(parts)
-        self.attn_norm = parts.norm.make()
-        self.attn = parts.attention.make(cache_index)
+    def __init__(self, parts: LayerParts, index: int) -> None:
+        super().__init__(parts, index)
         self.mlp_norm = parts.norm.make_single() if parts.mlp_norm else None
         self.mlp = parts.mlp.make()
         self.sum = BranchSum()
 
-    @staticmethod
-    def layer_spec(parts: LayerParts) -> LayerSpec:
+    @classmethod
+    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of; with one norm, qkv and the MLP share a site."""
         reads, site = ("mlp_input", "up") if parts.mlp_norm else ("attn_input", "qkv")
         mlp_norm = parts.norm.spec("mlp_norm", ("stream",), ("mlp_input",), "mlp_norm")

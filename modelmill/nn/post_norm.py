@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.layer_parts import LayerParts, layer_of
 from modelmill.nn.layer_spec import INPUTS, LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
 from modelmill.nn.step import Step
@@ -35,21 +35,15 @@ class PostNormLayer(nn.Module):
     def layer_spec(parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
         norm = parts.norm
-        return LayerSpec(
-            modules=(
-                _add_spec("add", INPUTS, "attn_input", "input"),
-                *parts.attention.module_specs(),
-                norm.spec("attn_post", ("attn_out",), ("attn_branch",), "attn_post"),
-                _add_spec(
-                    "attn_add", ("attn_branch", "attn_input"), "mlp_input", "post_attn_residual"
-                ),
-                *parts.mlp.module_specs(),
-                norm.spec("mlp_post", ("mlp_out",), ("mlp_branch",), "mlp_post"),
-            ),
-            sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
-            outputs=("mlp_branch", "mlp_input"),
-            partitions=(parts.attention.partition, *parts.mlp.partitions),
+        modules = (
+            _add_spec("add", INPUTS, "attn_input", "input"),
+            *parts.attention.module_specs(),
+            norm.spec("attn_post", ("attn_out",), ("attn_branch",), "attn_post"),
+            _add_spec("attn_add", ("attn_branch", "attn_input"), "mlp_input", "post_attn_residual"),
+            *parts.mlp.module_specs(),
+            norm.spec("mlp_post", ("mlp_out",), ("mlp_branch",), "mlp_post"),
         )
+        return layer_of(parts, modules, ("mlp_branch", "mlp_input"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

@@ -6,11 +6,11 @@ In a hybrid, a recurrence takes the place of some layers' attention.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
+from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, layer_of, mlp_norm_spec
 from modelmill.nn.layer_spec import INPUTS, ROPE, LayerSpec
+from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.step import Step
 
 PRE_NORM_OUTPUTS = ("mlp_out", "attn.residual")
@@ -25,42 +25,25 @@ PRE_NORM_DATAFLOW = [
 ]
 
 
-class PreNormLayer(nn.Module):
+class PreNormLayer(MixerLayer):
     """norm → attention → add and norm → MLP; the residual travels beside the branch."""
-
-    returns_whole_branch = False
-    spec: LayerSpec
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
-        super().__init__()
-        self.spec = self.layer_spec(parts)
-        self.attn_norm = parts.norm.make()
-        self.attn = parts.attention.make(index)
+        super().__init__(parts, index)
         self.mlp_norm = parts.norm.make()
         self.mlp = parts.mlp.make()
 
-    @staticmethod
-    def layer_spec(parts: LayerParts) -> LayerSpec:
+    @classmethod
+    def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
-        mlp_norm = parts.norm.spec(
-            "mlp_norm",
-            ("attn_out", "stream"),
-            ("mlp_input", "attn.residual"),
-            "mlp_norm",
-            "post_attn_residual",
+        modules = (
+            attention_norm_spec(parts.norm),
+            *parts.attention.module_specs(),
+            mlp_norm_spec(parts.norm, "attn_out"),
+            *parts.mlp.module_specs(),
         )
-        return LayerSpec(
-            modules=(
-                attention_norm_spec(parts.norm),
-                *parts.attention.module_specs(),
-                mlp_norm,
-                *parts.mlp.module_specs(),
-            ),
-            sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
-            outputs=PRE_NORM_OUTPUTS,
-            partitions=(parts.attention.partition, *parts.mlp.partitions),
-        )
+        return layer_of(parts, modules, PRE_NORM_OUTPUTS)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

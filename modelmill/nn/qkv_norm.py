@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.layer_spec import HeadGroups, NormSpec
+from modelmill.nn.layer_spec import NormSpec
+from modelmill.nn.partition import HeadGroups
 from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec
+from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, layer_of, mlp_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
+from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.step import Step
 
 
@@ -26,21 +27,16 @@ class BranchScale(nn.Module):
         return x * self.factor
 
 
-class SandwichLayer(nn.Module):
+class SandwichLayer(MixerLayer):
     """norm → attention → norm, add; norm → MLP → norm: the branches are normed before adding."""
 
+    # the norms behind the branches have added up the ranks' partial sums
     returns_whole_branch = True
-    spec: LayerSpec
 
-    def __init__(self, parts: LayerParts, cache_index: int) -> None:
-        super().__init__()
-        self.spec = self.layer_spec(parts)
-        # the norms behind the branches have added up the ranks' partial sums
-        reduces = not self.returns_whole_branch
-        self.attn_norm = parts.norm.make(reduces=reduces)
-        self.attn = parts.attention.make(cache_index)
+    def __init__(self, parts: LayerParts, index: int) -> None:
+        super().__init__(parts, index)
         self.attn_post = self.post_module(parts)
-        self.mlp_norm = parts.norm.make(reduces=reduces)
+        self.mlp_norm = parts.norm.make(reduces=not self.returns_whole_branch)
         self.mlp = parts.mlp.make()
         self.mlp_post = self.post_module(parts)
 
@@ -57,26 +53,15 @@ class SandwichLayer(nn.Module):
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
-        mlp_norm = parts.norm.spec(
-            "mlp_norm",
-            ("attn_branch", "stream"),
-            ("mlp_input", "attn.residual"),
-            "mlp_norm",
-            "post_attn_residual",
+        modules = (
+            attention_norm_spec(parts.norm),
+            *parts.attention.module_specs(),
+            cls.post_spec(parts, "attn_post", "attn_out", "attn_branch"),
+            mlp_norm_spec(parts.norm, "attn_branch"),
+            *parts.mlp.module_specs(),
+            cls.post_spec(parts, "mlp_post", "mlp_out", "mlp_branch"),
         )
-        return LayerSpec(
-            modules=(
-                attention_norm_spec(parts.norm),
-                *parts.attention.module_specs(),
-                cls.post_spec(parts, "attn_post", "attn_out", "attn_branch"),
-                mlp_norm,
-                *parts.mlp.module_specs(),
-                cls.post_spec(parts, "mlp_post", "mlp_out", "mlp_branch"),
-            ),
-            sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
-            outputs=("mlp_branch", "attn.residual"),
-            partitions=(parts.attention.partition, *parts.mlp.partitions),
-        )
+        return layer_of(parts, modules, ("mlp_branch", "attn.residual"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

@@ -17,17 +17,10 @@ from torch import nn
 
 from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
-from modelmill.nn.layer_spec import (
-    HeadPartition,
-    LayerSpec,
-    LinearSpec,
-    Partition,
-    SplitsHeads,
-    StateHeadPartition,
-    layer_spec,
-)
+from modelmill.nn.layer_spec import LayerSpec, LinearSpec, layer_spec
 from modelmill.nn.layer_stack import layer_stacks, model_state_shape, state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import HeadPartition, Partition, SplitsHeads, StateHeadPartition
 from modelmill.parallel.shard import Range, Shard
 from modelmill.parallel.tp_group import TPGroup
 

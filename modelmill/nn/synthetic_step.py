@@ -105,6 +105,8 @@ def synthetic_step(
     slots = tables[sequence, positions // page_size].long() * page_size + positions % page_size
     ids = torch.randint(int(model.config.vocab), (len(sequence),))  # type: ignore[union-attr, arg-type]
     return Step(
+        kv=kv,
+        ops=ops,
         ids=ids.to(device),
         positions=positions.to(device),
         slots=slots.to(device),
@@ -115,8 +117,6 @@ def synthetic_step(
         logit_rows=None if widest == 1 else (starts[1:] - 1).long().to(device),
         max_query=widest,
         max_context=max_context,
-        kv=kv,
-        ops=ops,
         state=state_step(
             model_state_shape(model),
             starts.to(device),

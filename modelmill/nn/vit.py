@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.layer_spec import (
-    REPLICATED,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
@@ -19,8 +19,19 @@ from modelmill.nn.layer_spec import (
     WholeSpec,
 )
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import REPLICATED
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.quant_types import QuantizedInput
+
+
+@dataclass(frozen=True)
+class TransformerSizes:
+    """The sizes that every transformer has."""
+
+    width: int
+    depth: int
+    heads: int
+    inner: int
 
 
 class VitBranch(nn.Module):

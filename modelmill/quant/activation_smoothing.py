@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from modelmill.nn.layer_spec import HeadGroups
+from modelmill.nn.partition import HeadGroups
 from modelmill.quant.awq import fold_scales, is_foldable
 from modelmill.quant.calibration_state import (
     CalibrationBatch,

@@ -16,17 +16,10 @@ from torch import nn
 from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.layer_spec import (
-    INPUTS,
-    ROPE,
-    HeadGroups,
-    NormSpec,
-    RoutingSpec,
-    RowProducer,
-    layer_spec,
-)
+from modelmill.nn.layer_spec import INPUTS, ROPE, NormSpec, RoutingSpec, RowProducer, layer_spec
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import HeadGroups
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from modelmill.ops.quant_types import QuantizedInput
 from modelmill.ops.registry import Ops
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 from modelmill.weights import w8a8
@@ -21,15 +20,9 @@ class Fp8Weight(w8a8.W8A8Weight):
     format: str = "fp8"
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    PRODUCT: ClassVar[str] = "fp8_linear"
     UNPACKS: ClassVar[UpcastSpec] = UpcastSpec("fp8_linear", torch.float32)
     UNPACKS_FLOAT_INPUT: ClassVar[UpcastSpec] = UNPACKS
-
-    def matmul_quantized(
-        self, x: QuantizedInput, x_scale: torch.Tensor, bias: torch.Tensor | None, ops: Ops
-    ) -> torch.Tensor:
-        """Multiply an already quantized input by the weight."""
-        inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_bound(ops.fp8_linear, inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops

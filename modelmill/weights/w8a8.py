@@ -53,6 +53,7 @@ class W8A8Weight(WeightFormat):
     format: str = "w8a8"
 
     VALUE_DTYPE: ClassVar[torch.dtype] = torch.int8
+    PRODUCT: ClassVar[str] = "w8a8_linear"
     LAYOUT: ClassVar[TensorLayout] = {
         "weight": (2, (torch.int8, torch.float8_e4m3fn)),
         "scale": (1, (torch.float32,)),
@@ -176,7 +177,7 @@ class W8A8Weight(WeightFormat):
     ) -> torch.Tensor:
         """Multiply activations in 8 bits."""
         inputs = Linear8BitInputs(x.values, self.weight, self.scale, x_scale, x.dtype, bias)
-        return self.run_bound(ops.w8a8_linear, inputs)
+        return self.run_bound(getattr(ops, self.PRODUCT), inputs)
 
     def matmul_float_input(
         self, x: torch.Tensor, bias: torch.Tensor | None, ops: Ops

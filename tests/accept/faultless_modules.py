@@ -71,8 +71,9 @@ class FaultlessModules:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         cos, sin = cos[:, None], sin[:, None]
         y = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-        if name == "q":
-            y = y * reference.query_scale(x.shape[0]).to(self.dtype)[:, None, None]
+        scale = reference.query_scale(x.shape[0])
+        if name == "q" and scale is not None:
+            y = y * scale.to(self.dtype)[:, None, None]
         return y.reshape(flat.shape[0], -1)
 
     def attention(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,9 +85,7 @@ class FaultlessModules:
         scores = ((heads[0] * dim**-0.5) @ keys.transpose(1, 2)).float()
         row = torch.arange(q.shape[0])
         hidden = row[None, :] > row[:, None]
-        window = (
-            reference.sliding_windows[index] if isinstance(reference, DecoderReference) else None
-        )
+        window = reference.windows[index] if isinstance(reference, DecoderReference) else None
         if window is not None:
             hidden |= row[None, :] <= row[:, None] - window
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(self.dtype)
@@ -103,6 +102,8 @@ class FaultlessModules:
         if name in ("input_norm", "mlp_norm"):
             return self.norm(x[0], weights[name], self.reference.eps)
         if name in ("q_rot", "k_rot"):
+            if self.reference.rope is None:
+                return x[0]
             return self.apply_rope(x[0], weights, name[0], x[0].shape[0])
         if name == "attn":
             return self.attention(index, x[0], x[1], x[2])

@@ -291,7 +291,7 @@ def test_what_a_config_leaves_out_is_the_original_classes() -> None:
         )
         layers = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * 3
         size = getattr(hf_config, "sliding_window", None)
-        assert reference.sliding_windows == [
+        assert reference.windows == [
             size if layer == "sliding_attention" else None for layer in layers
         ]
         assert reference.num_kv_heads == hf_config.num_key_value_heads
@@ -311,7 +311,7 @@ DECODER_MODULES = [
     *("mlp_norm", "gate", "up", "act", "down", "output"),
 ]
 GPT2_MODULES = [
-    *("input_norm", "q", "k", "v", "attn", "o_proj", "post_attn_residual"),
+    *("input_norm", "q", "k", "v", "q_rot", "k_rot", "attn", "o_proj", "post_attn_residual"),
     *("mlp_norm", "fc", "act", "down", "output"),
 ]
 

@@ -186,7 +186,7 @@ def test_a_window_that_no_runtime_computes_is_in_neither_config(tmp_path, arch):
     }
     view = present(write_llama_gguf(tmp_path / "m.gguf", llama_state(), arch, extra))
     assert not any(find_module("modelmill.models", arch).config_from_hf(view.config).windows)
-    assert open_reference(open_checkpoint(tmp_path / "m.gguf")).sliding_windows == [None, None]
+    assert open_reference(open_checkpoint(tmp_path / "m.gguf")).windows == [None, None]
 
 
 def test_rope_freqs_of_a_wrong_length_are_corrupt(tmp_path):
@@ -254,19 +254,21 @@ def test_gpt2_weights_are_conv1d_again_and_the_second_head_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("stated", [32, 16])
 def test_qwen_v1_keeps_fused_rows_and_counts_both_mlp_halves(tmp_path, stated):
-    h = "transformer.h.0."
+    layer = {
+        "ln_1.weight": (8,),
+        "ln_2.weight": (8,),
+        "attn.c_attn.weight": (24, 8),
+        "attn.c_attn.bias": (24,),
+        "attn.c_proj.weight": (8, 8),
+        "mlp.w1.weight": (16, 8),
+        "mlp.w2.weight": (16, 8),
+        "mlp.c_proj.weight": (8, 16),
+    }
     shapes = {
         "transformer.wte.weight": (20, 8),
         "transformer.ln_f.weight": (8,),
         "lm_head.weight": (20, 8),
-        h + "ln_1.weight": (8,),
-        h + "ln_2.weight": (8,),
-        h + "attn.c_attn.weight": (24, 8),
-        h + "attn.c_attn.bias": (24,),
-        h + "attn.c_proj.weight": (8, 8),
-        h + "mlp.w1.weight": (16, 8),
-        h + "mlp.w2.weight": (16, 8),
-        h + "mlp.c_proj.weight": (8, 16),
+        **{f"transformer.h.0.{name}": shape for name, shape in layer.items()},
     }
     state = {name: torch.randn(shape) for name, shape in shapes.items()}
     keys = {

@@ -66,12 +66,12 @@ class PlainModel:
     frequencies: Frequencies | None = None
     neighbours: bool = False
     slopes: Tensor | None = None
-    out_bias: bool = False
-    mlp_bias: bool = False
     embedding_scale: float = 1.0
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     temperature: float = 1.0
+    out_bias: bool = False
+    mlp_bias: bool = False
     head: Callable[[Tensor], Tensor] = field(default=lambda rows: rows)
     tied: bool = False
 

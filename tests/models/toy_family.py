@@ -31,7 +31,6 @@ from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.layer_spec import (
     INPUTS,
-    ChannelPartition,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
@@ -41,6 +40,7 @@ from modelmill.nn.layer_spec import (
     SiteSpec,
 )
 from modelmill.nn.layer_stack import kv_shape
+from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import RMSNorm
 
@@ -56,9 +56,9 @@ CHECKPOINT_NAMES = {
 @dataclass(frozen=True)
 class ToyConfig:
     hidden: int
-    width: int
     inner: int
     layers: int
+    width: int
     heads: int
     kv_heads: int
     head_dim: int

@@ -46,7 +46,7 @@ def routing_by_hand(
 def test_the_router_is_its_definition(
     scores: str, renormalize: bool, groups: tuple[int, int], selection_bias: bool
 ) -> None:
-    config = RouterConfig(EXPERTS, 2, scores, renormalize, 1.5, *groups, selection_bias)
+    config = RouterConfig(EXPERTS, 2, scores, renormalize, selection_bias, False, 1.5, *groups)
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(40, EXPERTS, generator=draw) * 2
     bias = torch.randn(EXPERTS, generator=draw) * 0.5 if selection_bias else None

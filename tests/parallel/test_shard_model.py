@@ -14,9 +14,9 @@ from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
-from modelmill.nn.layer_spec import REPLICATED
 from modelmill.nn.layer_stack import image_stacks, model_state_shape, stack_specs
 from modelmill.nn.linear import Linear
+from modelmill.nn.partition import REPLICATED
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.shard_model import shard_model
 from modelmill.nn.step import Step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import UsageError
 from modelmill.nn.decoder import DecoderConfig
-from modelmill.nn.layer_spec import HeadGroups
+from modelmill.nn.partition import HeadGroups
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.rotary import RopeSpec
 from modelmill.quant import activation_smoothing

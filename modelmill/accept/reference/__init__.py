@@ -1,8 +1,9 @@
 """The independent reference of the acceptance contract: dense float32, one layer in memory.
 
 It uses the checkpoint's own names. Nothing is shared with the engine's models, nn, ops, weights or
-rename rules, so that an error there is not repeated here. A family is a file of this folder with
-MODEL_TYPES, NAME_PREFIX and REFERENCE.
+rename rules, so that an error there is not repeated here. A family is a file of this folder with a
+REFERENCE. MODEL_TYPES: those that it is of, if not only of the file's name. NAME_PREFIX: what the
+names of its tensors begin with, if not with "model.".
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def open_reference(
     if config.get("quantization_config"):
         container = DequantizedContainer(container, config)
     family = _family(config)
-    source = TensorSource(container, dtype, family.NAME_PREFIX, device=device)
+    prefix = getattr(family, "NAME_PREFIX", "model.")
+    source = TensorSource(container, dtype, prefix, device=device)
     reference: ReferenceModel = family.REFERENCE(source, config)
     return reference
 
@@ -92,7 +94,9 @@ def _family(config: Mapping[str, Any]) -> Any:
     model_type, known = config.get("model_type"), []
     for name in module_names(__name__):
         family = find_module(__name__, name)
-        model_types = vars(family).get("MODEL_TYPES", ())
+        if not hasattr(family, "REFERENCE"):
+            continue
+        model_types = vars(family).get("MODEL_TYPES", (name,))
         if model_type in model_types:
             return family
         known += model_types

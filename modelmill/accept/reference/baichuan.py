@@ -16,7 +16,6 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("baichuan",)
 NAME_PREFIX = "model."
 
 

@@ -8,7 +8,7 @@ Every step is recorded under one set of module names, the same for all families:
     mlp_norm · gate · up (gpt2: fc) · act · down · output          then  final_norm · logits
 
 ``num_q_heads``, ``k``, ``v`` are the projections [T, heads·dim]; ``q_rot``, ``k_rot`` come after
-head norms, rotation and logn (absent in gpt2); ``attn`` is what enters o_proj; ``output`` is the
+head norms, rotation and logn; ``attn`` is what enters o_proj; ``output`` is the
 residual stream out of the layer.
 """
 

@@ -9,17 +9,18 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("chatglm",)
 NAME_PREFIX = "transformer."
 
 
 class ChatGlmReference(PlainDecoderReference):
     """ChatGLMForConditionalGeneration of ChatGLM2, ChatGLM3 and GLM-4."""
 
+    turns_neighbours = True
     EMBEDDING = "transformer.embedding.word_embeddings.weight"
     FINAL_NORM = "transformer.encoder.final_layernorm"
     LAYERS = "transformer.encoder.layers"
     HEAD = "transformer.output_layer.weight"
+    EPS_KEY = "layernorm_epsilon"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config | {"num_hidden_layers": config["num_layers"]})
@@ -28,11 +29,9 @@ class ChatGlmReference(PlainDecoderReference):
         self.num_kv_heads = self.num_heads
         if config.get("multi_query_attention"):
             self.num_kv_heads = int(config.get("multi_query_group_num", 1))
-        self.eps = float(config.get("layernorm_epsilon", 1e-5))
         self.uses_layer_norm = not config.get("rmsnorm", True)
         base = 10000.0 * float(config.get("rope_ratio", 1.0))
         self.rope = ReferenceRope(self.head_dim // 2, base, int(config.get("seq_length", 2048)))
-        self.turns_neighbours = True
 
     def projections(self, index: int) -> LayerWeights:
         """Split the fused matrices: q, k, v by heads; gate above up."""

@@ -26,7 +26,6 @@ from modelmill.accept.reference.rope import rope_from_config, turn_halves, turn_
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
-NAME_PREFIX = "model."
 LATENT_EPS = 1e-6
 LATENT_NORMS = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -26,7 +26,7 @@ DEFAULT_ROTATED = 0.25
 LENGTH_EPS = 1e-6
 
 
-class GatedDeltaNetMixin(PlainDecoderReference):
+class GatedDeltaNetMixin(HeadNormMixin):
     """A decoder, some layers of which have a recurrence in the place of attention.
 
     Attributes:
@@ -34,6 +34,7 @@ class GatedDeltaNetMixin(PlainDecoderReference):
     """
 
     by_key_head = True
+    norms_heads = True  # in layers with attention
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         config = {"num_key_value_heads": 2, "head_dim": 256} | config
@@ -46,8 +47,7 @@ class GatedDeltaNetMixin(PlainDecoderReference):
         self.group = self.value_heads // self.key_heads
         length = int(config.get("max_position_embeddings") or 32768)
         self.rope = self.make_rope(config, length)
-        if config.get("attention_bias"):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        self.biased = self.biases()
         every, types = int(config.get("full_attention_interval") or 4), config.get("layer_types")
         self.recurrent = [
             types[i] == LINEAR_ATTENTION if types else (i + 1) % every != 0
@@ -60,7 +60,7 @@ class GatedDeltaNetMixin(PlainDecoderReference):
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm, which is stored less 1."""
-        if name in ("q_norm", "k_norm"):
+        if name in HEAD_NORMS:
             weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}.weight")
             return Affine(weight[self.engine_order()] + 1)
         return Affine(super().norm_weights(index, name).weight + 1)
@@ -80,7 +80,7 @@ class GatedDeltaNetMixin(PlainDecoderReference):
             return self.recurrence_weights(f"{stem}.linear_attn")
         weights = super().mixer_weights(index)
         q, gate = (self._of_heads(weights["q"], part) for part in (0, 1))
-        norms = {name: self.norm_weights(index, name) for name in ("q_norm", "k_norm")}
+        norms = {name: self.norm_weights(index, name) for name in HEAD_NORMS}
         return weights | {"q": q, "attn_gate": gate} | norms
 
     def _of_heads(self, both: Affine, part: int) -> Affine:
@@ -117,24 +117,14 @@ class GatedDeltaNetMixin(PlainDecoderReference):
         if self.recurrent[index]:
             return self.recurrence(r, normed)
         q, k, v, gate = (r.linear(name, normed) for name in ("q", "k", "v", "attn_gate"))
-        q_turned = self.rotate(index, self._norm_heads(q, r.weights["q_norm"]), prompt_length)
-        k_turned = self.rotate(index, self._norm_heads(k, r.weights["k_norm"]), prompt_length)
+        q_turned = self.rotate(index, self.norm_heads(q, r.weights["q_norm"]), prompt_length)
+        k_turned = self.rotate(index, self.norm_heads(k, r.weights["k_norm"]), prompt_length)
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
         mixed = self.attend(index, heads[0], heads[1], heads[2])
         r.record("attn", mixed, q_turned, k_turned, v)
         return r.linear("o_proj", r.record("gated_attn", mixed * gate.sigmoid(), mixed, gate))
-
-    def _norm_heads(self, flat: Tensor, weights: Affine) -> Tensor:
-        heads = flat.reshape(len(flat), -1, self.head_dim)
-        return rms_norm(heads, weights, self.eps).reshape(flat.shape)
-
-    @torch.no_grad()
-    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
-        """Return queries [T, heads·dim] after QK norm and RoPE."""
-        q = self._norm_heads(flat.to(self.device, self.dtype), self.norm_weights(index, "q_norm"))
-        return self.rotate(index, q, len(q))
 
     def recurrence(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""

@@ -7,32 +7,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import ACTIVATIONS, Affine, LayerRecorder, rms_norm
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.base import ACTIVATIONS, Affine
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
-NAME_PREFIX = "model."
 
 
-class GemmaReference(PlainDecoderReference):
+class GemmaReference(HeadNormMixin):
     """GemmaForCausalLM, Gemma2ForCausalLM and Gemma3ForCausalLM."""
 
-    TIED_BY_DEFAULT = True
+    DEFAULTS = Defaults(head_dim=256, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.head_dim = int(config.get("head_dim") or 256)
         is_first, is_second = (config["model_type"] == name for name in ("gemma", "gemma2"))
         self.num_kv_heads = int(config.get("num_key_value_heads") or (16 if is_first else 4))
-        self.score_scale = self.head_dim**-0.5
         self.embedding_scale = self.hidden_size**0.5
-        if config.get("attention_bias"):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        self.biased = self.biases()
         self.third = config["model_type"] == "gemma3_text"
         self.softcap = config.get("final_logit_softcapping", 30.0 if is_second else None)
         if is_second:
@@ -63,11 +59,8 @@ class GemmaReference(PlainDecoderReference):
             "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post": "post_feedforward_layernorm",
         }
-        types = config.get("layer_types")
         every = int(config.get("sliding_window_pattern") or 6) if self.third else 2
-        for layer in range(self.num_layers):
-            slides = types[layer] == "sliding_attention" if types else (layer + 1) % every != 0
-            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
+        self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), every)
         self.layer = self.sandwich
 
     def _read_third(self) -> None:
@@ -81,29 +74,11 @@ class GemmaReference(PlainDecoderReference):
         slow |= parameters.get("sliding_attention") or {}
         self.rope = self._rope({"rope_parameters": full}, 0, 131072)
         self.local_rope = self._rope({"rope_parameters": slow}, 0, 131072)
-        self.norm_paths |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+        self.norm_paths |= HEAD_NORMS
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm, which is stored less 1."""
         return Affine(super().norm_weights(index, name).weight + 1)
-
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm each head of q and k in Gemma 3."""
-        if not self.third:
-            return q, k
-        return self._norm(q, r.weights["q_norm"]), self._norm(k, r.weights["k_norm"])
-
-    def _norm(self, flat: Tensor, weights: Affine) -> Tensor:
-        heads = flat.reshape(len(flat), -1, self.head_dim)
-        return rms_norm(heads, weights, self.eps).reshape(flat.shape)
-
-    @torch.no_grad()
-    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
-        """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
-        if not self.third:
-            return None
-        q = self._norm(flat.to(self.device, self.dtype), self.norm_weights(index, "q_norm"))
-        return self.rotate(index, q, len(q))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Bound the logits."""

@@ -257,6 +257,20 @@ def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
 
 
+def _facts_of(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
+    """Return what reads an architecture's own metadata, by key and default."""
+
+    def fact(key: str, default: Any = None) -> Any:
+        value = facts.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise CorruptCheckpoint(
+                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
+            )
+        return value
+
+    return fact
+
+
 def gguf_config(container: RawContainer) -> dict[str, Any]:
     """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
     facts = container.metadata
@@ -269,14 +283,7 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
             f"known are {', '.join(ARCHITECTURES)}"
         )
 
-    def fact(key: str, default: Any = None) -> Any:
-        value = facts.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise CorruptCheckpoint(
-                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
-            )
-        return value
-
+    fact = _facts_of(facts, architecture)
     heads = int(fact("attention.head_count"))
     width = int(fact("embedding_length"))
     config: dict[str, Any] = {
@@ -334,14 +341,7 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
     """
     facts, names = container.metadata, container.names()
 
-    def fact(key: str, default: Any = None) -> Any:
-        value = facts.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise CorruptCheckpoint(
-                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
-            )
-        return value
-
+    fact = _facts_of(facts, architecture)
     scaling = fact("rope.scaling.type", "none")
     if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")

@@ -5,28 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import Affine, LayerWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
-from modelmill.accept.reference.rope import partial_rope
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("glm", "glm4")
-NAME_PREFIX = "model."
 
 
 class GlmReference(PlainDecoderReference):
     """GlmForCausalLM; Glm4ForCausalLM has a norm behind each branch, too."""
 
+    DEFAULTS = Defaults(kv_heads=2, head_dim=128, eps=1.5625e-7, positions=131072)
+    turns_neighbours = True
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.num_kv_heads = int(config.get("num_key_value_heads", 2))
-        self.head_dim = int(config.get("head_dim", 128))
-        self.score_scale = self.head_dim**-0.5
-        self.eps = float(config.get("rms_norm_eps", 1.5625e-07))
-        length = int(config.get("max_position_embeddings") or 131072)
-        self.rope = partial_rope(config, self.head_dim, length, factor=0.5)
-        self.turns_neighbours = True
-        if config.get("attention_bias", True):
-            self.biased = frozenset("qkv")
+        self.rope = self.partial_rope(factor=0.5)
+        self.biased = self.biases(names="qkv", default=True)
         if config["model_type"] == "glm4":
             self.layer = self.sandwich
             self.norm_paths |= {

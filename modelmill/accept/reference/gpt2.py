@@ -7,110 +7,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.base import (
-    ACTIVATIONS,
-    Affine,
-    LayerRecorder,
-    LayerTrace,
-    LayerWeights,
-    ReferenceModel,
-    causal_attention,
-    layer_norm,
-)
+from modelmill.accept.reference.base import Affine, LayerWeights
+from modelmill.accept.reference.gpt2_names import Gpt2NamesReference
+from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
-from modelmill.core.errors import UnknownArchitecture
 
-MODEL_TYPES = ("gpt2",)
 NAME_PREFIX = "transformer."
-NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
-PROJECTIONS = {"o_proj": "attn.c_proj", "fc": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
-class Gpt2Reference(ReferenceModel):
-    """GPT2LMHeadModel.
+class Gpt2Reference(Gpt2NamesReference):
+    """GPT2LMHeadModel; ``fc`` stands for gate and up."""
 
-    ``q_rot`` and ``k_rot`` are absent from its traces; ``fc`` stands for gate and up.
-    """
+    DEFAULTS = Defaults(tied=True)
+    POSITIONS = "transformer.wpe.weight"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config)
-        self.num_layers = int(config.get("n_layer") or config["num_hidden_layers"])
-        self.hidden_size = int(config.get("n_embd") or config["hidden_size"])
-        self.num_heads = int(config.get("n_head") or config["num_attention_heads"])
-        self.eps = float(config.get("layer_norm_epsilon", 1e-5))
-        activation = str(config.get("activation_function", "gelu_new"))
-        if activation not in ACTIVATIONS:
-            raise UnknownArchitecture(f"activation_function {activation!r} is not known here")
-        self.activation = ACTIVATIONS[activation]
+        super().__init__(source, config | {"num_key_value_heads": None, "head_dim": None})
+        self.activation = self.read_activation("activation_function", "gelu_new")
+        self.norm_paths = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
+        self.projection_paths = {
+            "o_proj": "attn.c_proj",
+            "fc": "mlp.c_fc",
+            "down": "mlp.c_proj",
+        }
+        if not config.get("scale_attn_weights", True):
+            self.score_scale = 1.0
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of ids."""
-        places = torch.arange(len(ids))
-        tokens = self.source.rows("transformer.wte.weight", ids)
-        return tokens + self.source.rows("transformer.wpe.weight", places)
-
-    @property
-    def is_tied(self) -> bool:
-        """Return whether the output head shares the embedding's matrix."""
-        return bool(self.config.get("tie_word_embeddings", True))
+        """Add each position's row."""
+        return super().embed(ids) + self.source.rows(self.POSITIONS, torch.arange(len(ids)))
 
     def embedding_tables(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
-        return {"weight": "transformer.wte.weight", "positions": "transformer.wpe.weight"}
+        return {"weight": self.EMBEDDING, "positions": self.POSITIONS}
 
-    def apply_norm(self, x: Tensor, weights: Affine, eps: float) -> Tensor:
-        """Apply the model's norm with these weights."""
-        return layer_norm(x, weights, eps)
+    def read_affine(self, stem: str, biased: bool) -> Affine:
+        """Read a projection, which is stored [in, out] and has a bias."""
+        del biased
+        return Affine(self.source.get(f"{stem}.weight").T, self.source.get(f"{stem}.bias"))
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
-        """Return weight and bias of a norm; index None: the final norm."""
-        stem = "transformer.ln_f" if index is None else f"transformer.h.{index}.{NORMS[name]}"
-        return Affine(self.source.get(f"{stem}.weight"), self.source.get(f"{stem}.bias"))
+    def mixer_weights(self, index: int) -> LayerWeights:
+        """Split the fused matrix."""
+        fused = self.read_affine(f"{self.LAYERS}.{index}.attn.c_attn", True)
+        assert fused.bias is not None
+        parts = zip("qkv", fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
+        qkv = {name: Affine(rows, bias) for name, rows, bias in parts}
+        return qkv | super().mixer_weights(index)
 
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Read the weights of one layer in float32."""
-        get, stem = self.source.get, f"transformer.h.{index}"
-        weights = {name: self.norm_weights(index, name) for name in NORMS}
-        fused, bias = get(f"{stem}.attn.c_attn.weight").T, get(f"{stem}.attn.c_attn.bias")
-        for part, name in enumerate(("q", "k", "v")):
-            rows = slice(part * self.hidden_size, (part + 1) * self.hidden_size)
-            weights[name] = Affine(fused[rows], bias[rows])
-        for name, path in PROJECTIONS.items():
-            weights[name] = Affine(get(f"{stem}.{path}.weight").T, get(f"{stem}.{path}.bias"))
-        return weights
-
-    def _score_scale(self, index: int) -> float:
-        scale = 1.0
-        if self.config.get("scale_attn_weights", True):
-            scale = (self.hidden_size // self.num_heads) ** -0.5
-        return scale / (index + 1) if self.config.get("scale_attn_by_inverse_layer_idx") else scale
-
-    @torch.no_grad()
-    def run_layer(
-        self, index: int, weights: LayerWeights, x: Tensor, prompt_length: int
-    ) -> LayerTrace:
-        """Run one decoder layer."""
-        del prompt_length  # learned positions do not depend on it
-        recorder = LayerRecorder(weights)
-        record, linear = recorder.record, recorder.linear
-        normed = record("input_norm", layer_norm(x, weights["input_norm"], self.eps), x)
-        q, k, v = (linear(name, normed) for name in ("q", "k", "v"))
-        heads = [t.reshape(x.shape[0], self.num_heads, -1) for t in (q, k, v)]
-        mixed = record(
-            "attn",
-            causal_attention(heads[0], heads[1], heads[2], self._score_scale(index)),
-            q,
-            k,
-            v,
-        )
-        attention = linear("o_proj", mixed)
-        middle = record("post_attn_residual", x + attention, x, attention)
-        normed = record("mlp_norm", layer_norm(middle, weights["mlp_norm"], self.eps), middle)
-        wide = linear("fc", normed)
-        act = record("act", self.activation(wide), wide)
-        down = linear("down", act)
-        record("output", middle + down, middle, down)
-        return recorder.trace
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run causal attention, in some models with scores divided by the layer's number."""
+        by_layer = self.config.get("scale_attn_by_inverse_layer_idx")
+        return super().attend(index, q / (index + 1) if by_layer else q, k, v)
 
 
 REFERENCE = Gpt2Reference

@@ -12,13 +12,9 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
-from modelmill.accept.reference.moe import PROBE_WEIGHT
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
-from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("gpt_oss",)
-NAME_PREFIX = "model."
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
 
@@ -26,23 +22,15 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 class GptOssReference(PlainDecoderReference):
     """GptOssForCausalLM."""
 
+    DEFAULTS = Defaults(kv_heads=8, head_dim=64, eps=1e-5, positions=131072)
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.num_kv_heads = int(config.get("num_key_value_heads") or 8)
-        self.head_dim = int(config.get("head_dim") or 64)
-        self.score_scale = self.head_dim**-0.5
-        self.eps = float(config.get("rms_norm_eps", 1e-5))
-        if config.get("attention_bias", True):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
-        if not config.get("rope_scaling") and not config.get("rope_parameters"):
-            config = config | {"rope_parameters": YARN}
-        theta = config.get("rope_theta") or 150000.0
-        length = int(config.get("max_position_embeddings") or 131072)
-        self.rope = rope_from_config(config | {"rope_theta": theta}, self.head_dim, length)
-        types, size = config.get("layer_types"), int(config.get("sliding_window", 128))
-        for layer in range(self.num_layers):
-            slides = types[layer] == "sliding_attention" if types else layer % 2 == 0
-            self.windows[layer] = size if slides else None
+        self.biased = self.biases(default=True)
+        scaled = config.get("rope_scaling") or config.get("rope_parameters")
+        scaling = {} if scaled else {"rope_parameters": YARN}
+        self.rope = self.plain_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
+        self.windows = self.interleaved_windows(int(config.get("sliding_window", 128)), 2)
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)
         self.top_k = int(config.get("num_experts_per_tok") or 4)
         self.alpha = float(config.get("swiglu_alpha") or 1.702)
@@ -100,15 +88,7 @@ class GptOssReference(PlainDecoderReference):
         for token, row in enumerate(logits):
             best = sorted(range(len(row)), key=lambda e: -float(row[e]))[: self.top_k]
             routing[token, best] = row[best].softmax(-1)
-        for expert in range(self.num_experts):
-            if not bool((routing[:, expert] > 0).any()):
-                routing[0, expert] = PROBE_WEIGHT
-        r.record("routing", routing, logits)
-        total = torch.zeros_like(normed)
-        for expert in range(self.num_experts):
-            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
-            out = self._expert(r, f"experts.{expert}", normed[tokens])
-            total[tokens] += out * routing[tokens, expert, None]
+        total = self.mix_experts(r, normed, routing, logits, self._expert)
         return r.record("mlp_out", total, normed)
 
     def _expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:

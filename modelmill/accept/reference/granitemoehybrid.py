@@ -11,8 +11,6 @@ from modelmill.accept.reference.mamba2 import Mamba2Mixin
 from modelmill.accept.reference.moe import GraniteMoeReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("granitemoehybrid",)
-NAME_PREFIX = "model."
 RECURRENT_TYPES = ("mamba", "linear_attention")
 
 
@@ -32,8 +30,6 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         self.ssm_groups = int(config.get("mamba_n_groups", 1))
         self.ssm_bias = bool(config.get("mamba_proj_bias", False))
         self.conv_bias = bool(config.get("mamba_conv_bias", True))
-        low, high = config.get("time_step_limit") or (0.0, float("inf"))
-        self.step_limit = float(low), float(high)
         types = config.get("layer_types") or config.get("layers_block_type")
         self.recurrent = [types is None or each in RECURRENT_TYPES for each in self._each(types)]
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
-from modelmill.accept.reference.moe import PROBE_WEIGHT
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -69,15 +68,7 @@ class GroupedExpertsMixin(PlainDecoderReference):
         scores = self.score(r.linear("router", normed))
         bias = self.selection_bias(index)
         routing = torch.stack([self._choose(row, bias) for row in scores])
-        for expert in range(self.num_experts):
-            if not bool((routing[:, expert] > 0).any()):
-                routing[0, expert] = PROBE_WEIGHT
-        r.record("routing", routing, scores)
-        total = torch.zeros_like(normed)
-        for expert in range(self.num_experts):
-            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
-            out = self._gated(r, f"experts.{expert}", normed[tokens])
-            total[tokens] += out * routing[tokens, expert, None]
+        total = self.mix_experts(r, normed, routing, scores, self._gated)
         return r.record("mlp_out", total + self._gated(r, "shared_expert", normed), normed)
 
     def score(self, logits: Tensor) -> Tensor:

@@ -8,9 +8,6 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("internlm",)
-NAME_PREFIX = "model."
-
 
 class InternLMReference(PlainDecoderReference):
     """InternLMForCausalLM."""
@@ -22,12 +19,11 @@ class InternLMReference(PlainDecoderReference):
         self.rope = ReferenceRope(
             self.head_dim,
             float(rotary.get("base", config.get("rope_theta") or 10000.0)),
-            int(config.get("max_position_embeddings") or 2048),
+            self.max_position,
             kind,
             {"factor": rotary.get("scaling_factor", 1.0)},
         )
-        if config.get("bias", True):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        self.biased = self.biases("bias", default=True)
 
 
 REFERENCE = InternLMReference

@@ -19,7 +19,6 @@ from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("mamba2",)
 NAME_PREFIX = "backbone."
 
 
@@ -28,7 +27,6 @@ class Mamba2Mixin(PlainDecoderReference):
 
     Attributes:
         ssm_heads, ssm_dim, ssm_state, ssm_groups: its sizes.
-        step_limit: least and largest Δ.
         ssm_bias, conv_bias: whether the projections, and the convolution, have a bias.
     """
 
@@ -38,7 +36,12 @@ class Mamba2Mixin(PlainDecoderReference):
     ssm_groups: int
     ssm_bias: bool
     conv_bias: bool
-    step_limit: tuple[float, float]
+
+    @property
+    def step_limit(self) -> tuple[float, float]:
+        """Return the least and the largest Δ."""
+        low, high = self.config.get("time_step_limit") or (0.0, float("inf"))
+        return float(low), float(high)
 
     def ssm_weights(self, stem: str) -> LayerWeights:
         """Read a recurrence; the rows of its projection are z, x, B, C and dt."""
@@ -105,6 +108,7 @@ class Mamba2Reference(Mamba2Mixin):
     EMBEDDING = "backbone.embeddings.weight"
     FINAL_NORM = "backbone.norm_f"
     LAYERS = "backbone.layers"
+    EPS_KEY = "layer_norm_epsilon"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         self.ssm_heads = int(config.get("num_heads", 128))
@@ -114,9 +118,6 @@ class Mamba2Reference(Mamba2Mixin):
         self.ssm_groups = int(config.get("n_groups", 8))
         self.ssm_bias = bool(config.get("use_bias", False))
         self.conv_bias = bool(config.get("use_conv_bias", True))
-        low, high = config.get("time_step_limit") or (0.0, float("inf"))
-        self.step_limit = float(low), float(high)
-        self.eps = float(config.get("layer_norm_epsilon", 1e-5))
         self.norm_paths = {"input_norm": "norm"}
         self.layer = self.mixer_alone
 

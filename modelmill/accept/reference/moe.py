@@ -14,13 +14,13 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
 from modelmill.accept.reference.granite import GraniteReference
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
 from modelmill.accept.reference.olmo2 import Olmo2Reference
-from modelmill.accept.reference.plain_decoder import NORMS, PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import NORMS, PlainDecoderReference, by_model_type
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
-NAME_PREFIX = "model."
 DEFAULT_POSITIONS = {"mixtral": 131072, "qwen2_moe": 32768, "qwen3_moe": 32768, "olmoe": 4096,
                      "qwen3_next": 32768, "qwen3_5_moe_text": 32768}  # fmt: skip
 DEFAULT_KV_HEADS = {"mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
@@ -28,8 +28,6 @@ DEFAULT_THETA = {"mixtral": 1e6}
 DEFAULT_EXPERTS = {"mixtral": (8, 2), "qwen2_moe": (60, 4), "qwen3_moe": (128, 8),
                    "olmoe": (64, 8), "granitemoe": (8, 2), "qwen3_next": (512, 10),
                    "qwen3_5_moe_text": (256, 8), "granitemoehybrid": (8, 2)}  # fmt: skip
-# An expert that no token has is checked on the first token, with a weight that adds nothing.
-PROBE_WEIGHT = 1e-30
 QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -107,15 +105,7 @@ class ExpertsMixin(PlainDecoderReference):
             return super().mlp(r, normed)
         probabilities = r.linear("router", normed).softmax(-1)
         routing = self.choose(probabilities)
-        for expert in range(self.num_experts):
-            if not bool((routing[:, expert] > 0).any()):
-                routing[0, expert] = PROBE_WEIGHT
-        r.record("routing", routing, probabilities)
-        total = torch.zeros_like(normed)
-        for expert in range(self.num_experts):
-            tokens = (routing[:, expert] > 0).nonzero()[:, 0]
-            out = self.run_expert(r, f"experts.{expert}", normed[tokens])
-            total[tokens] += out * routing[tokens, expert, None]
+        total = self.mix_experts(r, normed, routing, probabilities, self.run_expert)
         if "shared_expert.gate" in r.weights:
             total = total + self.shared(r, normed)
         return r.record("mlp_out", total, normed)
@@ -156,7 +146,7 @@ class MixtralReference(ExpertsMixin):
         self.windows = [config.get("sliding_window")] * self.num_layers
 
 
-class QwenMoEReference(ExpertsMixin):
+class QwenMoEReference(HeadNormMixin, ExpertsMixin):
     """Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -167,8 +157,9 @@ class QwenMoEReference(ExpertsMixin):
             self.shared_path = "mlp.shared_expert"
             if config.get("qkv_bias", True):
                 self.biased = frozenset("qkv")
-        elif config.get("attention_bias"):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        else:
+            self.biased = self.biases()
+            self.norm_paths |= HEAD_NORMS
         if config.get("use_sliding_window"):
             self.windows = [self._window(layer) for layer in range(self.num_layers)]
 
@@ -179,33 +170,6 @@ class QwenMoEReference(ExpertsMixin):
             return size if types[layer] == "sliding_attention" else None
         below = layer % 2 == 0 and layer < int(self.config.get("max_window_layers") or 28)
         return size if below or not self.is_qwen2 else None
-
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Read the weights of one layer in float32."""
-        weights = super().layer_weights(index)
-        if not self.is_qwen2:
-            stem = f"{self.LAYERS}.{index}.self_attn"
-            for name in "qk":
-                weights[f"{name}_norm"] = Affine(self.source.get(f"{stem}.{name}_norm.weight"))
-        return weights
-
-    def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Norm each head of q and of k (Qwen3)."""
-        if self.is_qwen2:
-            return q, k
-        return self._norm_heads(q, r.weights["q_norm"]), self._norm_heads(k, r.weights["k_norm"])
-
-    def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
-        """Return q after the norm of its heads and the rotation (Qwen3)."""
-        if self.is_qwen2:
-            return None
-        weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.q_norm.weight")
-        x = flat.to(self.device, self.dtype)
-        return self.rotate(index, self._norm_heads(x, Affine(weight)), len(flat))
-
-    def _norm_heads(self, x: Tensor, weights: Affine) -> Tensor:
-        heads = x.reshape(len(x), -1, self.head_dim)
-        return self.apply_norm(heads, weights, self.eps).reshape(x.shape)
 
 
 class OlmoeReference(Olmo2Reference, ExpertsMixin):
@@ -236,15 +200,12 @@ class GraniteMoeReference(GraniteReference, ExpertsMixin):
         return Affine(rows)
 
 
-REFERENCES = {
-    "mixtral": MixtralReference,
-    "qwen2_moe": QwenMoEReference,
-    "qwen3_moe": QwenMoEReference,
-    "olmoe": OlmoeReference,
-    "granitemoe": GraniteMoeReference,
-}
-
-
-def REFERENCE(source: TensorSource, config: dict[str, Any]) -> ExpertsMixin:
-    """The reference of one of MODEL_TYPES."""
-    return REFERENCES[str(config["model_type"])](source, config)
+REFERENCE = by_model_type(
+    {
+        "mixtral": MixtralReference,
+        "qwen2_moe": QwenMoEReference,
+        "qwen3_moe": QwenMoEReference,
+        "olmoe": OlmoeReference,
+        "granitemoe": GraniteMoeReference,
+    }
+)

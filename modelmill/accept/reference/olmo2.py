@@ -8,24 +8,20 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, rms_norm
+from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.qk_norm import QKNormReference
-from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
-
-MODEL_TYPES = ("olmo2",)
-NAME_PREFIX = "model."
 
 
 class Olmo2Reference(QKNormReference):
     """Olmo2ForCausalLM."""
 
+    DEFAULTS = Defaults(eps=1e-5)
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.eps = float(config.get("rms_norm_eps", 1e-5))
-        length = int(config.get("max_position_embeddings") or 2048)
-        self.rope = rope_from_config(config, self.head_dim, length)
-        if config.get("attention_bias"):
-            self.biased = frozenset(("q", "k", "v", "o_proj"))
+        self.rope = self.plain_rope()
+        self.biased = self.biases()
         self.norm_paths = {
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",

@@ -8,8 +8,6 @@ from modelmill.accept.reference.olmo2 import Olmo2Reference
 from modelmill.accept.reference.rope import rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("olmo3",)
-NAME_PREFIX = "model."
 BASE = 500000.0
 
 
@@ -24,12 +22,10 @@ class Olmo3Reference(Olmo2Reference):
         slow = {"rope_theta": BASE} | (parameters.get("sliding_attention") or {})
         plain = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_theta")}
         super().__init__(source, plain | {"rope_parameters": full})
-        length = int(config.get("max_position_embeddings") or 2048)
-        self.local_rope = rope_from_config({"rope_parameters": slow}, self.head_dim, length)
-        types = config.get("layer_types")
-        for layer in range(self.num_layers):
-            slides = types[layer] == "sliding_attention" if types else (layer + 1) % 4 != 0
-            self.windows[layer] = int(config.get("sliding_window", 4096)) if slides else None
+        self.local_rope = rope_from_config(
+            {"rope_parameters": slow}, self.head_dim, self.max_position
+        )
+        self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), 4)
 
 
 REFERENCE = Olmo3Reference

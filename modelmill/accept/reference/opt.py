@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
-
-MODEL_TYPES = ("opt",)
-NAME_PREFIX = "model."
 
 
 class OptReference(PlainDecoderReference):
     """OPTForCausalLM with norms in front of the branches."""
 
+    DEFAULTS = Defaults(tied=True)
     EMBEDDING = "model.decoder.embed_tokens.weight"
     POSITIONS = "model.decoder.embed_positions.weight"
     FINAL_NORM = "model.decoder.final_layer_norm"
     LAYERS = "model.decoder.layers"
-    TIED_BY_DEFAULT = True
     uses_layer_norm = True
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -38,8 +35,7 @@ class OptReference(PlainDecoderReference):
             "fc": "fc1",
             "down": "fc2",
         }
-        if config.get("enable_bias", True):
-            self.biased = frozenset(self.projection_paths)
+        self.biased = self.biases("enable_bias", self.projection_paths, default=True)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Add each position's row, which is two rows further down."""

@@ -9,11 +9,7 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, layer_norm
 from modelmill.accept.reference.qk_norm import QKNormReference
-from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
-
-MODEL_TYPES = ("phi",)
-NAME_PREFIX = "model."
 
 
 class PhiReference(QKNormReference):
@@ -21,13 +17,12 @@ class PhiReference(QKNormReference):
 
     FINAL_NORM = "model.final_layernorm"
     uses_layer_norm = True
+    EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.eps = float(config.get("layer_norm_eps", 1e-5))
         self.activation = self.read_activation("hidden_act", "gelu_new")
-        length = int(config.get("max_position_embeddings") or 2048)
-        self.rope = partial_rope(config, self.head_dim, length, factor=0.5)
+        self.rope = self.partial_rope(factor=0.5)
         self.norm_paths = {"input_norm": "input_layernorm"}
         attention = {name: f"self_attn.{name}_proj" for name in ("q", "k", "v")}
         mlp = {"fc": "mlp.fc1", "down": "mlp.fc2"}

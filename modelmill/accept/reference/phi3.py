@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import Affine, LayerWeights
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
-
-MODEL_TYPES = ("phi3",)
-NAME_PREFIX = "model."
 
 
 class Phi3Reference(PlainDecoderReference):
     """Phi3ForCausalLM."""
 
+    DEFAULTS = Defaults(eps=1e-5, positions=4096)
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.eps = float(config.get("rms_norm_eps", 1e-5))
-        length = int(config.get("max_position_embeddings") or 4096)
         trained = config.get("original_max_position_embeddings") or 4096
         settings = config | {"original_max_position_embeddings": trained}
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -27,7 +24,7 @@ class Phi3Reference(PlainDecoderReference):
         kind = scaling.get("rope_type") or scaling.get("type")
         if kind in ("su", "yarn"):
             settings |= {"rope_scaling": {**scaling, "rope_type": "longrope"}}
-        self.rope = partial_rope(settings, self.head_dim, length)
+        self.rope = partial_rope(settings, self.head_dim, self.max_position)
         self.windows = [config.get("sliding_window")] * self.num_layers
 
     def projections(self, index: int) -> LayerWeights:

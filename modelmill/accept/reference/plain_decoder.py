@@ -15,7 +15,8 @@ a head apart; the rotation itself is computed in the checkpoint's own order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,13 @@ from modelmill.accept.reference.base import (
     layer_norm,
     rms_norm,
 )
-from modelmill.accept.reference.rope import ReferenceRope, turn_halves, turn_neighbours
+from modelmill.accept.reference.rope import (
+    ReferenceRope,
+    partial_rope,
+    rope_from_config,
+    turn_halves,
+    turn_neighbours,
+)
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -47,19 +54,52 @@ PROJECTIONS = {
     "down": "mlp.down_proj",
 }
 MIXER = ("q", "k", "v", "o_proj")
+MLP = ("gate", "up", "down")
+# An expert that no token has is checked on the first token, with a weight that adds nothing.
+PROBE_WEIGHT = 1e-30
+RMS_NORM_EPS = "rms_norm_eps"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Values of a family's original configuration class, where config.json has none.
+
+    Attributes:
+        kv_heads: ``num_key_value_heads``; None: as many as heads.
+        head_dim: None: hidden_size / heads.
+        eps: of the norms; None: 1e-6, or 1e-5 in a family whose key is not ``rms_norm_eps``.
+        positions: ``max_position_embeddings``.
+        tied: ``tie_word_embeddings``.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    eps: float | None = None
+    positions: int = 2048
+    tied: bool = False
+
+
+def by_model_type(
+    references: Mapping[str, type[PlainDecoderReference]],
+) -> Callable[[TensorSource, dict[str, Any]], PlainDecoderReference]:
+    """Return the REFERENCE of a file whose families have a class each."""
+    return lambda source, config: references[str(config["model_type"])](source, config)
 
 
 class PlainDecoderReference(ReferenceModel):
     """A decoder; the attributes set here are what most families have.
 
     Attributes:
+        DEFAULTS: what sizes are where config.json has none.
+        EPS_KEY: the key of the norms' epsilon.
+        max_position: ``max_position_embeddings``.
         norm_paths, projection_paths: names of a layer's norms and projections in the checkpoint.
         biased: projections with a bias.
         score_scale: factor of the attention scores.
         rope, local_rope: the rotation, and that of layers with a window where it is another one.
         turns_neighbours: whether channels 2i and 2i+1 form a rotated pair, not i and i + dim/2.
         unrotated: layers without rotation.
-        embedding_scale, branch_scale, logit_scale: factors.
+        embedding_scale, branch_scale, logit_scale: factors; None: branches are not scaled.
         mlp_norm: in a parallel layer, whether the MLP has a norm of its own.
         score_softcap: bound of the attention scores, or None.
         alibi_slopes: of each head, or None.
@@ -68,28 +108,34 @@ class PlainDecoderReference(ReferenceModel):
     EMBEDDING = "model.embed_tokens.weight"
     FINAL_NORM = "model.norm"
     LAYERS = "model.layers"
-    TIED_BY_DEFAULT = False
+    DEFAULTS = Defaults()
+    EPS_KEY = RMS_NORM_EPS
     uses_layer_norm = False
     norm_bias = True
+    turns_neighbours = False
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.hidden_size = self.read_int("hidden_size")
         self.num_layers = self.read_int("num_hidden_layers")
         self.num_heads = self.read_int("num_attention_heads")
-        self.num_kv_heads = int(config.get("num_key_value_heads") or self.num_heads)
-        self.head_dim = int(config.get("head_dim") or self.hidden_size // self.num_heads)
-        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        kv_heads = config.get("num_key_value_heads", self.DEFAULTS.kv_heads)
+        self.num_kv_heads = int(kv_heads or self.num_heads)
+        head_dim = config.get("head_dim", self.DEFAULTS.head_dim)
+        self.head_dim = int(head_dim or self.hidden_size // self.num_heads)
+        self.max_position = int(config.get("max_position_embeddings") or self.DEFAULTS.positions)
+        eps = self.DEFAULTS.eps or (1e-6 if self.EPS_KEY == RMS_NORM_EPS else 1e-5)
+        self.eps = float(config.get(self.EPS_KEY, eps))
         self.activation = self.read_activation("hidden_act", "silu")
         self.score_scale = self.head_dim**-0.5
         self.rope: ReferenceRope | None = None
         self.local_rope: ReferenceRope | None = None
-        self.turns_neighbours = False
         self.unrotated: frozenset[int] = frozenset()
         self.windows: list[int | None] = [None] * self.num_layers
         self.norm_paths, self.projection_paths = dict(NORMS), dict(PROJECTIONS)
         self.biased: frozenset[str] = frozenset()
-        self.embedding_scale = self.branch_scale = self.logit_scale = 1.0
+        self.embedding_scale = self.logit_scale = 1.0
+        self.branch_scale: float | None = None
         self.mlp_norm = False
         self.score_softcap: float | None = None
         self.alibi_slopes: list[float] | None = None
@@ -101,6 +147,31 @@ class PlainDecoderReference(ReferenceModel):
         if value is None:
             raise UnknownArchitecture(f"config.json has no {keys[0]}")
         return int(value)
+
+    def biases(
+        self, key: str = "attention_bias", names: Iterable[str] = MIXER, *, default: bool = False
+    ) -> frozenset[str]:
+        """Return these projections if the config says under this key that they have a bias."""
+        return frozenset(names if self.config.get(key, default) else ())
+
+    def plain_rope(self, **changes: Any) -> ReferenceRope:
+        """Return the rotation of whole heads, the config changed so."""
+        return rope_from_config(self.config | changes, self.head_dim, self.max_position)
+
+    def partial_rope(self, *, factor: float = 1.0, theta: float = 10000.0) -> ReferenceRope:
+        """Return the rotation of a part of each head (``rope.partial_rope``)."""
+        return partial_rope(
+            self.config, self.head_dim, self.max_position, factor=factor, theta=theta
+        )
+
+    def interleaved_windows(self, size: int | None, every: int) -> list[int | None]:
+        """Return each layer's window; without ``layer_types`` every n-th layer has none."""
+        types = self.config.get("layer_types")
+        slides = [
+            types[layer] == "sliding_attention" if types else (layer + 1) % every != 0
+            for layer in range(self.num_layers)
+        ]
+        return [size if each else None for each in slides]
 
     def read_activation(self, key: str, default: str) -> Callable[[Tensor], Tensor]:
         """Return the activation that the config names."""
@@ -119,7 +190,7 @@ class PlainDecoderReference(ReferenceModel):
     def is_tied(self) -> bool:
         """Return whether the output head shares the embedding's matrix."""
         tied = self.config.get("tie_word_embeddings")
-        return self.TIED_BY_DEFAULT if tied is None else bool(tied)
+        return self.DEFAULTS.tied if tied is None else bool(tied)
 
     def embedding_tables(self) -> dict[str, str]:
         """Return the checkpoint's name of each embedding table."""
@@ -175,6 +246,21 @@ class PlainDecoderReference(ReferenceModel):
         bias = self.source.get(f"{stem}.bias") if biased else None
         return Affine(self.source.get(f"{stem}.weight"), bias)
 
+    def qkv_by_kv_head(self, fused: Affine) -> LayerWeights:
+        """Take q, k and v out of the rows of each KV head: its queries, its key, its value."""
+        group = self.num_heads // self.num_kv_heads
+        parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, None)}
+
+        def rows(stored: Tensor, part: slice) -> Tensor:
+            heads = stored.reshape(self.num_kv_heads, group + 2, self.head_dim, *stored.shape[1:])
+            return heads[:, part].reshape(-1, *stored.shape[1:])
+
+        weight, bias, _ = fused
+        return {
+            name: Affine(rows(weight, part), None if bias is None else rows(bias, part))
+            for name, part in parts.items()
+        }
+
     # the order of channels
 
     def engine_order(self) -> Tensor:
@@ -202,7 +288,7 @@ class PlainDecoderReference(ReferenceModel):
     def rotate(self, index: int, flat: Tensor, prompt_length: int) -> Tensor:
         """Rotate [T, heads·dim], both sides in the engine's order of channels."""
         slides = self.windows[index] is not None and self.local_rope is not None
-        rope = self.local_rope if slides else self.rope
+        rope = self.local_rope if slides else self.rope_for(prompt_length)
         assert rope is not None, "a rotated layer"
         order = self.engine_order()
         x = flat.reshape(len(flat), -1, self.head_dim)
@@ -213,6 +299,16 @@ class PlainDecoderReference(ReferenceModel):
         cos, sin = (table.to(x.device) for table in tables)
         turn = turn_neighbours if self.turns_neighbours else turn_halves
         return turn(natural, cos, sin)[..., order].reshape(flat.shape)
+
+    def rope_for(self, prompt_length: int) -> ReferenceRope | None:
+        """Return the rotation; dynamic scaling is part of its tables, Qwen v1's is not."""
+        del prompt_length
+        return self.rope
+
+    def query_scale(self, count: int) -> Tensor | None:
+        """Return [count]: factors of the rotated queries, by position; None: 1."""
+        del count
+        return None
 
     def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q and k before the rotation; families with norms there override it."""
@@ -226,6 +322,9 @@ class PlainDecoderReference(ReferenceModel):
         if self.rope is not None and index not in self.unrotated:
             q_turned = self.rotate(index, q_turned, prompt_length)
             k_turned = self.rotate(index, k_turned, prompt_length)
+        scale = self.query_scale(len(q))
+        if scale is not None:
+            q_turned = q_turned * scale[:, None]
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
@@ -258,6 +357,28 @@ class PlainDecoderReference(ReferenceModel):
         gate, up = r.linear("gate", normed), r.linear("up", normed)
         return r.linear("down", r.record("act", self.activation(gate) * up, gate, up))
 
+    def mix_experts(
+        self,
+        r: LayerRecorder,
+        x: Tensor,
+        routing: Tensor,
+        scores: Tensor,
+        expert: Callable[[LayerRecorder, str, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the sum of the experts' outputs [T, hidden] by their weights ``routing`` [T, E].
+
+        scores: what the router's choice was made from.
+        """
+        for column in routing.T:
+            if not bool((column > 0).any()):
+                column[0] = PROBE_WEIGHT
+        r.record("routing", routing, scores)
+        total = torch.zeros_like(x)
+        for number, column in enumerate(routing.T):
+            tokens = (column > 0).nonzero()[:, 0]
+            total[tokens] += expert(r, f"experts.{number}", x[tokens]) * column[tokens, None]
+        return total
+
     def norm(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         """Apply and record a norm."""
         return r.record(name, self.apply_norm(x, r.weights[name], self.eps), x)
@@ -273,12 +394,33 @@ class PlainDecoderReference(ReferenceModel):
 
     def pre_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + A(norm(x)), then the same with the MLP; branches times ``branch_scale``."""
+        self._two_branches(index, r, x, prompt_length, self.scaled)
+
+    def sandwich(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+        """X + norm(A(norm(x))), then the same with the MLP."""
+        self._two_branches(index, r, x, prompt_length, self.norm)
+
+    def _two_branches(
+        self,
+        index: int,
+        r: LayerRecorder,
+        x: Tensor,
+        prompt_length: int,
+        behind: Callable[[LayerRecorder, str, Tensor], Tensor],
+    ) -> None:
+        """Add two branches, each with a norm in front, and ``behind`` it a norm or a factor."""
         branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
-        branch = r.record("attn_post", branch * self.branch_scale, branch)
+        branch = behind(r, "attn_post", branch)
         middle = r.record("post_attn_residual", x + branch, x, branch)
         branch = self.mlp(r, self.norm(r, "mlp_norm", middle))
-        branch = r.record("mlp_post", branch * self.branch_scale, branch)
+        branch = behind(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)
+
+    def scaled(self, r: LayerRecorder, name: str, branch: Tensor) -> Tensor:
+        """Return the branch times its factor, if there is one."""
+        if self.branch_scale is None:
+            return branch
+        return r.record(name, branch * self.branch_scale, branch)
 
     def parallel(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + A(norm(x)) + M(norm(x)), the norm shared or not."""
@@ -295,15 +437,6 @@ class PlainDecoderReference(ReferenceModel):
         branch = self.norm(r, "attn_post", self.attention(index, r, x, prompt_length))
         middle = r.record("post_attn_residual", x + branch, x, branch)
         branch = self.norm(r, "mlp_post", self.mlp(r, middle))
-        r.record("output", middle + branch, middle, branch)
-
-    def sandwich(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
-        """X + norm(A(norm(x))), then the same with the MLP."""
-        branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
-        branch = self.norm(r, "attn_post", branch)
-        middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.mlp(r, self.norm(r, "mlp_norm", middle))
-        branch = self.norm(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)
 
     def finish_logits(self, logits: Tensor) -> Tensor:

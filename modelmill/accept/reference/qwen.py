@@ -19,7 +19,6 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import TensorMismatch
 
-MODEL_TYPES = ("qwen",)
 NAME_PREFIX = "transformer."
 # Keys of the first release and the current ones.
 LEGACY_KEYS = {
@@ -47,7 +46,8 @@ class QwenReference(DecoderReference):
     """Qwen v1; ``prompt_length`` decides α for the whole sequence."""
 
     EMBEDDING = "transformer.wte.weight"
-    FINAL_NORM = "transformer.ln_f.weight"
+    FINAL_NORM = "transformer.ln_f"
+    LAYERS = "transformer.h"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         config = with_current_keys(config)
@@ -66,6 +66,7 @@ class QwenReference(DecoderReference):
             "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
         }
         super().__init__(source, config, rope)
+        self.norm_paths = dict(NORMS)
 
     def ntk_alpha(self, prompt_length: int) -> float:
         """Return max(2^(⌈log2(L / seq_length) + 1⌉) − 1, 1)."""
@@ -75,12 +76,13 @@ class QwenReference(DecoderReference):
 
     def rope_for(self, prompt_length: int) -> ReferenceRope:
         """Return the rotary embedding for a prompt of this length."""
+        assert self.rope is not None
         d = self.rope.rotary_dim
         return replace(
             self.rope, theta=self.rope.theta * self.ntk_alpha(prompt_length) ** (d / (d - 2))
         )
 
-    def query_scale(self, count: int) -> Tensor:
+    def query_scale(self, count: int) -> Tensor | None:
         """Return [count]: ln p / ln seq_length at position p > seq_length (from 1), else 1."""
         if not self.use_logn:
             return super().query_scale(count)
@@ -88,32 +90,22 @@ class QwenReference(DecoderReference):
         stretch = place.log() / math.log(self.seq_length)
         return torch.where(place > self.seq_length, stretch, 1.0).to(self.device, self.dtype)
 
-    def norm_weights(self, index: int | None, name: str) -> Affine:
-        """Return weight and bias of a norm; index None: the final norm."""
-        if index is None:
-            return Affine(self.source.get(self.FINAL_NORM))
-        return Affine(self.source.get(f"transformer.h.{index}.{NORMS[name]}.weight"))
-
-    def layer_weights(self, index: int) -> LayerWeights:
-        """Read the weights of one layer in float32."""
-        get, stem = self.source.get, f"transformer.h.{index}"
-        weights = {name: self.norm_weights(index, name) for name in NORMS}
-        fused, bias = get(f"{stem}.attn.c_attn.weight"), get(f"{stem}.attn.c_attn.bias")
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's projections; q, k and v are one matrix."""
+        stem = f"{self.LAYERS}.{index}"
+        fused = self.read_affine(f"{stem}.attn.c_attn", True)
         width = self.num_heads * self.head_dim
-        if fused.shape[0] != 3 * width:
+        if len(fused.weight) != 3 * width:
             raise TensorMismatch(
-                f"{stem}.attn.c_attn.weight has {fused.shape[0]} rows, its config asks for 3 × "
+                f"{stem}.attn.c_attn.weight has {len(fused.weight)} rows, its config asks for 3 × "
                 f"{width}"
             )
-        for part, name in enumerate(("q", "k", "v")):
-            rows = slice(part * width, (part + 1) * width)
-            weights[name] = Affine(fused[rows], bias[rows])
+        assert fused.bias is not None
+        parts = zip("qkv", fused.weight.chunk(3), fused.bias.chunk(3), strict=True)
         biased = not self.config.get("no_bias", True)
-        for name, path in PROJECTIONS.items():
-            weights[name] = Affine(
-                get(f"{stem}.{path}.weight"), get(f"{stem}.{path}.bias") if biased else None
-            )
-        return weights
+        return {name: Affine(rows, bias) for name, rows, bias in parts} | {
+            name: self.read_affine(f"{stem}.{path}", biased) for name, path in PROJECTIONS.items()
+        }
 
 
 REFERENCE = QwenReference

@@ -6,10 +6,10 @@ from typing import Any
 
 from modelmill.accept.reference.gated_delta_net import GatedDeltaNetMixin
 from modelmill.accept.reference.moe import ExpertsMixin
+from modelmill.accept.reference.plain_decoder import by_model_type
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-NAME_PREFIX = "model."
 
 
 class Qwen3NextReference(GatedDeltaNetMixin, ExpertsMixin):
@@ -38,13 +38,10 @@ class Qwen35MoeReference(GatedDeltaNetMixin, ExpertsMixin):
     shared_path = "mlp.shared_expert"
 
 
-REFERENCES = {
-    "qwen3_next": Qwen3NextReference,
-    "qwen3_5_text": Qwen35Reference,
-    "qwen3_5_moe_text": Qwen35MoeReference,
-}
-
-
-def REFERENCE(source: TensorSource, config: dict[str, Any]) -> GatedDeltaNetMixin:
-    """The reference of one of MODEL_TYPES."""
-    return REFERENCES[str(config["model_type"])](source, config)
+REFERENCE = by_model_type(
+    {
+        "qwen3_next": Qwen3NextReference,
+        "qwen3_5_text": Qwen35Reference,
+        "qwen3_5_moe_text": Qwen35MoeReference,
+    }
+)

@@ -8,29 +8,22 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, layer_norm
+from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.qk_norm import QKNormReference
-from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
-
-MODEL_TYPES = ("stablelm",)
-NAME_PREFIX = "model."
 
 
 class StableLmReference(QKNormReference):
     """StableLmForCausalLM."""
 
+    DEFAULTS = Defaults(kv_heads=32, positions=4096)
     uses_layer_norm = True
+    EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config)
-        self.head_dim = self.hidden_size // self.num_heads
-        self.score_scale = self.head_dim**-0.5
-        self.num_kv_heads = int(config.get("num_key_value_heads", 32))
-        self.eps = float(config.get("layer_norm_eps", 1e-5))
-        length = int(config.get("max_position_embeddings") or 4096)
-        self.rope = partial_rope(config, self.head_dim, length, factor=0.25)
-        if config.get("use_qkv_bias"):
-            self.biased = frozenset("qkv")
+        super().__init__(source, config | {"head_dim": None})
+        self.rope = self.partial_rope(factor=0.25)
+        self.biased = self.biases("use_qkv_bias", "qkv")
         self.norms_qk = bool(config.get("qk_layernorm"))
         if config.get("use_parallel_residual"):
             self.layer = self.parallel

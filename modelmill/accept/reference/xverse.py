@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.plain_decoder import PlainDecoderReference
-from modelmill.accept.reference.rope import rope_from_config
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
-
-MODEL_TYPES = ("xverse",)
-NAME_PREFIX = "model."
 
 
 class XverseReference(PlainDecoderReference):
     """XverseForCausalLM."""
 
+    DEFAULTS = Defaults(positions=8192)
+
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        length = int(config.get("max_position_embeddings") or 8192)
-        self.rope = rope_from_config(config, self.head_dim, length)
+        self.rope = self.plain_rope()
 
 
 REFERENCE = XverseReference
