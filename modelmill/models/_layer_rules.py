@@ -93,16 +93,13 @@ def stacked_rules(
     source: str,
     *,
     target: str = "layers",
-    transposed: bool = False,
     tensors: RuleSources = NO_SOURCES,
 ) -> list[Rule]:
     """Every tensor of a stack of layers; target, source: their list in model and checkpoint."""
     return [
         rule
         for i, spec in enumerate(specs)
-        for rule in layer_rules(
-            spec, names, f"{target}.{i}", f"{source}.{i}", transposed=transposed, tensors=tensors
-        )
+        for rule in layer_rules(spec, names, f"{target}.{i}", f"{source}.{i}", tensors=tensors)
     ]
 
 
@@ -127,11 +124,6 @@ def rules_outside_layers(
             made = _tensor_source(path, names, tensors)
             rules.append(Rule(path, made.names, made.how))
     return rules
-
-
-def head_rules(*, tied: bool) -> list[Rule]:
-    """The LM head's tensor; none where the embedding is the head as well."""
-    return [] if tied else [Rule("head.weight", ("lm_head.weight",))]
 
 
 def _tensor_source(path: str, names: CheckpointNames, tensors: RuleSources) -> RuleSource:

@@ -21,15 +21,23 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
-from modelmill.models._layer_rules import head_rules, layer_rules
+from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
 CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
-CHECKPOINT_NAMES = {
-    **_gpt2_common.LAYER_NAMES,
-    "mlp.gate_up_proj": ("mlp.w2", "mlp.w1"),
-}
+# of the MLP w2 is the gate, w1 is up
+LAYOUT = CheckpointLayout(
+    **_gpt2_common.OUTSIDE_NAMES,
+    names={**_gpt2_common.LAYER_NAMES, "mlp.gate_up_proj": ("mlp.w2", "mlp.w1")},
+    ignored=(
+        r".*\.attn\.masked_bias",
+        r".*\.attn\.bias",
+        r"(.*\.)?rotary_emb\.inv_freq",
+        r"(.*\.)?logn_tensor",
+    ),
+)
+ignored_tensors = LAYOUT.ignored_tensors
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
@@ -90,32 +98,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor under its QWenLMHeadModel name.
+    """Every tensor; a layer's optional biases stand behind its matrices.
 
-    In gate_up w2 (gate) stands above w1 (up).
+    So engines have them: their files keep their hashes.
     """
-    out = [
-        Rule("embed.weight", ("transformer.wte.weight",)),
-        Rule("norm.weight", ("transformer.ln_f.weight",)),
-        *head_rules(tied=config.tied),
-    ]
-    for i in range(config.layers):
-        names = (f"layers.{i}", f"{_gpt2_common.OUTSIDE_NAMES['layers']}.{i}")
-        layer = layer_rules(config.layer_spec(i), CHECKPOINT_NAMES, *names)
-        # engines have the optional biases behind the matrices: their files keep their hashes
-        out += sorted(layer, key=lambda rule: rule.target.endswith(OPTIONAL_BIASES))
-    return out
 
+    def place(rule: Rule) -> tuple[int, bool]:
+        layer = rule.target.split(".")[1] if rule.target.startswith("layers.") else -1
+        return int(layer), rule.target.endswith(OPTIONAL_BIASES)
 
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Buffers of the original, and the copy of a tied head."""
-    buffers = (
-        r".*\.attn\.masked_bias",
-        r".*\.attn\.bias",
-        r"(.*\.)?rotary_emb\.inv_freq",
-        r"(.*\.)?logn_tensor",
-    )
-    return (*buffers, r"lm_head\.weight") if config.tied else buffers
+    return sorted(LAYOUT.rules(config), key=place)
 
 
 class Model(Decoder):
