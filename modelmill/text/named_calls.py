@@ -101,13 +101,7 @@ class NamedCallReader(CallReader):
 
     def _scan_value(self, text: str, at: int) -> int:
         at = self._arguments.feed(text, at, self._final)
-        self._output.add_arguments(self._arguments.take())
-        self._call_done()
-        if self._arguments.failed:
-            self._state = self._skip_call
-        elif self._arguments.done:
-            self._state = self._scan_close
-        return at
+        return self._pass_on(self._arguments, at, self._scan_close)
 
     def _scan_close(self, text: str, at: int) -> int:
         _, place = self._match(text, at, self._close)
@@ -135,9 +129,4 @@ class NamedCallReader(CallReader):
                 return place
             if part.startswith(rest) and not self._final:
                 return at
-        _, end = self._match(text, at, self._section_close)
-        if end is None:
-            return at
-        self._drop()
-        self.closed = True
-        return end
+        return self._close_block(text, at, self._section_close)
