@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.ops.kernel_range import Kernel, ProblemRange
@@ -13,6 +15,10 @@ from modelmill.ops.triton.common.device import DEQUANT_RANGES
 from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 
 SUPPORTED_PROBLEMS = tuple(replace(each, group_multiple=PACK_COLUMNS) for each in DEQUANT_RANGES)
+
+# (maximum rows of x, tokens per program, weight rows per program, stages, warps)
+LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
+MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:
@@ -23,14 +29,33 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
     return scale.stride(1) == 1 and (offset is None or offset.stride() == scale.stride())
 
 
+def launch_config(tokens: int) -> tuple[int, int, int, int]:
+    """(tokens per program, weight rows per program, stages, warps) up to ``MAX_ROWS`` rows."""
+    return next(config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0])
+
+
 def kernels(
-    max_rows: int,
-    gemm: Callable[[GroupwiseLinearInputs], torch.Tensor],
+    gemm: Callable[[GroupwiseLinearInputs, torch.Tensor], None],
     dequantize: Callable[[GroupwiseLinearInputs], torch.Tensor],
 ) -> tuple[Kernel, ...]:
-    """``gemm`` up to ``max_rows`` rows; cuBLAS with the dequantized weight for more."""
+    """``gemm`` into out up to ``MAX_ROWS`` rows; cuBLAS with the dequantized weight for more."""
+
+    def multiply_few(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+        x = inputs.x
+        out = torch.empty((len(x), len(inputs.weight)), dtype=x.dtype, device=x.device)
+        gemm(inputs, out)
+        return out
 
     def multiply(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         return multiply_dequantized(inputs, dequantize(inputs))
 
-    return (Kernel(ProblemRange(m=(1, max_rows)), gemm), Kernel(ProblemRange(), multiply))
+    return (Kernel(ProblemRange(m=(1, MAX_ROWS)), multiply_few), Kernel(ProblemRange(), multiply))
+
+
+@triton.jit
+def store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS: tl.constexpr):
+    """Store total [N, T] (+ bias) as rows of out; live: [1, T] tokens that exist."""
+    if BIAS:
+        total += tl.load(bias_ptr + tl.minimum(row, n - 1)).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
