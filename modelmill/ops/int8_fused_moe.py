@@ -9,12 +9,11 @@ import torch
 from modelmill.ops import fused_moe
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
 from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-
-TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
