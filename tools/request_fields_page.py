@@ -97,19 +97,9 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> str:
     return "".join(f"| `{name}` | {value} | {reason} |\n" for name, value, reason in rows)
 
 
-def stale(root: Path) -> list[Path]:
-    """The page, if it is not what the models give."""
-    return generated_page.stale_pages(root, render())
-
-
-def write(root: Path) -> list[Path]:
-    """Write the page; its path."""
-    return generated_page.write_pages(root, render())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; with ``--check`` only say whether it is stale."""
-    return generated_page.run(argv, __doc__, "request-fields", stale, write)
+    return generated_page.run_pages(argv, __doc__, "request-fields", lambda _: render())
 
 
 if __name__ == "__main__":
