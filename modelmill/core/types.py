@@ -314,7 +314,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural-log probability of one token and its rank (1 = most likely) at a position."""
+    """Log-probability of one token at a position.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 is the most likely token.
+    """
 
     logprob: float
     rank: int

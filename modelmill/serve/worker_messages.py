@@ -95,7 +95,11 @@ class AbortRequest:
 
 @dataclass(frozen=True)
 class FinishSequence:
-    """End one sequence of a request: a stop string was found in its text."""
+    """End one sequence of a request: a stop string was found in its text.
+
+    Attributes:
+        index: which of the n sequences.
+    """
 
     id: str
     index: int
@@ -159,7 +163,11 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class RequestStarted:
-    """The first step of a request has begun, ``queue_seconds`` after its arrival."""
+    """The first step of a request has begun.
+
+    Attributes:
+        queue_seconds: since its arrival.
+    """
 
     id: str
     queue_seconds: float
