@@ -107,7 +107,11 @@ class FinishSequence:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Request the statistics; the reply carries the same number."""
+    """Request the statistics.
+
+    Attributes:
+        number: the reply carries the same.
+    """
 
     number: int
 
@@ -163,11 +167,7 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class RequestStarted:
-    """The first step of a request has begun.
-
-    Attributes:
-        queue_seconds: since its arrival.
-    """
+    """The first step of a request has begun, ``queue_seconds`` after its arrival."""
 
     id: str
     queue_seconds: float

@@ -147,14 +147,9 @@ def test_products(
     ],
 )
 def test_products_of_eight_bits(
-    emulator: Emulator,
-    size: tuple[int, int, int],
-    group: int,
-    dtype: torch.dtype,
-    config: WqGemmKernelConfig,
-    grids: torch.dtype,
-    switches: dict[str, bool],
-) -> None:
+    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype,
+    config: WqGemmKernelConfig, grids: torch.dtype, switches: dict[str, bool],
+) -> None:  # fmt: skip
     assert (
         error(emulator, size, group, dtype, config, int8_group_linear, grids, **switches)
         < LIMIT[dtype]

@@ -22,6 +22,14 @@ def check_streamed(tokenizer, ids, skip_special):
     assert streamed(tokenizer, ids, skip_special) == expected
 
 
+def on_real_vocabularies(test):
+    """A property of each real vocabulary: of ids that ``data`` draws."""
+    with_data = given(data=st.data(), skip_special=st.booleans())(test)
+    return pytest.mark.parametrize("name", REAL)(
+        settings(deadline=None, max_examples=25)(with_data)
+    )
+
+
 @pytest.mark.parametrize("model_name", SMALL)
 @settings(deadline=None)
 @given(data=st.data(), skip_special=st.booleans())
@@ -31,9 +39,7 @@ def test_small_vocabularies_stream_what_they_decode(model_name, data, skip_speci
     check_streamed(tokenizer, ids, skip_special)
 
 
-@pytest.mark.parametrize("name", REAL)
-@settings(deadline=None, max_examples=25)
-@given(data=st.data(), skip_special=st.booleans())
+@on_real_vocabularies
 def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_special):
     tokenizer = real(name)
     one = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 260)
@@ -41,9 +47,7 @@ def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_specia
     check_streamed(tokenizer, ids, skip_special)
 
 
-@pytest.mark.parametrize("name", REAL)
-@settings(deadline=None, max_examples=25)
-@given(data=st.data(), skip_special=st.booleans())
+@on_real_vocabularies
 def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_special):
     tokenizer = real(name)
     before = tokenizer.encode("word", bos=False)
