@@ -314,12 +314,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of one token at a position.
-
-    Attributes:
-        logprob: natural logarithm.
-        rank: 1 is the most likely token.
-    """
+    """Natural-log probability of one token and its rank (1 = most likely) at a position."""
 
     logprob: float
     rank: int

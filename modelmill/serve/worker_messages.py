@@ -107,11 +107,7 @@ class FinishSequence:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Request the statistics.
-
-    Attributes:
-        number: the reply carries the same.
-    """
+    """Request the statistics; the reply carries the same number."""
 
     number: int
 
@@ -160,14 +156,22 @@ class EngineReady:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of one step."""
+    """The tokens of one step.
+
+    Attributes:
+        tokens: of all sequences.
+    """
 
     tokens: list[TokenOutput]
 
 
 @dataclass(frozen=True)
 class RequestStarted:
-    """The first step of a request has begun, ``queue_seconds`` after its arrival."""
+    """The first step of a request has begun.
+
+    Attributes:
+        queue_seconds: since its arrival.
+    """
 
     id: str
     queue_seconds: float
@@ -189,7 +193,11 @@ class RequestRejected:
 
 @dataclass(frozen=True)
 class StatsReply:
-    """The statistics: the fields of core.types.Stats."""
+    """The statistics.
+
+    Attributes:
+        stats: the fields of core.types.Stats.
+    """
 
     number: int
     stats: Mapping[str, int]

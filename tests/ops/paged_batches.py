@@ -121,6 +121,14 @@ def check_step(
     assert_same_bits(run, args, compared, actual)
 
 
+def of_every_page_size(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test on a GPU for both 16-bit types, two sizes of heads and all of pages."""
+    test = pytest.mark.parametrize("page", [8, 16, 32, 64, 128])(test)
+    test = pytest.mark.parametrize("dim", [64, 128])(test)
+    test = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])(test)
+    return pytest.mark.gpu(test)
+
+
 def assert_same_bits(
     run: Callable[[PagedAttentionInputs], torch.Tensor],
     args: dict[str, Any],

@@ -21,6 +21,7 @@ from tests.ops.paged_batches import (
     attention_arguments,
     check_step,
     in_float64,
+    of_every_page_size,
     serves_part,
     shuffled_pages,
     single_queries,
@@ -129,10 +130,7 @@ def test_forms_are_all_that_a_step_can_meet(
 EDGES = [(1, n) for n in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 500, 1025)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+@of_every_page_size
 def test_every_edge_and_page_size(page: int, dim: int, dtype: torch.dtype) -> None:
     _check(_arguments(EDGES, dim=dim, page=page, dtype=dtype))
 

@@ -18,6 +18,7 @@ from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.paged_batches import (
     attention_arguments,
     check_step,
+    of_every_page_size,
     shuffled_pages,
     single_queries,
 )
@@ -71,18 +72,9 @@ def _check(args: dict[str, Any]) -> None:
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+@of_every_page_size
 def test_every_edge_and_page_size(page: int, dim: int, dtype: torch.dtype) -> None:
     _check(_arguments(EDGES, dim=dim, page=page, dtype=dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 33, 128, 5000])
-def test_windows(window: int) -> None:
-    _check(_arguments(EDGES, window=window))
 
 
 @pytest.mark.gpu
@@ -91,6 +83,12 @@ def test_windows(window: int) -> None:
 )
 def test_few_and_many_sequences(lengths: list[tuple[int, int]]) -> None:
     _check(_arguments(lengths, heads=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 33, 128, 5000])
+def test_windows(window: int) -> None:
+    _check(_arguments(EDGES, window=window))
 
 
 @pytest.mark.gpu
