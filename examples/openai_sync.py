@@ -5,17 +5,23 @@ python examples/openai_sync.py http://127.0.0.1:8123/v1 [--stream]
 """
 
 import sys
+from typing import Any
 
 from openai import OpenAI
 
 
-def ask(client: OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "Name three fruits."}],
-        max_tokens=40,
+def chat(client: OpenAI, text: str, max_tokens: int, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": text}],
+        max_tokens=max_tokens,
         temperature=0,
+        **options,
     )
+
+
+def ask(client: OpenAI) -> None:
+    answer = chat(client, "Name three fruits.", 40)
     print(answer.choices[0].message.content)
     print(
         f"[{answer.choices[0].finish_reason}; {answer.usage.prompt_tokens} + "
@@ -23,15 +29,10 @@ def ask(client: OpenAI, model: str) -> None:
     )
 
 
-def stream(client: OpenAI, model: str) -> None:
-    chunks = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "What is a watermill? One sentence."}],
-        max_tokens=60,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+def stream(client: OpenAI) -> None:
+    counts = {"include_usage": True}
+    text = "What is a watermill? One sentence."
+    chunks = chat(client, text, 60, stream=True, stream_options=counts)
     for chunk in chunks:
         for choice in chunk.choices:
             print(choice.delta.content or "", end="", flush=True)
@@ -42,11 +43,10 @@ def stream(client: OpenAI, model: str) -> None:
 def main(url: str, *options: str) -> None:
     # the key is looked at only where the server was given one
     client = OpenAI(base_url=url, api_key="none")
-    model = client.models.list().data[0].id
     if "--stream" in options:
-        stream(client, model)
+        stream(client)
     else:
-        ask(client, model)
+        ask(client)
 
 
 if __name__ == "__main__":

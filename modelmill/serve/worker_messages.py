@@ -107,7 +107,10 @@ class FinishSequence:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Request the statistics; the reply carries the same number."""
+    """Request the statistics.
+
+    The reply carries the same number.
+    """
 
     number: int
 
@@ -181,9 +184,7 @@ class RequestStarted:
 class RequestRejected:
     """A request cannot be served.
 
-    Attributes:
-        message: one line for the client.
-        out_of_memory: there was not enough memory for it.
+    message: one line for the client. out_of_memory: there was not enough memory for it.
     """
 
     id: str

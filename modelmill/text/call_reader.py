@@ -157,6 +157,16 @@ class CallReader(ABC):
                 return count, len(text)  # a mark that the end of the answer cut off
         return count, at
 
+    def _pass_marks(
+        self, text: str, at: int, parts: tuple[str, ...], following: Callable[[str, int], int]
+    ) -> int:
+        """Match marks; after them comes ``following``."""
+        _, place = self._match(text, at, parts)
+        if place is None:
+            return at
+        self._state = following
+        return place
+
     def _close_block(self, text: str, at: int, parts: tuple[str, ...]) -> int:
         """Match the marks after the last call; the block is then complete."""
         _, place = self._match(text, at, parts)

@@ -38,11 +38,9 @@ class QwenChatFormat(ChatFormat):
         self.stop_ids = (self._end, self._start)
 
     def encode(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, add_generation_prompt: bool = True,
         **template: Unpack[ChatTemplateKwargs],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Return the prompt ids.
 
         Raises:

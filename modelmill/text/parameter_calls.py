@@ -159,11 +159,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_value_close(self, text: str, at: int) -> int:
         self._drop()
-        _, place = self._match(text, at, mark_parts(self._parameter.close))
-        if place is None:
-            return at
-        self._state = self._scan_parameter
-        return place
+        return self._pass_marks(text, at, mark_parts(self._parameter.close), self._scan_parameter)
 
 
 def _split_attribute(key: str) -> tuple[str, bool | None]:

@@ -258,10 +258,10 @@ def test_qwen_v1_keeps_fused_rows_and_counts_both_mlp_halves(tmp_path, stated):
     shapes = {
         "transformer.wte.weight": (20, 8),
         "transformer.ln_f.weight": (8,),
-        "lm_head.weight": (20, 8),
         h + "ln_1.weight": (8,),
         h + "ln_2.weight": (8,),
         h + "attn.c_attn.weight": (24, 8),
+        "lm_head.weight": (20, 8),
         h + "attn.c_attn.bias": (24,),
         h + "attn.c_proj.weight": (8, 8),
         h + "mlp.w1.weight": (16, 8),

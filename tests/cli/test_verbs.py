@@ -413,22 +413,19 @@ def test_perplexity_equals_transformers(
     assert "--data is missing" in cli("perplexity", engine)[2]
 
 
+def summarize_words(
+    engine: Path, data: Path, articles: int, new_tokens: int, input_tokens: int
+) -> tuple[object, ...]:
+    """Summaries of the first articles, of so many tokens each."""
+    limits = ("--max-new-tokens", new_tokens, "--max-input-tokens", input_tokens)
+    return ("summarize", engine, "--data", data, "--num", articles, *limits)
+
+
 def test_summaries_equal_transformers(
     cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
 ) -> None:
     data, saved = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
-    words = (
-        "summarize",
-        engine,
-        "--data",
-        data,
-        "--num",
-        3,
-        "--max-new-tokens",
-        12,
-        "--max-input-tokens",
-        200,
-    )
+    words = summarize_words(engine, data, 3, 12, 200)
     more = ("--reference", checkpoint, "--save", saved)
     code, output, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
     assert code == 0
@@ -455,18 +452,7 @@ def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
         tmp_path / "kept.jsonl",
         tmp_path / "other",
     )
-    words = (
-        "summarize",
-        engine,
-        "--data",
-        data,
-        "--num",
-        2,
-        "--max-new-tokens",
-        6,
-        "--max-input-tokens",
-        60,
-    )
+    words = summarize_words(engine, data, 2, 6, 60)
     shutil.copytree(checkpoint, other, copy_function=shutil.copyfile)  # files of another time
     lines = []
     for more in (

@@ -99,9 +99,9 @@ FIELDS: dict[str, dict[str, bytes]] = {
         "modalities": b"null", "response_format": b"null", "tool_choice": b"null",
     },
     "/v1/responses": {
-        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "metadata": b"{}",
-        "include": b"[]", "text": b"null", "prompt": b"null", "conversation": b"null",
-        "reasoning": b"null",
+        "input": b'"x"', "instructions": b'"x"', "tools": b"null",
+        "metadata": b"{}", "include": b"[]", "text": b"null", "prompt": b"null",
+        "conversation": b"null", "reasoning": b"null",
     },
     "/v1/responses/compact": {
         "input": b'"x"', "max_output_tokens": b"1", "instructions": b"null",
