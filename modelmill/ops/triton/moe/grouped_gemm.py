@@ -165,7 +165,8 @@ def _grouped_kernel(
     INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP, PDL)
+    pdl_wait(PDL)
+    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP)
     if expert >= 0:
         position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -226,14 +227,13 @@ def _multiply_add(w, x, total, X_SCALE: tl.constexpr, INT8: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(experts_ptr, blocks, tiles, GROUP: tl.constexpr, PDL: tl.constexpr):
+def tile_of_program(experts_ptr, blocks, tiles, GROUP: tl.constexpr):
     """(block of tokens, tile of the weight, expert): GROUP blocks take turns on each tile."""
     program = tl.program_id(0)
     first = program // (GROUP * tiles) * GROUP
     size = tl.minimum(blocks - first, GROUP)
     within = program % (GROUP * tiles)
     block = first + within % size
-    pdl_wait(PDL)
     return block, within // size, tl.load(experts_ptr + block).to(tl.int64)
 
 

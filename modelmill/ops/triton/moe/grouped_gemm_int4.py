@@ -23,7 +23,7 @@ import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
@@ -102,7 +102,8 @@ def _grouped_kernel(
     EVEN: tl.constexpr, CODE_BIAS: tl.constexpr, TILE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, TILE_GROUP, PDL)
+    pdl_wait(PDL)
+    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, TILE_GROUP)
     if expert >= 0:
         position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)

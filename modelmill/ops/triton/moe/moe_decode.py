@@ -7,7 +7,7 @@ Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
 Range: any M, meant for few; any I and H
 Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down), PDL
-Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
+Used by: experts.py, grouped_gemm.py, moe_decode_int4.py
 
 Nothing but the weights of the chosen experts is read from memory, each once for every token that
 has the expert. A token's experts are summed in one program in the order of its slots, without

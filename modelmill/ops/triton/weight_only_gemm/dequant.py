@@ -113,6 +113,15 @@ def _dequantize_kernel(
 
 
 @triton.jit
+def store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS: tl.constexpr):
+    """Store total [N, T] (+ bias) as rows of out; live: [1, T] tokens that exist."""
+    if BIAS:
+        total += tl.load(bias_ptr + tl.minimum(row, n - 1)).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+
+
+@triton.jit
 def load_nibbles(weight_ptr, n, width, stride, BLOCK_N: tl.constexpr, RUNS: tl.constexpr):
     """(rows [N], runs of 32 columns [R], which of them exist, the bytes [N, R, 16])."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

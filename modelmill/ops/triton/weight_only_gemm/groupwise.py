@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
 from modelmill.ops.kernel_range import Kernel, ProblemRange
@@ -50,12 +48,3 @@ def kernels(
         return multiply_dequantized(inputs, dequantize(inputs))
 
     return (Kernel(ProblemRange(m=(1, MAX_ROWS)), multiply_few), Kernel(ProblemRange(), multiply))
-
-
-@triton.jit
-def store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS: tl.constexpr):
-    """Store total [N, T] (+ bias) as rows of out; live: [1, T] tokens that exist."""
-    if BIAS:
-        total += tl.load(bias_ptr + tl.minimum(row, n - 1)).to(tl.float32)[:, None]
-    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)

@@ -36,9 +36,10 @@ from modelmill.ops.triton.weight_only_gemm.dequant import (
     dequantize_nibbles,
     load_nibbles,
     store_nibbles,
+    store_product,
 )
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.triton.weight_only_gemm.groupwise import kernels, store_product
+from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight

@@ -23,9 +23,9 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_group_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, store_product
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.triton.weight_only_gemm.groupwise import kernels, launch_config, store_product
+from modelmill.ops.triton.weight_only_gemm.groupwise import kernels, launch_config
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product

@@ -31,8 +31,9 @@ from modelmill.ops.triton.weight_only_gemm.dequant import (
     dequantize_nibbles,
     load_nibbles,
     store_nibbles,
+    store_product,
 )
-from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config, store_product
+from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 DTYPES = (torch.bfloat16, torch.float32)
