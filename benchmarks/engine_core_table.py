@@ -144,11 +144,9 @@ def main() -> None:
     parser.add_argument("--decode", default="1x128,64x1024")
     parser.add_argument("--first", default="1024")
     parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
+        "--rounds", type=int, default=3,
         help="measured rounds of a line (first: three times as many)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--launched", action="store_true", help="prompts without graphs as well, in turn"
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,12 @@ ROWS_PER_STEP = 64
 """Rows whose float64 distributions are in memory at a time."""
 
 
-@dataclass
 class FidelitySums:
     """Running sums over rows: negative log-likelihood, KL to the reference, equal next tokens."""
 
-    scored: int = 0
-    nats: float = 0.0
-    rows: int = 0
-    kl: float = 0.0
-    max_kl: float = 0.0
-    num_equal: int = 0
+    def __init__(self) -> None:
+        self.scored = self.rows = self.num_equal = 0
+        self.nats = self.kl = self.max_kl = 0.0
 
     def add(
         self, logits: torch.Tensor, reference: torch.Tensor | None, targets: torch.Tensor

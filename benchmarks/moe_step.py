@@ -51,13 +51,16 @@ MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on 
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Sizes of a stack of blocks; by default Qwen3-30B-A3B's."""
+    """Sizes of a stack of blocks."""
 
-    layers: int = 48
-    hidden: int = 2048
-    inner: int = 768
-    experts: int = 128
-    top_k: int = 8
+    layers: int
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+QWEN3_30B_A3B = MoEShape(48, 2048, 768, 128, 8)
 
 
 @dataclass(frozen=True)
@@ -188,10 +191,10 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--save", type=Path)
-    for name, value in vars(MoEShape()).items():
+    for name, value in vars(QWEN3_30B_A3B).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options = parser.parse_args(words)
-    shape = MoEShape(**{name: getattr(options, name) for name in vars(MoEShape())})
+    shape = MoEShape(**{name: getattr(options, name) for name in vars(QWEN3_30B_A3B)})
     is_default = options.batch is None and options.prompt is None
     counts = [*(options.batch or (BATCHES if is_default else ()))]
     counts += [*(options.prompt or (PROMPTS if is_default else ()))]

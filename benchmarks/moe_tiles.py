@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -23,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.moe_step import MoEShape, make_layers, make_step, states  # noqa: E402
+from benchmarks.moe_step import QWEN3_30B_A3B, MoEShape, make_layers, make_step, states  # noqa: E402
 from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
@@ -161,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args(words)
-    shape = MoEShape(layers=options.layers)
+    shape = replace(QWEN3_30B_A3B, layers=options.layers)
     for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:

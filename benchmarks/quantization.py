@@ -28,22 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engine_cache import (  # noqa: E402
-    build_or_reuse,
-    engine_content_digest,
-    note,
-    option_file_digests,
-    source_digest,
-)
+from benchmarks import engine_cache, result_rows  # noqa: E402
 from benchmarks.fidelity import cached_logits, measure_fidelity, split_windows  # noqa: E402
-from benchmarks.result_rows import (  # noqa: E402
-    CALIBRATION,
-    calibration_options,
-    matching_rows,
-    option_names,
-    rouge_articles,
-    without_threads,
-)
 from modelmill.core.progress import Progress  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization.jsonl"
@@ -72,7 +58,9 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("checkpoint", type=Path, nargs="?")
     parser.add_argument("--text", type=Path, help="UTF-8 text that is read")
     parser.add_argument(
-        "--calibration", type=Path, help=f"default: {CALIBRATION} beside the text, if it is there"
+        "--calibration",
+        type=Path,
+        help=f"default: {result_rows.CALIBRATION} beside the text, if it is there",
     )
     parser.add_argument(
         "--summaries",
@@ -112,24 +100,24 @@ def measure_build(
     """Build, measure; the row, or None where it stands already."""
     from modelmill.eval.datasets import read_text, refuse_calibration_file
 
-    key, stands = matching_rows(read_rows(options.results), options, build)
+    key, stands = result_rows.matching_rows(read_rows(options.results), options, build)
     if stands and not options.again:
         older = (
             ""
-            if stands[-1].get("sources") == source_digest()
+            if stands[-1].get("sources") == engine_cache.source_digest()
             else ", of other sources than today's"
         )
-        note(
+        engine_cache.note(
             f"this row stands already{older}: {shlex.join(build) or 'as it is'} (--again measures "
             "once more)"
         )
         return None
     folder = options.work / options.checkpoint.stem
     folder.mkdir(parents=True, exist_ok=True)
-    plain, _ = build_or_reuse(options.checkpoint, FLOAT32, folder)
+    plain, _ = engine_cache.build_or_reuse(options.checkpoint, FLOAT32, folder)
     assert plain is not None, "the float32 engine is accepted"
-    words = (*calibration_options(options, build), *dtype_options(build), *build)
-    engine, seconds = build_or_reuse(options.checkpoint, words, folder, options.fresh)
+    words = (*result_rows.calibration_options(options, build), *dtype_options(build), *build)
+    engine, seconds = engine_cache.build_or_reuse(options.checkpoint, words, folder, options.fresh)
     row: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/quantization.py", *argv]),
         "key": key,
@@ -145,9 +133,9 @@ def measure_build(
         "kv_cache_dtype": options.kv_cache_dtype,
     }
     row |= {
-        "sources": source_digest(),
-        "names": option_names(options, build),
-        "text_sha256": option_file_digests([str(options.text)])[0],
+        "sources": engine_cache.source_digest(),
+        "names": result_rows.option_names(options, build),
+        "text_sha256": engine_cache.option_file_digests([str(options.text)])[0],
     }
     if engine is None:
         return row | {"accepted": False} | row_provenance("")
@@ -158,7 +146,7 @@ def measure_build(
     refuse_calibration_file(options.text, loop.artifact.manifest.source)
     ids = encode_text(loop, read_text(options.text), options.tokens)
     windows = split_windows(ids, options.window)
-    reference = folder / f"reference-{engine_content_digest(plain)}"
+    reference = folder / f"reference-{engine_cache.engine_content_digest(plain)}"
     expected = cached_logits(
         lambda: open_engine_core(plain, options, "auto"),
         windows,
@@ -173,7 +161,7 @@ def measure_build(
     row |= {"build_seconds": seconds, "seconds": round(time.perf_counter() - began, 1)}
     device = str(loop.device)
     del loop
-    if (articles := rouge_articles(options)) is not None:
+    if (articles := result_rows.rouge_articles(options)) is not None:
         row |= measure_rouge(engine, options) | {"articles": articles}
     return row | row_provenance(device)
 
@@ -333,7 +321,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             name = row_label(row)
             if names.count(name) > 1:  # what else makes them two measurements
                 calibrated = (row.get("calibration") or {}).get("name")
-                name += f", {without_threads(row['device'])}" + (
+                name += f", {result_rows.without_threads(row['device'])}" + (
                     f", calibrated on {calibrated}" if calibrated else ""
                 )
             if "perplexity" not in row:

@@ -26,19 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.engine_cache import (  # noqa: E402
-    build_or_reuse,
-    engine_content_digest,
-    source_digest,
-)
+from benchmarks import engine_cache, quantization  # noqa: E402
 from benchmarks.fidelity import measure_fidelity, split_windows  # noqa: E402
-from benchmarks.quantization import (  # noqa: E402
-    FLOAT32,
-    artifact_facts,
-    encode_text,
-    make_progress,
-    row_provenance,
-)
 from modelmill.eval.provenance import provenance  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "quantization_texts.jsonl"
@@ -99,11 +88,11 @@ def main(argv: Sequence[str]) -> int:
     folder = options.work.resolve() / options.checkpoint.stem
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = options.checkpoint.resolve()
-    plain, _ = build_or_reuse(checkpoint, FLOAT32, folder)
+    plain, _ = engine_cache.build_or_reuse(checkpoint, quantization.FLOAT32, folder)
     assert plain is not None, "the float32 engine is accepted"
     engine = options.engine
     if engine is None:
-        engine, _ = build_or_reuse(checkpoint, _build_words(options, build), folder)
+        engine, _ = engine_cache.build_or_reuse(checkpoint, _build_words(options, build), folder)
     if engine is None:
         raise SystemExit("the acceptance contract refused this build; there is nothing to judge")
     with options.results.open("a", encoding="utf-8") as file:
@@ -124,7 +113,7 @@ def portable(word: str) -> str:
 
 
 def _build_words(options: argparse.Namespace, build: Sequence[str]) -> list[str]:
-    words = [] if "--dtype" in build else list(FLOAT32)
+    words = [] if "--dtype" in build else list(quantization.FLOAT32)
     if options.calibration is not None and build:
         words += ["--calibration", str(options.calibration.resolve())]
     for each in options.kernel:
@@ -140,25 +129,27 @@ def measure_texts(
 
     core = open_core(engine, options)
     reference: Any = None
-    known = BaselineFile(plain.parent / f"texts-{engine_content_digest(plain)}.json")
+    known = BaselineFile(plain.parent / f"texts-{engine_cache.engine_content_digest(plain)}.json")
     shared = {
         "checkpoint": options.checkpoint.name,
         "options": shlex.join(build),
         "note": options.note,
         **provenance(),
-        "sources": source_digest(),
-        **artifact_facts(core.artifact),
+        "sources": engine_cache.source_digest(),
+        **quantization.artifact_facts(core.artifact),
     }
     for source in options.text:
         refuse_calibration_file(source.path, core.artifact.manifest.source)
         windows = read_windows(core, source, options.windows, options.window)
         if known.get(windows) is None:
             reference = reference or open_core(plain, options)
-            base = measure_fidelity(reference, windows, None, make_progress("float32"))
+            base = measure_fidelity(reference, windows, None, quantization.make_progress("float32"))
             known.put(windows, base["perplexity"])
         base_perplexity = known.get(windows)
         assert base_perplexity is not None, "it was measured just now"
-        measured = measure_fidelity(core, windows, None, make_progress(source.kind))["perplexity"]
+        measured = measure_fidelity(core, windows, None, quantization.make_progress(source.kind))[
+            "perplexity"
+        ]
         yield {
             **shared,
             "kind": source.kind,
@@ -170,7 +161,7 @@ def measure_texts(
             "perplexity": measured,
             "float32": base_perplexity,
             "excess": measured / base_perplexity - 1,
-            **row_provenance(str(core.device)),
+            **quantization.row_provenance(str(core.device)),
         }
 
 
@@ -203,7 +194,7 @@ def read_windows(core: Any, source: TextSource, count: int, length: int) -> list
     Raises:
         SystemExit: if the text has not one whole window there.
     """
-    ids = encode_text(core, read_source(source.path), source.skip + count * length)
+    ids = quantization.encode_text(core, read_source(source.path), source.skip + count * length)
     whole = [w for w in split_windows(ids[source.skip :], length) if len(w) == length]
     if not whole:
         raise SystemExit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.figure_statistics import LONG
 from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost
@@ -20,16 +20,14 @@ WORKSPACE_BYTES = 3 * GIB
 """For activations, CUDA graphs, and the CUDA context and libraries of a process."""
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A shape or a work that does not fit, and why."""
 
     name: str
     reason: str
 
 
-@dataclass(frozen=True)
-class ShapePlan:
+class ShapePlan(NamedTuple):
     """A shape and its works that fit."""
 
     shape: str

@@ -41,25 +41,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import workloads  # noqa: E402
 from benchmarks.append_rows import portable_command  # noqa: E402
 from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
 from benchmarks.peer_process import Lengths, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION, PeerSetup  # noqa: E402
 from benchmarks.targets import TARGETS  # noqa: E402
-from benchmarks.workloads import (  # noqa: E402
-    BLOCKS,
-    FIRST_TOKEN_PARTS,
-    PARTS,
-    PEER_BY_PART,
-    TARGET_MARKS,
-    Workload,
-    measure_in_blocks,
-    measure_in_turn,
-    parse_pairs,
-    warm_up,
-    workloads_for,
-)
+from benchmarks.workloads import PARTS, Workload, measure_in_blocks, measure_in_turn  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 
 ARRIVAL, LONGEST_FIRST = "arrival", "longest-first"
@@ -80,7 +69,7 @@ class SpeedTable:
 
     def side_names(self, part: str) -> list[str]:
         """The sides of a part: ours, then its peer where there is one."""
-        peer = PEER_BY_PART.get(part, "vLLM")
+        peer = workloads.PEER_BY_PART.get(part, "vLLM")
         known = (
             peer != "vLLM" or self.options.peer is not None or self.options.peer_python is not None
         )
@@ -95,13 +84,15 @@ class SpeedTable:
         ) as sides:
             for part in parts:
                 facts = {side.name: side.facts for side in sides}
-                for batch, prompt in self.options.mark or TARGET_MARKS if part == "marks" else ():
+                for batch, prompt in (
+                    self.options.mark or workloads.TARGET_MARKS if part == "marks" else ()
+                ):
                     for work, figures in measure_in_blocks(
                         batch, prompt, sides, self.options.blocks
                     ):
-                        self.record(part, work, figures, facts, order=BLOCKS)
-                for work in workloads_for(part):
-                    rounds = self.options.rounds * (3 if part in FIRST_TOKEN_PARTS else 1)
+                        self.record(part, work, figures, facts, order=workloads.BLOCKS)
+                for work in workloads.workloads_for(part):
+                    rounds = self.options.rounds * (3 if part in workloads.FIRST_TOKEN_PARTS else 1)
                     self.record(part, work, measure_in_turn(work, sides, rounds), facts)
 
     def run_trace(self) -> None:
@@ -139,7 +130,7 @@ class SpeedTable:
         self.record("trace", work, figures, facts, **more)
 
     def _served(self, side: PeerProcess, lengths: Lengths, runs: int) -> list[float]:
-        side.generate(warm_up(lengths), seed=1)
+        side.generate(workloads.warm_up(lengths), seed=1)
         timings = []
         for number in range(runs):
             timings.append(side.generate(lengths, seed=2 + number))
@@ -268,7 +259,7 @@ def order_requests(lengths: Lengths, order: str) -> Lengths:
 
 def parse_mark(text: str) -> tuple[int, int]:
     """1x4096 → (1, 4096)."""
-    (pair,) = parse_pairs(text)
+    (pair,) = workloads.parse_pairs(text)
     return pair
 
 
@@ -347,7 +338,11 @@ def main() -> None:
     bench = SpeedTable(options)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shared = [part for part in options.parts if part in ("decode", "marks", *FIRST_TOKEN_PARTS)]
+        shared = [
+            part
+            for part in options.parts
+            if part in ("decode", "marks", *workloads.FIRST_TOKEN_PARTS)
+        ]
         if shared:
             bench.run_parts(shared, "qwen-7b")
         for part, shape in (("eager", "qwen-7b"), ("gpt2", "gpt2-medium")):

@@ -1,24 +1,27 @@
-"""Ask a served model with OpenAI's client.
+"""Ask a served model with OpenAI's client; with --stream print an answer as it is written.
 
 modelmill serve smollm2.engine --port 8123
-python examples/openai_sync.py http://127.0.0.1:8123/v1
+python examples/openai_sync.py http://127.0.0.1:8123/v1 [--stream]
 """
 
 import sys
+from typing import Any
 
 from openai import OpenAI
 
 
-def main(url: str) -> None:
-    # the key is looked at only where the server was given one
-    client = OpenAI(base_url=url, api_key="none")
-    model = client.models.list().data[0].id
-    answer = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": "Name three fruits."}],
-        max_tokens=40,
+def chat(client: OpenAI, text: str, max_tokens: int, **options: Any) -> Any:
+    return client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": text}],
+        max_tokens=max_tokens,
         temperature=0,
+        **options,
     )
+
+
+def ask(client: OpenAI) -> None:
+    answer = chat(client, "Name three fruits.", 40)
     print(answer.choices[0].message.content)
     print(
         f"[{answer.choices[0].finish_reason}; {answer.usage.prompt_tokens} + "
@@ -26,5 +29,25 @@ def main(url: str) -> None:
     )
 
 
+def stream(client: OpenAI) -> None:
+    counts = {"include_usage": True}
+    text = "What is a watermill? One sentence."
+    chunks = chat(client, text, 60, stream=True, stream_options=counts)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            print(choice.delta.content or "", end="", flush=True)
+        if chunk.usage is not None:  # the last chunk has the counts and no choices
+            print(f"\n[{chunk.usage.completion_tokens} tokens]")
+
+
+def main(url: str, *options: str) -> None:
+    # the key is looked at only where the server was given one
+    client = OpenAI(base_url=url, api_key="none")
+    if "--stream" in options:
+        stream(client)
+    else:
+        ask(client)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1")
+    main(*(sys.argv[1:] or ["http://127.0.0.1:8000/v1"]))

@@ -34,19 +34,9 @@ def render() -> dict[Path, str]:
     return pages
 
 
-def stale(root: Path) -> list[Path]:
-    """Pages that are not what the help gives, and those of verbs that no longer exist."""
-    return generated_page.stale_pages(root, render(), FOLDER)
-
-
-def write(root: Path) -> list[Path]:
-    """Write every page, delete those of verbs that no longer exist; the pages' paths."""
-    return generated_page.write_pages(root, render(), FOLDER)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages; with ``--check`` only say which are stale."""
-    return generated_page.run(argv, __doc__, "command-line", stale, write)
+    return generated_page.run_pages(argv, __doc__, "command-line", lambda _: render(), FOLDER)
 
 
 if __name__ == "__main__":

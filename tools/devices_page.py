@@ -178,19 +178,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def stale(root: Path) -> list[Path]:
-    """The page, if it is not what the code gives."""
-    return generated_page.stale_pages(root, render())
-
-
-def write(root: Path) -> list[Path]:
-    """Write the page; its path."""
-    return generated_page.write_pages(root, render())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; with ``--check`` only say whether it is stale."""
-    return generated_page.run(argv, __doc__, "devices", stale, write)
+    return generated_page.run_pages(argv, __doc__, "devices", lambda _: render())
 
 
 if __name__ == "__main__":

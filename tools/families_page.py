@@ -81,19 +81,9 @@ def compared_with(model_type: str) -> str:
     return "float64" if plain or model_type == "qwen" else "transformers"
 
 
-def stale(root: Path) -> list[Path]:
-    """The page, if it is not what the families give."""
-    return generated_page.stale_pages(root, render())
-
-
-def write(root: Path) -> list[Path]:
-    """Write the page; its path."""
-    return generated_page.write_pages(root, render())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; with ``--check`` only say whether it is stale."""
-    return generated_page.run(argv, __doc__, "families", stale, write)
+    return generated_page.run_pages(argv, __doc__, "families", lambda _: render())
 
 
 if __name__ == "__main__":

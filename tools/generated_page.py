@@ -33,6 +33,26 @@ def run(
     return 1 if old else 0
 
 
+def run_pages(
+    argv: Sequence[str] | None,
+    description: str | None,
+    target: str,
+    render: Callable[[Path], Mapping[Path, str]],
+    folder: Path | None = None,
+) -> int:
+    """``run`` for a tool that makes nothing but pages.
+
+    render: the pages' texts by path, of a root; folder: one whose Markdown files are all generated.
+    """
+    return run(
+        argv,
+        description,
+        target,
+        lambda root: stale_pages(root, render(root), folder),
+        lambda root: write_pages(root, render(root), folder),
+    )
+
+
 def stale_pages(root: Path, pages: Mapping[Path, str], folder: Path | None = None) -> list[Path]:
     """Pages whose file below ``root`` is another text, and files of ``folder`` that are no page.
 

@@ -252,19 +252,9 @@ def _family_page(title: str, table: Sequence[str]) -> str:
     )
 
 
-def stale(root: Path) -> list[Path]:
-    """The pages that are not what the heads and rows give, and those of no family."""
-    return generated_page.stale_pages(root, render_pages(root), FAMILY_PAGES)
-
-
-def write(root: Path) -> list[Path]:
-    """Write the pages, delete those of no family; their paths."""
-    return generated_page.write_pages(root, render_pages(root), FAMILY_PAGES)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0, or with --check 1 where the page is stale."""
-    return generated_page.run(argv, __doc__, "kernels", stale, write)
+    return generated_page.run_pages(argv, __doc__, "kernels", render_pages, FAMILY_PAGES)
 
 
 if __name__ == "__main__":

@@ -117,23 +117,14 @@ def _bar(x: float, y: float, width: float, height: float, color: str) -> str:
     return f'<rect {place} fill="{color}"/>'
 
 
-def _chart(root: Path) -> dict[Path, str]:
+def chart(root: Path) -> dict[Path, str]:
+    """The chart by its path, as the rows below a root give it."""
     return {CHART: draw(read_pairs(read_rows(root / RESULTS)))}
-
-
-def stale(root: Path) -> list[Path]:
-    """The chart, where it is not what the rows give."""
-    return generated_page.stale_pages(root, _chart(root))
-
-
-def write(root: Path) -> list[Path]:
-    """Write the chart; its path."""
-    return generated_page.write_pages(root, _chart(root))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the chart; with ``--check`` only say whether it is stale."""
-    return generated_page.run(argv, __doc__, "performance", stale, write)
+    return generated_page.run_pages(argv, __doc__, "performance", chart)
 
 
 if __name__ == "__main__":

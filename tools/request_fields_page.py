@@ -23,28 +23,11 @@ HEAD = """<!-- Made by `make request-fields` from modelmill/serve. -->
 Clients send fields of other servers. What can be served is served ([dialects](dialects.md)); what
 would change the answer in silence is a 400 that names the field. The rest is accepted and has no
 effect. An unknown field that is `null` is accepted by completions and chat completions.
-
-## Completions and chat completions
-
-| field | value | why it has no effect |
-|---|---|---|
 """
-NATIVE = """
-## /completion and /infill
+SECTION = """
+## {title}
 
-| field | value | why it has no effect |
-|---|---|---|
-"""
-ANTHROPIC = """
-## Anthropic Messages
-
-| field | value | why it has no effect |
-|---|---|---|
-"""
-OLLAMA = """
-## Options of Ollama
-
-| option | value | why it has no effect |
+| {noun} | value | why it has no effect |
 |---|---|---|
 """
 MESSAGES = """
@@ -70,16 +53,17 @@ def render() -> dict[Path, str]:
     text = "".join(
         (
             HEAD,
+            SECTION.format(title="Completions and chat completions", noun="field"),
             _table(_model_rows([CompletionRequest, ChatRequest])),
-            NATIVE,
+            SECTION.format(title="/completion and /infill", noun="field"),
             _table((name, "any", reason) for name, _, reason in native),
-            ANTHROPIC,
+            SECTION.format(title="Anthropic Messages", noun="field"),
             _table(_model_rows([MessagesRequest])),
             _table(
                 (f"tools[].{name}", "any", reason)
                 for name, _, reason in field_rows([AnthropicTool])
             ),
-            OLLAMA,
+            SECTION.format(title="Options of Ollama", noun="option"),
             _table(sorted(options)),
             MESSAGES.format(keys=keys),
         )
@@ -97,19 +81,9 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> str:
     return "".join(f"| `{name}` | {value} | {reason} |\n" for name, value, reason in rows)
 
 
-def stale(root: Path) -> list[Path]:
-    """The page, if it is not what the models give."""
-    return generated_page.stale_pages(root, render())
-
-
-def write(root: Path) -> list[Path]:
-    """Write the page; its path."""
-    return generated_page.write_pages(root, render())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; with ``--check`` only say whether it is stale."""
-    return generated_page.run(argv, __doc__, "request-fields", stale, write)
+    return generated_page.run_pages(argv, __doc__, "request-fields", lambda _: render())
 
 
 if __name__ == "__main__":

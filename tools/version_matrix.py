@@ -131,8 +131,8 @@ class CellResult:
     seconds: float = 0.0
     passed: int = 0
     failed: int = 0
-    skipped: int = 0
     failures: list[str] = field(default_factory=list)
+    skipped: int = 0
     versions: dict[str, str] = field(default_factory=dict)
     commit: str = ""
     date: str = ""
@@ -340,7 +340,12 @@ def run_tests(python: Path, folder: Path, sources: str) -> CellResult:
     bad = counts.get("failed", 0) + counts.get("errors", 0) + counts.get("error", 0)
     outcome = "passed" if code == 0 else "failed"
     return CellResult(
-        outcome, sources, 0.0, counts.get("passed", 0), bad, counts.get("skipped", 0), failures
+        outcome,
+        sources,
+        passed=counts.get("passed", 0),
+        failed=bad,
+        failures=failures,
+        skipped=counts.get("skipped", 0),
     )
 
 

@@ -22,15 +22,9 @@ HELP = (
 )
 
 REQUIRED_PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "tiktoken",
-    "sentencepiece",
-    "jinja2",
-    "huggingface_hub",
-)
+    "torch", "numpy", "safetensors", "tokenizers",
+    "tiktoken", "sentencepiece", "jinja2", "huggingface_hub",
+)  # fmt: skip
 EXTRAS = {
     "triton": ("fast kernels on a GPU", "gpu"),
     "pynvml": ("readings of the GPU", "gpu"),

@@ -6,13 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelmill.cli.engine_options import (
-    ENGINE_HELP,
-    CacheBuildOptions,
-    local_model,
-    open_llm,
-    share_gpu_with_reference,
-)
+from modelmill.cli import engine_options
+from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions
 from modelmill.cli.options import CommonArgs, config
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.packages import require
@@ -56,8 +51,10 @@ def open_evaluated(args: EvaluationArgs) -> LLM:
     from modelmill.eval.datasets import refuse_calibration_file
 
     assert args.data is not None, "a required option"
-    settings = args.run if args.reference is None else share_gpu_with_reference(args.run)
-    llm = open_llm(args.engine, args.build, settings)
+    settings = (
+        args.run if args.reference is None else engine_options.share_gpu_with_reference(args.run)
+    )
+    llm = engine_options.open_llm(args.engine, args.build, settings)
     assert llm.engine_core.artifact is not None, "opened from an engine folder"
     refuse_calibration_file(args.data, llm.engine_core.artifact.manifest.source)
     return llm
@@ -69,5 +66,5 @@ def load_reference(args: EvaluationArgs, device: str) -> tuple[Checkpoint, HfRef
     from modelmill.eval import hf_reference
 
     assert args.reference is not None, "checked by the caller"
-    checkpoint = open_checkpoint(local_model(args.reference))
+    checkpoint = open_checkpoint(engine_options.local_model(args.reference))
     return checkpoint, hf_reference.load_reference(checkpoint, args.reference_dtype, device)

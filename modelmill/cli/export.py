@@ -29,9 +29,8 @@ class Args(CommonArgs):
 
     form: str = option(
         help="triton: a model repository of Triton Inference Server",
-        positional=True,
-        metavar="FORM",
-    )
+        positional=True, metavar="FORM",
+    )  # fmt: skip
     engine: Path = option(
         help="engine folder, or a checkpoint (it is built into the cache first)",
         positional=True,

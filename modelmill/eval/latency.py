@@ -16,7 +16,13 @@ from modelmill.eval.targets import BenchTarget, TargetRun
 
 @dataclass(frozen=True)
 class LatencyShape:
-    """Workload: ``batch`` prompts of ``input`` random ids, ``output`` tokens each."""
+    """Workload of random ids.
+
+    Attributes:
+        batch: prompts at once.
+        input: ids of each.
+        output: tokens of each answer.
+    """
 
     batch: int
     input: int

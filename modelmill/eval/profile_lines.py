@@ -30,7 +30,7 @@ class ProfileLine:
     kernel: str
     calls: int
     us: float
-    share: float
+    share: float = 0.0
     nbytes: int | None = None
     operations: int | None = None
     floor_us: float | None = None
@@ -73,7 +73,7 @@ def kernel_lines(
         if each.call is not None and op:
             calls[module, op].add(each.call)
     lines = [
-        ProfileLine(*key, len(each), sum(k.added_us for k in each), 0.0)
+        ProfileLine(*key, len(each), sum(k.added_us for k in each))
         for key, each in kernels_by_line.items()
     ]
     lines = with_shares(lines, elapsed_us(kernels))
@@ -109,8 +109,7 @@ def op_lines(
     for (module, op, _), cost in costs.items():
         costs_by_op[layer_group_name(module), op].append(cost)
     lines = [
-        ProfileLine(*name, "", calls[name], statistics.median(each), 0.0)
-        for name, each in times.items()
+        ProfileLine(*name, "", calls[name], statistics.median(each)) for name, each in times.items()
     ]
     lines = [
         with_floor(line, costs_by_op[line.module, line.op], line.us, roofline, dtype)

@@ -16,11 +16,7 @@ from modelmill.nn.linear import Linear
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
-from modelmill.weights.base import (
-    UNPACKED_MEMORY_FRACTION,
-    UnpackedWeight,
-    WeightFormat,
-)
+from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, UnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
 
 _log = log.get_logger(__name__)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from modelmill.ops import add_layer_norm as plain
 from modelmill.ops import rms_norm_quant
-from modelmill.ops.case import Case, nbytes
+from modelmill.ops.case import Case, RowShapes, nbytes
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
 from modelmill.ops.operand_match import match_rows
@@ -23,11 +23,7 @@ class AddLayerNormQuantInputs(NamedTuple):
     """Operands of the op.
 
     Attributes:
-        x: [..., H].
-        residual: [..., H], x's dtype.
-        weight: [H].
-        bias: [H].
-        eps: added to the variance.
+        x, residual, weight, bias, eps: as in ``add_layer_norm``.
         dtype: torch.int8 or torch.float8_e4m3fn.
         inv_scale: [1] float32 (static), or None for one scale per token.
     """
@@ -77,9 +73,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from _with_quant_modes(plain.cases(device, dtype), device)
 
 
-def cases_for_shapes(
-    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
-) -> Iterator[Case]:
+def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of (rows, width) in all quantization modes."""
     yield from _with_quant_modes(plain.cases_for_shapes(shapes, device, dtype), device)
 

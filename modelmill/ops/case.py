@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+RowShapes = Sequence[tuple[int, int]]
+"""(rows, width) of several cases."""
 
 
 @dataclass(frozen=True)

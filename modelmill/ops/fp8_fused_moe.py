@@ -1,7 +1,4 @@
-"""The experts of a mixture with weights and activations in fp8 (e4m3).
-
-Every token's x, and every pair's product with the gate, has its own scale.
-"""
+"""The experts of a mixture with weights and activations in fp8 (e4m3), else as w8a8_fused_moe."""
 
 from __future__ import annotations
 
@@ -11,15 +8,12 @@ import torch
 
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.int8_fused_moe import cases_in_8_bits
-from modelmill.ops.int8_fused_moe import dequantize_rows as dequantize_rows
-from modelmill.ops.quant_types import quantize_per_row
+from modelmill.ops.w8a8_fused_moe import TOLERANCE as TOLERANCE
+from modelmill.ops.w8a8_fused_moe import quantized_experts
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-
-# a value at the border of two codes may take either one
-TOLERANCE = {torch.float32: 6e-2, torch.float16: 6e-2, torch.bfloat16: 2e-1}
 
 
 def fp8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -28,14 +22,7 @@ def fp8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, dequantize_rows, _round)
-
-
-def _round(x: torch.Tensor) -> torch.Tensor:
-    """X [M, K] rounded to fp8 (e4m3) and back, each row with its own scale."""
-    values, scale = quantize_per_row(x, torch.float8_e4m3fn)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return values.to(wide) * scale[:, None].to(wide)
+    return quantized_experts(inputs, torch.float8_e4m3fn)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

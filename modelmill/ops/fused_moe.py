@@ -110,13 +110,24 @@ A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Decode and prefill, with and without a shared expert; Qwen3-30B-A3B's on a GPU."""
-    for shape in SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]:
-        _, hidden, inner, experts, _ = shape
+    for shape in shapes(device):
         weights = {
             name: randn(experts, n, k, device=device, dtype=dtype, seed=n, scale=k**-0.5)
-            for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner))
+            for name, experts, n, k in weight_shapes(shape)
         }
         yield experts_case(shape, device, dtype, weights)
+
+
+def shapes(device: str) -> list[Shape]:
+    """The shapes of the cases on a device."""
+    return SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]
+
+
+def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, experts, rows and columns of the weights of both products."""
+    _, hidden, inner, experts, _ = shape
+    yield "gate_up", experts, 2 * inner, hidden
+    yield "down", experts, hidden, inner
 
 
 def experts_case(

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import advance_states, by_chunk
-from modelmill.ops.state_rows import StateRows, random_state_rows
+from modelmill.ops.recurrence import Tokens, advance_states, by_chunk, decays, random_operands
+from modelmill.ops.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 L2_EPS = 1e-6  # of the lengths of q and k
@@ -50,16 +50,6 @@ class GatedDeltaInputs(NamedTuple):
     rows: StateRows
 
 
-class DeltaTokens(NamedTuple):
-    """Tokens in float32: q, k [n, H, dk], v [n, H, dv], log α and β [n, H] float64."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    log_decay: torch.Tensor
-    beta: torch.Tensor
-
-
 DECLARATION = OpDeclaration(inputs=GatedDeltaInputs)
 
 
@@ -69,15 +59,13 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
     tokens = _prepare(inputs)
-    out = torch.zeros_like(tokens.v)
-    out = advance_states(
-        inputs.state, inputs.rows, tokens, out, step=recurrent_step, chunks=chunked
-    )
-    return out.flatten(1)
+    out = torch.zeros_like(tokens[2])
+    state, rows = inputs.state, inputs.rows
+    return advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked).flatten(1)
 
 
-def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
-    """Heads, lengths and gates of all tokens."""
+def _prepare(inputs: GatedDeltaInputs) -> Tokens:
+    """Tokens in float32: q, k [T, H, dk], v [T, H, dv], log α and β [T, H] float64."""
     heads, dk, dv = inputs.state.shape[1:]
     x = inputs.qkv.to(inputs.state.dtype)
     key_width = (x.shape[1] - heads * dv) // 2
@@ -87,7 +75,7 @@ def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
-    return DeltaTokens(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid())
+    return q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid()
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +83,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def recurrent_step(s: torch.Tensor, tokens: DeltaTokens) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each of B sequences.
 
     Args:
@@ -113,16 +101,13 @@ def recurrent_step(s: torch.Tensor, tokens: DeltaTokens) -> tuple[torch.Tensor, 
     return (s * q[..., None]).sum(-2), s
 
 
-def chunked(s: torch.Tensor, tokens: DeltaTokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs [n, H, dv] and the last state.
 
     The arithmetic of a chunk does not depend on the number of chunks.
     """
     q, k, v, log_decay, beta = by_chunk(tokens, chunk)
-    total = log_decay.cumsum(-1)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=s.device).tril()
-    between = total[..., :, None] - total[..., None, :]
-    decay = between.masked_fill(~lower, float("-inf")).exp().to(s.dtype)
+    total, decay = decays(log_decay, s.dtype)
     rate = beta.to(s.dtype)[..., None]
     system = (rate * k @ k.transpose(-1, -2) * decay).tril(-1)
     since_start = total.exp().to(s.dtype)[..., None]
@@ -147,17 +132,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (lengths, key_heads, heads, dk, dv) in enumerate(
         (((5, 1, 11), 2, 4, 8, 8), ((1, 1, 1), 2, 2, 16, 8), ((9,), 1, 3, 8, 16))
     ):
-        rows, slots = random_state_rows(lengths, number, device)
+        args, moved = random_operands(number, lengths, (heads, dk, dv), device, dtype)
         count = sum(lengths)
         width = 2 * key_heads * dk + heads * dv
         x = randn(count, width, device=device, dtype=dtype, seed=number)
-        args = {
-            "qkv": x,
-            "gates": randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1),
-            "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
-            "dt_bias": randn(heads, device=device, dtype=dtype, seed=number + 3),
-            "state": randn(slots, heads, dk, dv, device=device, dtype=torch.float32, seed=number),
-            "rows": rows,
-        }
-        moved = 2 * count * heads * dk * dv * 4 + nbytes(x)
-        yield Case(f"{lengths}x{key_heads}/{heads}x{dk}x{dv}", args, moved, writes=("state",))
+        gates = randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1)
+        args |= {"qkv": x, "gates": gates}
+        name = f"{lengths}x{key_heads}/{heads}x{dk}x{dv}"
+        yield Case(name, args, moved + nbytes(x), writes=("state",))

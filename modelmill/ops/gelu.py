@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.row_range import row_problem
@@ -32,9 +32,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(
-    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
-) -> Iterator[Case]:
+def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of (rows, width)."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows + width, scale=2.0)

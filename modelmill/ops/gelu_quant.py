@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from modelmill.ops import rms_norm_quant
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import gelu
 from modelmill.ops.operand_match import match_rows
@@ -43,9 +43,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(
-    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
-) -> Iterator[Case]:
+def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of (rows, width) in all quantization modes."""
     for rows, width in shapes:
         x = randn(rows, width, device=device, dtype=dtype, seed=rows * width, scale=2.0)
@@ -53,9 +51,9 @@ def cases_for_shapes(
             yield Case(f"{rows}x{width}-{name}", {"x": x, **mode}, nbytes(x) + rows * width)
 
 
-def quant_modes(device: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """(name, arguments) of each quantization mode."""
-    factor = torch.full((1,), 20.0, device=device)
+def quant_modes(device: str, factor: float = 20.0) -> Iterator[tuple[str, dict[str, object]]]:
+    """(name, arguments) of each quantization mode; factor: 1 / scale where it is static."""
+    inv_scale = torch.full((1,), factor, device=device)
     for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name}-token", {"dtype": dtype}
-        yield f"{name}-static", {"dtype": dtype, "inv_scale": factor}
+        yield f"{name}-static", {"dtype": dtype, "inv_scale": inv_scale}

@@ -6,15 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import (
-    A3B_SHAPES,
-    SMALL_SHAPES,
-    FusedMoEInputs,
-    experts_case,
-    experts_reference,
-)
+from modelmill.ops.fused_moe import SMALL_SHAPES, FusedMoEInputs, experts_reference
 from modelmill.ops.int4_linear import dequantize_weight, random_weight
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -33,15 +28,14 @@ def int4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe; groups of 32 and 128 columns, the first symmetric."""
-    for shape in SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]:
-        _, hidden, inner, experts, _ = shape
+    for shape in fused_moe.shapes(device):
         group = 32 if shape in SMALL_SHAPES[:2] else 128
         weights = {}
-        for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        for name, experts, n, k in fused_moe.weight_shapes(shape):
             flat = random_weight(
                 experts * n, k, group, device=device, symmetric=shape == SMALL_SHAPES[0]
             )
             for part, suffix in (("weight", ""), ("scale", "_scale"), ("offset", "_offset")):
                 value = flat[part]
                 weights[name + suffix] = None if value is None else value.view(experts, n, -1)
-        yield experts_case(shape, device, dtype, weights, group)
+        yield fused_moe.experts_case(shape, device, dtype, weights, group)

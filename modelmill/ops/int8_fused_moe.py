@@ -6,20 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
+from modelmill.ops import fused_moe
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.fused_moe import (
-    A3B_SHAPES,
-    SMALL_SHAPES,
-    FusedMoEInputs,
-    experts_case,
-    experts_reference,
-)
+from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
+from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
 from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-
-TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 def int8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -51,12 +45,11 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases_in_8_bits(device: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe with weights in 8 bits, a scale for each row."""
-    for shape in SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]:
-        _, hidden, inner, experts, _ = shape
+    for shape in fused_moe.shapes(device):
         weights = {}
-        for name, n, k in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        for name, experts, n, k in fused_moe.weight_shapes(shape):
             wide = randn(experts * n, k, device=device, dtype=torch.float32, seed=n, scale=k**-0.5)
             codes, scale = quantize_per_row(wide, weight_dtype)
             weights[name] = codes.view(experts, n, k)
             weights[f"{name}_scale"] = scale.view(experts, n)
-        yield experts_case(shape, device, dtype, weights)
+        yield fused_moe.experts_case(shape, device, dtype, weights)

@@ -41,13 +41,9 @@ def mxfp4_linear(inputs: groupwise.GroupwiseLinearInputs) -> torch.Tensor:
 
 
 def dequantize_weight(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group: int,
-    columns: int,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int,
+    columns: int, dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
     """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
     if weight.is_floating_point():
         return weight.to(dtype)

@@ -9,23 +9,16 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.kernel_range import GemmProblem, dense_problem
+from modelmill.ops.kernel_range import dense_problem
 from modelmill.ops.linear import linear
 from modelmill.ops.rope_cache import RopeCacheInputs, random_cache_and_angles, rope_cache
 from modelmill.ops.rope_range import rope_inputs_check
-
-
-def _problem(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, _: RopeCacheInputs
-) -> GemmProblem:
-    return dense_problem(x, weight, bias)
-
 
 DECLARATION = OpDeclaration(
     fuses=("linear", "rope_cache"),
     optional=True,
     inputs=RopeCacheInputs,
-    problem=_problem,
+    problem=lambda x, weight, bias, _: dense_problem(x, weight, bias),
     operands=("x", "weight", "bias", "inputs"),
     per_call="inputs",
     alike=rope_inputs_check,

@@ -6,32 +6,49 @@ What one token and a chunk of tokens do is the op's own (``gated_delta_rule``, `
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 
-from modelmill.ops.state_rows import StateRows, fresh_states, keep_snapshots
+from modelmill.ops.case import randn
+from modelmill.ops.state_rows import (
+    StateRows,
+    fresh_states,
+    keep_snapshots,
+    random_state_rows,
+)
 
-Step = Callable[[torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+Tokens = tuple[torch.Tensor, ...]
+"""What an op needs of its tokens, each [T, …]."""
+Step = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, torch.Tensor]]
 """(states [B, …], B tokens) → outputs [B, …] and the states behind them."""
-Chunks = Callable[[torch.Tensor, Any, int], tuple[torch.Tensor, torch.Tensor]]
+Chunks = Callable[[torch.Tensor, Tokens, int], tuple[torch.Tensor, torch.Tensor]]
 """(state, whole chunks of one sequence, their tokens) → outputs and the last state."""
 
 
-def part_of(tokens: Any, start: int, stop: int) -> Any:
-    """The tokens [start, stop) of a NamedTuple of tensors [T, …]."""
-    return type(tokens)(*(each[start:stop] for each in tokens))
+def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
+    """The tokens [start, stop)."""
+    return tuple(each[start:stop] for each in tokens)
 
 
-def by_chunk(tokens: Any, chunk: int) -> list[torch.Tensor]:
+def by_chunk(tokens: Tokens, chunk: int) -> list[torch.Tensor]:
     """The tensors of whole chunks, [n, H, …] → [N, H, C, …]."""
     return [each.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for each in tokens]
+
+
+def decays(log_decay: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running sums G of chunks' log decays [N, H, C], and exp(G_i − G_j) for i ≥ j, else 0."""
+    chunk, total = log_decay.shape[-1], log_decay.cumsum(-1)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).tril()
+    between = total[..., :, None] - total[..., None, :]
+    return total, between.masked_fill(~lower, float("-inf")).exp().to(dtype)
 
 
 def advance_states(
     state: torch.Tensor,
     rows: StateRows,
-    tokens: Any,
+    tokens: Tokens,
     out: torch.Tensor,
     *,
     step: Step,
@@ -44,7 +61,7 @@ def advance_states(
     Args:
         state: [slots, …], written in place.
         rows: the sequences.
-        tokens: a NamedTuple of tensors [T, …].
+        tokens: all of them.
         out: [T, …] of zeros, for the outputs.
         step: computes one token of each sequence.
         chunks: computes whole chunks of one sequence.
@@ -72,10 +89,29 @@ def advance_states(
     return out
 
 
-def sequential(s: torch.Tensor, tokens: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def sequential(s: torch.Tensor, tokens: Tokens, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence one after another: outputs [n, …] and the last state."""
     outputs, batch = [], s[None]
     for t in range(len(tokens[0])):
         row, batch = step(batch, part_of(tokens, t, t + 1))
         outputs.append(row)
     return torch.cat(outputs), batch[0]
+
+
+def random_operands(
+    number: int,
+    lengths: tuple[int, ...],
+    state_shape: tuple[int, int, int],
+    device: str,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Any], int]:
+    """The arguments that ops on states share, of a case of that number, and the bytes of states."""
+    rows, slots = random_state_rows(lengths, number, device)
+    heads = state_shape[0]
+    args = {
+        "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
+        "dt_bias": randn(heads, device=device, dtype=dtype, seed=number + 3),
+        "state": randn(slots, *state_shape, device=device, dtype=torch.float32, seed=number),
+        "rows": rows,
+    }
+    return args, 2 * sum(lengths) * prod(state_shape) * 4

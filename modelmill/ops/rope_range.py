@@ -147,10 +147,10 @@ def match_rope(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     def rows_of(qkv: torch.Tensor, inputs: RopeCacheInputs) -> int | None:
         shape = qkv.shape
         if (
-            qkv.dtype is dtype
+            not qkv.data_ptr() % ALIGNMENT
+            and qkv.dtype is dtype
             and shape[1:] == inner
             and qkv.stride() == strides
-            and not qkv.data_ptr() % ALIGNMENT
             and is_alike(inputs)
         ):
             return shape[0] or None

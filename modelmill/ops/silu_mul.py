@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.row_range import row_problem
@@ -31,9 +31,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(((1, 1536), (5, 101), (64, 11008), (1, 11008)), device, dtype)
 
 
-def cases_for_shapes(
-    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
-) -> Iterator[Case]:
+def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of (rows, outputs)."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from modelmill.ops import rms_norm_quant
-from modelmill.ops.case import Case, nbytes, randn
+from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.gelu_quant import quant_modes
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.row_range import quantized_row_problem
 from modelmill.ops.silu_mul import silu_mul
 
+# In steps of the 8-bit type: the gate is rounded to x's dtype once or twice.
+TOLERANCE = rms_norm_quant.TOLERANCE
+
 DECLARATION = OpDeclaration(
     problem=quantized_row_problem, operands=("gate_up", "dtype", "inv_scale"), match=match_rows
 )
-
-# In steps of the 8-bit type: the gate is rounded to x's dtype once or twice.
-TOLERANCE = rms_norm_quant.TOLERANCE
 
 
 def silu_mul_quant(
     gate_up: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantize silu_mul(gate_up), rounded to its dtype first; as in ``rms_norm_quant``.
+    """Quantize silu_mul(gate_up), rounded to its dtype first; dtypes and scales as ``gelu_quant``.
 
-    Args:
-        gate_up: [T, 2·I] floating point.
-        dtype: torch.int8 or torch.float8_e4m3fn.
-        inv_scale: [1] float32 (static), or None for one scale per token.
-
-    Returns:
-        (values [T, I] of ``dtype``, scale [T] float32 or None).
+    gate_up: [T, 2·I] floating point. Returns (values [T, I], scale [T] or None).
     """
     return rms_norm_quant.quantize_rows(silu_mul(gate_up), ActQuantSpec(dtype, inv_scale))
 
@@ -46,19 +41,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     yield from cases_for_shapes(shapes, device, dtype)
 
 
-def cases_for_shapes(
-    shapes: Sequence[tuple[int, int]], device: str, dtype: torch.dtype
-) -> Iterator[Case]:
+def cases_for_shapes(shapes: RowShapes, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of (rows, outputs) in all quantization modes."""
     for rows, inner in shapes:
         x = randn(rows, 2 * inner, device=device, dtype=dtype, seed=rows + inner, scale=2.0)
-        for quant_dtype in (torch.int8, torch.float8_e4m3fn):
-            for static in (False, True):
-                factor = torch.full((1,), 9.5, device=device) if static else None
-                dtype_name = "int8" if quant_dtype is torch.int8 else "fp8"
-                name = f"{rows}x{inner}-{dtype_name}-{'static' if static else 'token'}"
-                yield Case(
-                    name,
-                    {"gate_up": x, "dtype": quant_dtype, "inv_scale": factor},
-                    nbytes(x) + rows * inner,
-                )
+        for name, mode in quant_modes(device, 9.5):
+            args = {"gate_up": x, **mode}
+            yield Case(f"{rows}x{inner}-{name}", args, nbytes(x) + rows * inner)

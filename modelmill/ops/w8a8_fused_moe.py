@@ -12,8 +12,7 @@ import torch
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
-from modelmill.ops.int8_fused_moe import cases_in_8_bits
-from modelmill.ops.int8_fused_moe import dequantize_rows as dequantize_rows
+from modelmill.ops.int8_fused_moe import cases_in_8_bits, dequantize_rows
 from modelmill.ops.quant_types import quantize_per_row
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -28,14 +27,18 @@ def w8a8_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, dequantize_rows, _round)
+    return quantized_experts(inputs, torch.int8)
 
 
-def _round(x: torch.Tensor) -> torch.Tensor:
-    """X [M, K] rounded to int8 and back, each row with its own scale."""
-    values, scale = quantize_per_row(x, torch.int8)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return values.to(wide) * scale[:, None].to(wide)
+def quantized_experts(inputs: FusedMoEInputs, dtype: torch.dtype) -> torch.Tensor:
+    """Compute it with weights of an 8-bit dtype, to which every row of x is rounded, too."""
+
+    def round_rows(x: torch.Tensor) -> torch.Tensor:
+        values, scale = quantize_per_row(x, dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return values.to(wide) * scale[:, None].to(wide)
+
+    return experts_reference(inputs, dequantize_rows, round_rows)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

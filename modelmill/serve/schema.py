@@ -404,25 +404,36 @@ class CompletionRequest(GenerationFields):
         )
 
 
-class FunctionDefinition(StrictModel):
-    """A function. A forced call always matches the parameters, another one if strict is true."""
+class ToolDefinition(StrictModel):
+    """What every tool has."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = Field(None, max_length=65536)
+
+
+class FunctionDefinition(ToolDefinition):
+    """A function. A forced call always matches the parameters, another one if strict is true."""
+
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class Tool(StrictModel):
+class NamedByType(StrictModel):
+    """A tool or the choice of one: what has its name is the field of the name of its type."""
+
+    type: str
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return str(getattr(self, self.type).name)
+
+
+class Tool(NamedByType):
     """A function that may be called."""
 
     type: Literal["function"]
     function: FunctionDefinition
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
 
     def to_function(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
@@ -435,24 +446,17 @@ class CustomFormat(StrictModel):
     type: Literal["text"]
 
 
-class CustomDefinition(StrictModel):
+class CustomDefinition(ToolDefinition):
     """A tool that takes a text."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
-    description: str | None = Field(None, max_length=65536)
     format: CustomFormat | None = None
 
 
-class CustomTool(StrictModel):
+class CustomTool(NamedByType):
     """A tool that takes a text (``custom_tools``)."""
 
     type: Literal["custom"]
     custom: CustomDefinition
-
-    @property
-    def name(self) -> str:
-        """Name of the tool."""
-        return self.custom.name
 
     def to_function(self) -> dict[str, Any]:
         """The tool as chat templates read it: a function with one string."""
@@ -477,28 +481,18 @@ class NamedFunction(StrictModel):
     name: str
 
 
-class NamedToolChoice(StrictModel):
+class NamedToolChoice(NamedByType):
     """tool_choice: call this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
 
-
-class CustomToolChoice(StrictModel):
+class CustomToolChoice(NamedByType):
     """tool_choice: call this custom tool."""
 
     type: Literal["custom"]
     custom: NamedFunction
-
-    @property
-    def name(self) -> str:
-        """Name of the tool."""
-        return self.custom.name
 
 
 class AllowedTools(StrictModel):

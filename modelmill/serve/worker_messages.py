@@ -95,7 +95,11 @@ class AbortRequest:
 
 @dataclass(frozen=True)
 class FinishSequence:
-    """End one sequence of a request: a stop string was found in its text."""
+    """End one sequence of a request: a stop string was found in its text.
+
+    Attributes:
+        index: which of the n sequences.
+    """
 
     id: str
     index: int
@@ -103,7 +107,10 @@ class FinishSequence:
 
 @dataclass(frozen=True)
 class GetStats:
-    """Request the statistics; the reply carries the same number."""
+    """Request the statistics.
+
+    The reply carries the same number.
+    """
 
     number: int
 
@@ -152,14 +159,22 @@ class EngineReady:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The tokens of one step."""
+    """The tokens of one step.
+
+    Attributes:
+        tokens: of all sequences.
+    """
 
     tokens: list[TokenOutput]
 
 
 @dataclass(frozen=True)
 class RequestStarted:
-    """The first step of a request has begun, ``queue_seconds`` after its arrival."""
+    """The first step of a request has begun.
+
+    Attributes:
+        queue_seconds: since its arrival.
+    """
 
     id: str
     queue_seconds: float
@@ -169,9 +184,7 @@ class RequestStarted:
 class RequestRejected:
     """A request cannot be served.
 
-    Attributes:
-        message: one line for the client.
-        out_of_memory: there was not enough memory for it.
+    message: one line for the client. out_of_memory: there was not enough memory for it.
     """
 
     id: str
@@ -181,7 +194,11 @@ class RequestRejected:
 
 @dataclass(frozen=True)
 class StatsReply:
-    """The statistics: the fields of core.types.Stats."""
+    """The statistics.
+
+    Attributes:
+        stats: the fields of core.types.Stats.
+    """
 
     number: int
     stats: Mapping[str, int]

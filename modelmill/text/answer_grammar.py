@@ -16,7 +16,7 @@ from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
 from modelmill.text.call_reader import mark_parts
 from modelmill.text.chat_format_files import load_format
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
 
 PromptThinking = Literal["open", "closed", "free"]
@@ -120,13 +120,15 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
     bodies = [_call(builder, calls, function) for function in functions]
     body = f"({' | '.join(bodies)})"
     section = several or not calls.section_if_several
-    prefix = (calls.section_open if section else "") + calls.call_open
+    opening, closing = calls.section if section else NO_MARKS
+    call_opening = calls.call[0]
+    prefix = opening + call_opening
     more = ""
     if several:
-        separator = calls.separator + calls.call_open
+        separator = calls.separator + call_opening
         mark = 's "," s' if separator == ", " else builder.literal(separator)
         more = f"({mark} {body}){{0,{most - 1}}}"
-    end = builder.literal(calls.section_close) if section else ""
+    end = builder.literal(closing) if closing else ""
     if calls.style == "react":
         thought = f"{_thought(builder)} {body}"
         text = builder.free_text(("Action:",)) if value.get("optional") else ""
@@ -154,7 +156,7 @@ def _optional_calls(
         return f"({final} {builder.free_text(())} | {body})"
     parts = mark_parts(prefix)
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
-    marks = [opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional_open]
+    marks = [opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional[0]]
     if calls.style == "pythonic":
         marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
@@ -173,7 +175,7 @@ def _optional_calls(
 def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:
     """One call without the mark before it."""
     name, schema = function["name"], function["arguments"]
-    close = builder.literal(calls.call_close)
+    close = builder.literal(calls.call[1])
     if calls.style == "json":
         key, text, arguments = (
             json.dumps(json.dumps(each)) for each in ("name", name, calls.arguments_key)

@@ -37,7 +37,11 @@ AnswerPiece = str | ReasoningDelta | ToolCallDelta
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A complete tool call; arguments: JSON text as the model wrote it."""
+    """A complete tool call.
+
+    Attributes:
+        arguments: JSON text as the model wrote it.
+    """
 
     id: str
     name: str
@@ -46,7 +50,11 @@ class ParsedToolCall:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """A whole answer."""
+    """A whole answer.
+
+    Attributes:
+        reasoning: its thinking.
+    """
 
     content: str = ""
     calls: tuple[ParsedToolCall, ...] = ()

@@ -13,7 +13,7 @@ from typing import Any
 
 from modelmill.text import harmony
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.value_stream import split_object
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
@@ -52,16 +52,17 @@ def write_calls(calls: CallSyntax, answer: ParsedAnswer, *, several: bool = Fals
     before = calls.content_end if answer.content else ""
     written = (write_call(calls, call, index) for index, call in enumerate(answer.calls))
     section = several or len(answer.calls) > 1 or not calls.section_if_several
-    opening, closing = (calls.section_open, calls.section_close) if section else ("", "")
+    opening, closing = calls.section if section else NO_MARKS
     return before + opening + calls.separator.join(written) + closing
 
 
 def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
     """Return the text of one call; index: its number in the answer."""
+    opening, closing = calls.call
     if calls.style == "json":
         name = json.dumps(call.name, ensure_ascii=False)
         body = f'{{"name": {name}, "{calls.arguments_key}": {call.arguments}}}'
-        return calls.call_open + body + calls.call_close
+        return opening + body + closing
     if calls.style == "pythonic":
         pairs = split_object(call.arguments) or []
         return f"{call.name}({', '.join(f'{key}={to_python(value)}' for key, value in pairs)})"
@@ -71,7 +72,7 @@ def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
         if calls.style == "parameters"
         else to_marked(call.arguments, calls.string_mark)
     )
-    return calls.call_open + head + calls.name_end + body + calls.call_close
+    return opening + head + calls.name_end + body + closing
 
 
 def _write_head(calls: CallSyntax, call: ParsedToolCall, index: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
-from modelmill.text.value_stream import suffix_overlap
+from modelmill.text.value_stream import ValueStream, suffix_overlap
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
@@ -63,14 +63,12 @@ class CallReader(ABC):
 
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         self._syntax, self._tools, self._output = syntax, tools, output
-        self._section = mark_parts(syntax.section_open)
-        self._open = mark_parts(syntax.call_open)
-        self._close = mark_parts(syntax.call_close)
-        self._section_close = mark_parts(syntax.section_close)
+        self._section, self._section_close = map(mark_parts, syntax.section)
+        self._open, self._close = map(mark_parts, syntax.call)
         first = [*self._section[:1], *self._open[:1], *syntax.openers]
         # models write blanks before the bracket of a list
         first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
-        optional = (syntax.code_mark, syntax.optional_open, *syntax.inline)
+        optional = (syntax.code_mark, syntax.optional[0], *syntax.inline)
         # a bracket alone begins calls only at the begin of the content
         marks = (mark for mark in (*first, *optional) if len(mark) > 1)
         self.openers = tuple(dict.fromkeys(marks))
@@ -158,6 +156,35 @@ class CallReader(ABC):
             elif place < len(text) and part.startswith(text[place:]):
                 return count, len(text)  # a mark that the end of the answer cut off
         return count, at
+
+    def _pass_marks(
+        self, text: str, at: int, parts: tuple[str, ...], following: Callable[[str, int], int]
+    ) -> int:
+        """Match marks; after them comes ``following``."""
+        _, place = self._match(text, at, parts)
+        if place is None:
+            return at
+        self._state = following
+        return place
+
+    def _close_block(self, text: str, at: int, parts: tuple[str, ...]) -> int:
+        """Match the marks after the last call; the block is then complete."""
+        _, place = self._match(text, at, parts)
+        if place is None:
+            return at
+        self._drop()
+        self.closed = True
+        return place
+
+    def _pass_on(self, value: ValueStream, at: int, following: Callable[[str, int], int]) -> int:
+        """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
+        self._output.add_arguments(value.take())
+        self._call_done()
+        if value.failed:
+            self._state = self._skip_call
+        elif value.done:
+            self._state = following
+        return at
 
     def _skip_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
-from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
@@ -46,46 +46,6 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-
-
-class ChatFormat(Protocol):
-    """A chat format: converts conversations to prompts."""
-
-    stop_ids: tuple[int, ...]  # an answer ends at any of these
-    stop_strings: tuple[str, ...]  # … or before any of these
-    format_name: str  # how answers are written, see chat_formats
-    thinking: ThinkingSyntax | None  # marks of the thinking, if the template has them
-    writes_calls: bool  # whether it writes earlier calls
-    takes_effort: bool  # whether it reads the variable reasoning_effort
-
-    def encode(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
-    ) -> list[int]:
-        """Return the prompt ids, with BOS if the format has one.
-
-        Args:
-            messages: [{"role", "content", …}]; content: a string or [{"type": "text", "text"}, …].
-            add_generation_prompt: whether the prompt ends with the beginning of an answer.
-            template: tools and template options.
-
-        Raises:
-            RequestError: if a message is invalid.
-            TemplateError: if the template fails.
-        """
-
-    def render(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        **template: Unpack[ChatTemplateKwargs],
-    ) -> str:
-        """Return the same prompt as text."""
-
-    def close(self) -> None:
-        """End the template process, if one runs."""
 
 
 def load_chat(
@@ -162,7 +122,7 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     return templates
 
 
-class TemplateChat:
+class TemplateChat(ChatFormat):
     """A Jinja template in its own process; text of a user never becomes a control token."""
 
     def __init__(
@@ -187,8 +147,7 @@ class TemplateChat:
             and text in template_text
             and text not in syntax.not_turn_ends
         ]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
-        self.stop_strings: tuple[str, ...] = ()
+        self.stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
         self.writes_calls = "tool_calls" in template_text
         self.takes_effort = "reasoning_effort" in template_text
         self._parts: dict[tuple[str, bool, str], bool] = {}

@@ -79,9 +79,8 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
     from modelmill.text.call_reader import mark_parts
 
     calls = syntax.calls
-    marks = [calls.section_open, calls.call_open, calls.name_end, calls.call_close]
-    marks += [calls.section_close, calls.code_mark, calls.string_mark, calls.head]
-    marks += [calls.optional_open, calls.optional_close]
+    marks = [*calls.section, *calls.call, *calls.optional]
+    marks += [calls.head, calls.name_end, calls.code_mark, calls.string_mark]
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]
     if thinking is not None:

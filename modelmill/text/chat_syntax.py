@@ -25,6 +25,11 @@ CallStyle = Literal["json", "named", "parameters", "pythonic", "react", "harmony
 """
 
 
+Marks = tuple[str, str]
+"""What is written before something and after it."""
+NO_MARKS: Marks = ("", "")
+
+
 @dataclass(frozen=True)
 class ThinkingSyntax:
     """Marks around the thinking at the begin of an answer.
@@ -41,7 +46,7 @@ class ThinkingSyntax:
     ends_at_calls: bool = False
 
     @property
-    def marks(self) -> tuple[str, str]:
+    def marks(self) -> Marks:
         """The marks without whitespace."""
         return self.open.strip(), self.close.strip()
 
@@ -67,19 +72,16 @@ class ParameterSyntax:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How tool calls are written: section_open call separator call … section_close.
+    """How tool calls are written: section call separator call … section.
 
     Attributes:
         style: where a call has its name and its arguments.
-        section_open: before all calls of an answer.
-        section_close: after them.
-        call_open: before each call.
-        call_close: after each call.
+        section: marks around all calls of an answer.
+        call: marks around each call.
         separator: between two calls.
         content_end: between content and the calls.
         section_if_several: one call alone has no section marks.
-        optional_open: a mark that may stand before the calls; read, not written.
-        optional_close: the same after them.
+        optional: marks that may stand around the calls; read, not written.
         arguments_key: key of the arguments in the style ``json``.
         head: name of the call as written; {index}: number of the call.
         head_pattern: regular expression of ``head`` with the groups name and perhaps id.
@@ -98,15 +100,12 @@ class CallSyntax:
     """
 
     style: CallStyle
-    section_open: str = ""
-    section_close: str = ""
-    call_open: str = ""
-    call_close: str = ""
+    section: Marks = NO_MARKS
+    call: Marks = NO_MARKS
     separator: str = ""
     content_end: str = ""
     section_if_several: bool = False
-    optional_open: str = ""
-    optional_close: str = ""
+    optional: Marks = NO_MARKS
     arguments_key: str = "arguments"
     head: str = "{name}"
     head_pattern: str = r"(?P<name>[^\s\"'<>\[\]{}()]+)"
@@ -129,19 +128,30 @@ class CallSyntax:
         return self.style not in ("parameters", "pythonic") and not self.string_mark
 
 
+def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
+    """Return the syntax of calls that are the objects of one JSON list.
+
+    Args:
+        open: marks before the list, and its bracket.
+        close: its bracket, and marks after it.
+        content_end: between content and the calls.
+    """
+    return CallSyntax("json", section=(open, close), separator=", ", content_end=content_end)
+
+
 @dataclass(frozen=True)
 class ChatSyntax:
-    """One chat format.
+    """One chat format: of which models, how it is recognized, and how an answer is written.
 
     Attributes:
         title: models that use it, for the documentation.
-        calls: how tool calls are written.
-        thinking: marks of the thinking; used if the chat template has them. None: never.
         detect: groups of texts; a chat template with all texts of one group has this format. Of
             several formats the one with the longest group is taken.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
         control_tokens: further control tokens that the parser needs in the text.
         not_turn_ends: control tokens that end a turn in other formats only.
+        thinking: marks of the thinking; used if the chat template has them. None: never.
+        calls: how tool calls are written.
     """
 
     title: str

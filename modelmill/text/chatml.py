@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError
 from modelmill.text import react
-from modelmill.text.chat_syntax import ThinkingSyntax
+from modelmill.text.chat_format import ChatFormat
 from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 
@@ -16,11 +16,13 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 HISTORY_WINDOW_TOKENS = 6144
 
 
-class QwenChatFormat:
+class QwenChatFormat(ChatFormat):
     """Qwen v1's chat format; role, newline and content are tokenized separately, as in training.
 
     User text never becomes control tokens.
     """
+
+    format_name = "qwen_react"
 
     def __init__(self, tokenizer: Tokenizer, *, window: int = HISTORY_WINDOW_TOKENS) -> None:
         """Make the format.
@@ -33,18 +35,12 @@ class QwenChatFormat:
         self._window = window
         self._start, self._end = tokenizer.special[START], tokenizer.special[END]
         self._newline = tokenizer.encode("\n", bos=False)
-        self.stop_ids: tuple[int, ...] = (self._end, self._start)
-        self.stop_strings: tuple[str, ...] = ()
-        self.format_name = "qwen_react"
-        self.thinking: ThinkingSyntax | None = None
-        self.writes_calls = self.takes_effort = False
+        self.stop_ids = (self._end, self._start)
 
     def encode(
-        self,
-        messages: Messages,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, add_generation_prompt: bool = True,
         **template: Unpack[ChatTemplateKwargs],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Return the prompt ids.
 
         Raises:

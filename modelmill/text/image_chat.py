@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_files import WITHOUT_TOOLS
-from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.messages import ChatTemplateKwargs, Messages, validate_messages
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
@@ -58,9 +58,12 @@ class ImageChatMessage(NamedTuple):
     parts: Sequence[str | ImagePart]
 
 
-class ImageChat:
+class ImageChat(ChatFormat):
     """MiniGPT-4's chat format: Vicuna's turns with pictures between marks."""
 
+    format_name = WITHOUT_TOOLS
+    # ### has two tokenizations, so it is matched as text
+    stop_strings = (TURN_END,)
     penalize_prompt = False  # whether penalties include the prompt's ids, as upstream
 
     def __init__(
@@ -75,12 +78,7 @@ class ImageChat:
         """
         self._tokenizer = tokenizer
         self.image_tokens, self._answer_prefix = image_tokens, PROMPT_STYLES[prompt_style]
-        self.stop_ids: tuple[int, ...] = tuple(tokenizer.eos_ids)
-        # ### has two tokenizations, so it is matched as text
-        self.stop_strings: tuple[str, ...] = (TURN_END,)
-        self.format_name = WITHOUT_TOOLS
-        self.thinking: ThinkingSyntax | None = None
-        self.writes_calls = self.takes_effort = False
+        self.stop_ids = tuple(tokenizer.eos_ids)
 
     def encode_with_images(
         self,
@@ -141,12 +139,12 @@ class ImageChat:
         self,
         messages: Messages,
         add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        **template: Unpack[ChatTemplateKwargs],
     ) -> list[str | ImagePart]:
         """Return texts and pictures in order; raises RequestError as ``encode_with_images``."""
-        if tools:
+        if template.get("tools"):
             raise RequestError("this model's conversations have no tools")
+        options = template.get("options")
         if options:
             raise RequestError(
                 f"this model's conversations have no option {sorted(options)[0][:40]!r}"
@@ -182,10 +180,7 @@ class Blip2Chat(ImageChat):
     """
 
     penalize_prompt = True
-
-    def __init__(self, tokenizer: Tokenizer, image_tokens: int) -> None:
-        super().__init__(tokenizer, image_tokens)
-        self.stop_strings = ("\n",)
+    stop_strings = ("\n",)
 
     def _format(
         self, messages: Sequence[ImageChatMessage], add_generation_prompt: bool

@@ -85,12 +85,7 @@ class JsonCallReader(CallReader):
         return self._scan_close(text, at)
 
     def _scan_close(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, self._closing)
-        if place is None:
-            return at
-        self._drop()
-        self.closed = True
-        return place
+        return self._close_block(text, at, self._closing)
 
     def _scan_key(self, text: str, at: int) -> int:
         if at == len(text):
@@ -138,13 +133,7 @@ class JsonCallReader(CallReader):
         start = at
         at = value.feed(text, at, self._final)
         if self._passing:
-            self._output.add_arguments(value.take())
-            self._call_done()
-            if value.failed:
-                self._state = self._skip_call
-            elif value.done:
-                self._state = self._scan_next
-            return at
+            return self._pass_on(value, at, self._scan_next)
         if value.failed:
             return self._fail(at)
         self._key_chars += (at - start) if self._key is None else 0

@@ -33,11 +33,8 @@ class NamedCallReader(CallReader):
         return ("{",)
 
     def _scan_section(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, self._section)
-        if place is None:
-            return at
+        place = self._pass_marks(text, at, self._section, self._scan_open)
         self._has_section = place > at
-        self._state = self._scan_open
         return place
 
     def _scan_open(self, text: str, at: int) -> int:
@@ -72,12 +69,8 @@ class NamedCallReader(CallReader):
         return place
 
     def _scan_name_end(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, self._name_end)
-        if place is None:
-            return at
         self._arguments = ValueStream(self._syntax.string_mark)
-        self._state = self._scan_arguments
-        return place
+        return self._pass_marks(text, at, self._name_end, self._scan_arguments)
 
     def _scan_arguments(self, text: str, at: int) -> int:
         place = skip_blank(text, at)
@@ -101,21 +94,11 @@ class NamedCallReader(CallReader):
 
     def _scan_value(self, text: str, at: int) -> int:
         at = self._arguments.feed(text, at, self._final)
-        self._output.add_arguments(self._arguments.take())
-        self._call_done()
-        if self._arguments.failed:
-            self._state = self._skip_call
-        elif self._arguments.done:
-            self._state = self._scan_close
-        return at
+        return self._pass_on(self._arguments, at, self._scan_close)
 
     def _scan_close(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, self._close)
-        if place is None:
-            return at
         self._call_done()
-        self._state = self._scan_next
-        return place
+        return self._pass_marks(text, at, self._close, self._scan_next)
 
     def _scan_next(self, text: str, at: int) -> int:
         """After a call: another one, the end of the section, or content."""
@@ -135,9 +118,4 @@ class NamedCallReader(CallReader):
                 return place
             if part.startswith(rest) and not self._final:
                 return at
-        _, end = self._match(text, at, self._section_close)
-        if end is None:
-            return at
-        self._drop()
-        self.closed = True
-        return end
+        return self._close_block(text, at, self._section_close)

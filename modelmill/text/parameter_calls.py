@@ -134,7 +134,7 @@ class ParameterCallReader(NamedCallReader):
         """Marks that end a value; a model that leaves the closing mark out writes what follows."""
         if not self._value_end:
             return (self._value_close,)
-        end = self._syntax.call_close if self._type.is_string else self._close[0]
+        end = self._syntax.call[1] if self._type.is_string else self._close[0]
         following = (self._param_open[0], end)
         return (self._value_close, *(self._value_end + mark for mark in following))
 
@@ -159,11 +159,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_value_close(self, text: str, at: int) -> int:
         self._drop()
-        _, place = self._match(text, at, mark_parts(self._parameter.close))
-        if place is None:
-            return at
-        self._state = self._scan_parameter
-        return place
+        return self._pass_marks(text, at, mark_parts(self._parameter.close), self._scan_parameter)
 
 
 def _split_attribute(key: str) -> tuple[str, bool | None]:

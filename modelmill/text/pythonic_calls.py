@@ -35,7 +35,7 @@ class PythonicCallReader(CallReader):
         return self._scan_open
 
     def _scan_open(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, mark_parts(self._syntax.optional_open))
+        _, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
         if place is None:
             return at
         start = skip_blank(text, place)
@@ -86,13 +86,7 @@ class PythonicCallReader(CallReader):
 
     def _scan_value(self, text: str, at: int) -> int:
         at = self._value.feed(text, at)
-        self._output.add_arguments(self._value.take())
-        self._call_done()
-        if self._value.failed:
-            self._state = self._skip_call
-        elif self._value.done:
-            self._state = self._scan_comma
-        return at
+        return self._pass_on(self._value, at, self._scan_comma)
 
     def _scan_comma(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
@@ -125,12 +119,7 @@ class PythonicCallReader(CallReader):
         return start + (text[start : start + 1] == "]")
 
     def _scan_close(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, mark_parts(self._syntax.optional_close))
-        if place is None:
-            return at
-        self._drop()
-        self.closed = True
-        return place
+        return self._close_block(text, at, mark_parts(self._syntax.optional[1]))
 
     def _fail(self, at: int) -> int:
         if not self._started:

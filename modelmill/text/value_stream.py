@@ -109,6 +109,14 @@ class ValueStream:
         else:
             self.done = True
 
+    def _keep_blank(self, text: str, at: int) -> int:
+        """Keep blanks for the next item; returns the position behind them."""
+        match = _BLANK.match(text, at)
+        if match is None:
+            return at
+        self._pending += match[0]
+        return match.end()
+
     # -- states
 
     def _value(self, text: str, at: int) -> int:
@@ -167,10 +175,8 @@ class ValueStream:
             self._end_value()
 
     def _key(self, text: str, at: int) -> int:
-        match = _BLANK.match(text, at)
-        if match:
-            self._pending += match[0]
-            return match.end()
+        if (end := self._keep_blank(text, at)) > at:
+            return end
         char = text[at]
         if char == "}":
             return self._close(at)
@@ -220,10 +226,8 @@ class ValueStream:
         return at
 
     def _next(self, text: str, at: int) -> int:
-        match = _BLANK.match(text, at)
-        if match:
-            self._pending += match[0]
-            return match.end()
+        if (end := self._keep_blank(text, at)) > at:
+            return end
         char = text[at]
         if char == _CLOSERS[self._stack[-1]]:
             return self._close(at)

@@ -7,8 +7,9 @@ appendix B).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -19,20 +20,25 @@ MAX_LOGIT_MAGNITUDE = 1000.0  # no logit is so far from 0
 CROP_EDGE_PIXELS = 20.0  # a box nearer to its crop's edge than this was probably cut off there
 
 
+def _limited(default: float, low: int, high: float) -> Any:
+    """A field whose value is between ``low`` and ``high``; of the default's type."""
+    return field(default=default, metadata={"limits": (low, high)})
+
+
 @dataclass(frozen=True)
 class AutomaticMaskOptions:
     """Options of the automatic mask generator, with SAM's names and defaults."""
 
-    points_per_side: int = 32
-    points_per_batch: int = 64
-    pred_iou_thresh: float = 0.88
-    stability_score_thresh: float = 0.95
-    stability_score_offset: float = 1.0
-    box_nms_thresh: float = 0.7
-    crop_n_layers: int = 0
-    crop_nms_thresh: float = 0.7
+    points_per_side: int = _limited(32, 1, 256)
+    points_per_batch: int = _limited(64, 1, 1024)
+    pred_iou_thresh: float = _limited(0.88, 0, 1)
+    stability_score_thresh: float = _limited(0.95, 0, 1)
+    stability_score_offset: float = _limited(1.0, 0, MAX_LOGIT_MAGNITUDE)
+    box_nms_thresh: float = _limited(0.7, 0, 1)
+    crop_n_layers: int = _limited(0, 0, 4)
+    crop_nms_thresh: float = _limited(0.7, 0, 1)
     crop_overlap_ratio: float = 512 / 1500
-    crop_n_points_downscale_factor: int = 1
+    crop_n_points_downscale_factor: int = _limited(1, 1, 64)
     min_mask_region_area: int = 0
 
     def __post_init__(self) -> None:
@@ -43,38 +49,17 @@ class AutomaticMaskOptions:
                     f"{each.name} must be {'an integer' if is_int else 'a number'}, not "
                     f"{quote(value, 40)}"
                 )
-        counts = {
-            "points_per_side": 256,
-            "points_per_batch": 1024,
-            "crop_n_points_downscale_factor": 64,
-        }
-        for name, max_value in counts.items():
-            if not 1 <= getattr(self, name) <= max_value:
+        for each in fields(self):
+            value, limits = getattr(self, each.name), each.metadata.get("limits")
+            if limits is not None and not limits[0] <= value <= limits[1]:
                 raise RequestError(
-                    f"{name}={quote(getattr(self, name), 40)} must be between 1 and {max_value}"
+                    f"{each.name}={quote(value, 40)} must be between {limits[0]} and {limits[1]:g}"
                 )
-        if not 0 <= self.crop_n_layers <= 4:
-            raise RequestError(
-                f"crop_n_layers={quote(self.crop_n_layers, 40)} must be between 0 and 4"
-            )
         if self.min_mask_region_area < 0:
             raise RequestError("min_mask_region_area must not be negative")
-        for name in (
-            "pred_iou_thresh",
-            "stability_score_thresh",
-            "box_nms_thresh",
-            "crop_nms_thresh",
-        ):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RequestError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if not 0 <= self.crop_overlap_ratio < 1:
             raise RequestError(
                 f"crop_overlap_ratio={self.crop_overlap_ratio} must be at least 0 and less than 1"
-            )
-        if not 0 <= self.stability_score_offset <= MAX_LOGIT_MAGNITUDE:
-            raise RequestError(
-                f"stability_score_offset={self.stability_score_offset} must be between 0 and "
-                f"{MAX_LOGIT_MAGNITUDE:g}"
             )
 
 

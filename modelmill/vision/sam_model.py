@@ -316,11 +316,9 @@ class SamModel:
 
     @torch.inference_mode()
     def generate_masks(
-        self,
-        image: Any,
-        options: AutomaticMaskOptions | None = None,
+        self, image: Any, options: AutomaticMaskOptions | None = None,
         on_progress: Progress | None = None,
-    ) -> list[Mask]:
+    ) -> list[Mask]:  # fmt: skip
         """Segment everything in a picture with a grid of points; best predicted IoU first.
 
         Args:

@@ -120,11 +120,11 @@ def base_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     text = tmp_path / "text.txt"
     text.write_text("x" * 90)
     monkeypatch.setattr(
-        bench,
+        bench.engine_cache,
         "build_or_reuse",
         lambda checkpoint, build, folder, fresh=False: (Path("-".join(build)), 1.0),
     )
-    monkeypatch.setattr(bench, "engine_content_digest", lambda engine: engine.name)
+    monkeypatch.setattr(bench.engine_cache, "engine_content_digest", lambda engine: engine.name)
     monkeypatch.setattr(
         bench,
         "open_engine_core",
@@ -155,7 +155,7 @@ def test_a_row_says_what_was_asked_and_is_written_once(
     assert {"device", "versions", "date", "mean_kl", "agreement"} <= set(row)
     message = capsys.readouterr().err
     assert "stands already: -q int4" in message
-    monkeypatch.setattr(bench, "source_digest", lambda: "later")
+    monkeypatch.setattr(bench.engine_cache, "source_digest", lambda: "later")
     assert bench.main(command) == 0
     assert "stands already, of other sources than today's: -q int4" in capsys.readouterr().err
     bench.main(
@@ -174,7 +174,7 @@ def test_a_refused_engine_is_a_row_too(
 ) -> None:
     plain = bench.FLOAT32
     monkeypatch.setattr(
-        bench,
+        bench.engine_cache,
         "build_or_reuse",
         lambda _, build, *more: (Path("e") if tuple(build) == plain else None, None),
     )

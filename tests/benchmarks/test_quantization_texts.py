@@ -39,7 +39,7 @@ def test_whole_windows_behind_what_is_skipped(
     file = tmp_path / "a.txt"
     file.write_text("x" * 30)
     monkeypatch.setattr(
-        bench, "encode_text", lambda _core, text, count: list(range(len(text)))[:count]
+        bench.quantization, "encode_text", lambda _core, text, count: list(range(len(text)))[:count]
     )
     core = SimpleNamespace()
     windows = bench.read_windows(core, bench.TextSource("a", file, 5), 3, 10)

@@ -197,10 +197,8 @@ def test_a_build_without_a_terminal_logs_progress_lines(
 
 
 def test_with_json_it_says_nothing(
-    cli: Callable[..., tuple[int, Any, str]],
-    checkpoint: Path,
-    tmp_path: Path,
+    cli: Callable[..., tuple[int, Any, str]], checkpoint: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(output, "LogProgress", None)
     assert cli("build", checkpoint, "-o", tmp_path / "e.engine", "--json")[0] == 0

@@ -48,9 +48,7 @@ def test_dry_run_plans_and_writes_nothing(cli: Cli, checkpoint: Path, tmp_path: 
     assert "KV cache per token" in text
 
 
-def test_build_tells_plan_and_acceptance_as_json(
-    cli: Cli, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_build_tells_plan_and_result_as_json(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "made" / "int8.engine"
     code, output, _ = cli("build", checkpoint, "-o", out, "-q", "int8", "--json")
     assert code == 0
@@ -280,6 +278,12 @@ def test_dump(cli: Cli, engine: Path, tmp_path: Path) -> None:
     assert "5 tensors" in err
 
 
+def chat_words(engine: Path, template: Path, tokens: int) -> tuple[object, ...]:
+    """A greedy chat with answers of so many tokens."""
+    options = ("--chat-template", template, "--temperature", 0, "--max-tokens", tokens)
+    return ("chat", engine, *options)
+
+
 def test_chat_from_a_pipe(
     cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,18 +293,7 @@ def test_chat_from_a_pipe(
         "/help\nHello\n\n/system Be kind\nAgain\n/save "
         f"{saved}\n/nonsense\n/reset\n/system\n/exit\nnever\n"
     )
-    words = (
-        "chat",
-        engine,
-        "--chat-template",
-        template,
-        "--temperature",
-        0,
-        "--max-tokens",
-        4,
-        "--system",
-        "S",
-    )
+    words = (*chat_words(engine, template, 4), "--system", "S")
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     code, text, err = cli(*words)
     assert code == 0
@@ -338,18 +331,7 @@ def test_a_long_talk_forgets_its_oldest_turns(
         "stdin",
         io.StringIO("\n".join(["Tell me a story, please"] * 6) + "\n" + "x" * 3000 + "\n"),
     )
-    words = (
-        "chat",
-        engine,
-        "--chat-template",
-        template,
-        "--temperature",
-        0,
-        "--max-tokens",
-        20,
-        "--max-model-len",
-        128,
-    )
+    words = (*chat_words(engine, template, 20), "--max-model-len", 128)
     code, output, err = cli(*words, "--json", "--ignore-eos")
     assert code == 0
     assert "oldest turns forgotten" in err
@@ -431,22 +413,19 @@ def test_perplexity_equals_transformers(
     assert "--data is missing" in cli("perplexity", engine)[2]
 
 
+def summarize_words(
+    engine: Path, data: Path, articles: int, new_tokens: int, input_tokens: int
+) -> tuple[object, ...]:
+    """Summaries of the first articles, of so many tokens each."""
+    limits = ("--max-new-tokens", new_tokens, "--max-input-tokens", input_tokens)
+    return ("summarize", engine, "--data", data, "--num", articles, *limits)
+
+
 def test_summaries_equal_transformers(
     cli: Cli, engine: Path, checkpoint: Path, shared: Path, tmp_path: Path
 ) -> None:
     data, saved = shared / "data/text/cnndm_eval.jsonl", tmp_path / "kept.jsonl"
-    words = (
-        "summarize",
-        engine,
-        "--data",
-        data,
-        "--num",
-        3,
-        "--max-new-tokens",
-        12,
-        "--max-input-tokens",
-        200,
-    )
+    words = summarize_words(engine, data, 3, 12, 200)
     more = ("--reference", checkpoint, "--save", saved)
     code, output, _ = cli(*words, *more, "--check-accuracy", 0.5, "--json", "--texts")
     assert code == 0
@@ -473,18 +452,7 @@ def test_kept_summaries_are_of_one_reference_and_one_way_to_run(
         tmp_path / "kept.jsonl",
         tmp_path / "other",
     )
-    words = (
-        "summarize",
-        engine,
-        "--data",
-        data,
-        "--num",
-        2,
-        "--max-new-tokens",
-        6,
-        "--max-input-tokens",
-        60,
-    )
+    words = summarize_words(engine, data, 2, 6, 60)
     shutil.copytree(checkpoint, other, copy_function=shutil.copyfile)  # files of another time
     lines = []
     for more in (

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ def repository(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def backend(repository: Path) -> Iterator[TritonBackend]:
-    opened_ = open_backend(repository)
-    yield opened_
-    opened_.close()
+    with closing(open_backend(repository)) as opened_:
+        yield opened_
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from modelmill.ops import registry
@@ -51,6 +52,81 @@ def run_with_nan_memory(
         return run(PagedAttentionInputs(**args)).double()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def attention_arguments(
+    q: torch.Tensor,
+    caches: torch.Tensor,
+    tables: torch.Tensor,
+    lengths: list[tuple[int, int]],
+    window: int | None,
+) -> dict[str, Any]:
+    """The arguments of a step on q's device; caches: [2, pages, kv_heads, page, D]."""
+    device = str(q.device)
+    return {
+        "q": q,
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "block_tables": tables.to(device),
+        **ragged_inputs(lengths, device),
+        "scale": q.shape[-1] ** -0.5,
+        "window": window,
+    }
+
+
+def single_queries(args: dict[str, Any]) -> torch.Tensor:
+    """The rows of q that are a sequence's only one."""
+    singles = args["query_start"].diff() == 1
+    return args["query_start"][:-1][singles].long()
+
+
+def in_float64(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with all floating-point tensors in float64."""
+    return {
+        name: value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for name, value in args.items()
+    }
+
+
+def check_step(
+    args: dict[str, Any],
+    truth: torch.Tensor,
+    limit: float,
+    rows: torch.Tensor | None = None,
+    *,
+    served: bool = True,
+) -> None:
+    """Check the registry's op on a GPU: of a mixed step, parts may be computed elsewhere.
+
+    Args:
+        args: of the op.
+        truth: what is expected.
+        limit: relative error in the norm.
+        rows: that are compared; None: all.
+        served: whether the CUDA C++ kernels serve the step or a part of it.
+    """
+    module = registry.implementation("paged_attention", "cuda")
+    reason = "no such implementation" if module is None else module.available("cuda")
+    if reason is not None:
+        pytest.skip(reason)
+    assert serves_part(args) == served
+    run = registry.select_backends("cuda").paged_attention
+    actual = run_with_nan_memory(run, args)
+    assert not actual.isnan().any()
+    compared = slice(None) if rows is None else rows
+    actual, truth = actual[compared], truth[compared]
+    assert float((actual - truth).norm() / truth.norm()) < limit
+    assert_same_bits(run, args, compared, actual)
+
+
+def of_every_page_size(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test on a GPU for both 16-bit types, two sizes of heads and all of pages."""
+    test = pytest.mark.parametrize("page", [8, 16, 32, 64, 128])(test)
+    test = pytest.mark.parametrize("dim", [64, 128])(test)
+    test = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])(test)
+    return pytest.mark.gpu(test)
 
 
 def assert_same_bits(

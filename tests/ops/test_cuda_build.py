@@ -19,6 +19,7 @@ from modelmill.ops.cuda.weight_only_gemm import (
     int4_gemm_small_m,
     int4_linear,
     int8_gemm_small_m,
+    weight_only,
     wq_gemv,
 )
 from tests.ops.nvcc import NVCC, compiles_without_spills, requires_nvcc
@@ -174,14 +175,14 @@ def test_int4_compiles_without_spills(tokens: int, gated: bool, piece: int, tmp_
 
 
 @requires_nvcc
-@pytest.mark.parametrize("tokens", [most for most, _ in int8_gemm_small_m.KERNEL_CONFIGS])
+@pytest.mark.parametrize("tokens", [most for most, _ in weight_only.KERNEL_CONFIGS])
 @pytest.mark.parametrize(
     ("piece", "gated"), [("most", False), (64, True), (32, False), ("most", True)]
 )
 def test_int8_compiles_without_spills(
     tokens: int, piece: int | str, gated: bool, tmp_path: Path
 ) -> None:
-    config = int8_gemm_small_m.config_for(tokens)
+    config = weight_only.config_for(tokens)
     k_tile = (
         piece if isinstance(piece, int) else int8_gemm_small_m.k_tile_for_rows(tokens, 4096, 4096)
     )

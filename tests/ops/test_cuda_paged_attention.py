@@ -16,9 +16,9 @@ from modelmill.ops.attention_range import Phase
 from modelmill.ops.cuda.attention import paged_attention as variant
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs, paged_attention
 from tests.ops.paged_batches import (
-    assert_same_bits,
-    ragged_inputs,
-    run_with_nan_memory,
+    attention_arguments,
+    check_step,
+    in_float64,
     serves_part,
     shuffled_pages,
 )
@@ -56,33 +56,12 @@ def _arguments(
         caches[:, order[b].long()] = tokens.view(2, counts[b], page, kv_heads, dim).transpose(2, 3)
     q = torch.randn(sum(n for n, _ in lengths), heads, dim, generator=generator)
     caches = caches.to("cuda", dtype)
-    return {
-        "q": q.to("cuda", dtype),
-        "k_cache": caches[0],
-        "v_cache": caches[1],
-        "block_tables": tables.cuda(),
-        **ragged_inputs(lengths, "cuda"),
-        "scale": dim**-0.5,
-        "window": window,
-    }
+    return attention_arguments(q.to("cuda", dtype), caches, tables, lengths, window)
 
 
 def _check(args: dict[str, Any]) -> None:
-    """The registry's op: of a mixed step, parts may be computed elsewhere."""
-    reason = variant.available("cuda")
-    if reason is not None:
-        pytest.skip(reason)
-    assert serves_part(args)
-    run = registry.select_backends("cuda").paged_attention
-    actual = run_with_nan_memory(run, args)
-    wide = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in args.items()
-    }
-    truth = paged_attention(PagedAttentionInputs(**wide))
-    assert not actual.isnan().any()
-    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, slice(None), actual)
+    truth = paged_attention(PagedAttentionInputs(**in_float64(args)))
+    check_step(args, truth, LIMIT[args["q"].dtype])
 
 
 RAGGED = [(300, 1000), (17, 33), (129, 129), (1, 1), (1, 999), (64, 64), (128, 2050)]

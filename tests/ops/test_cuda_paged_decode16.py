@@ -13,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.cuda.attention import paged_attention, paged_decode16
+from modelmill.ops.cuda.attention import paged_decode16
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.paged_batches import (
-    assert_same_bits,
-    ragged_inputs,
-    run_with_nan_memory,
+    attention_arguments,
+    check_step,
+    in_float64,
+    of_every_page_size,
     serves_part,
     shuffled_pages,
+    single_queries,
 )
 
 # of the whole, in the norm: the output's own rounding
@@ -76,41 +78,20 @@ def _arguments(
     tokens = sum(n for n, _ in lengths)
     q = torch.randn(tokens, heads[0] + 1, dim, generator=generator)[:, : heads[0]]
     caches = caches.to(device, dtype)
-    return {
-        "q": q.to(dtype).to(device),
-        "k_cache": caches[0],
-        "v_cache": caches[1],
-        "block_tables": tables.to(device),
-        **ragged_inputs(lengths, device),
-        "scale": dim**-0.5,
-        "window": window,
-    }
+    return attention_arguments(q.to(dtype).to(device), caches, tables, lengths, window)
 
 
 def _truth(args: dict[str, Any]) -> torch.Tensor:
     """The reference in float64; what it must not look at is made harmless for it."""
-    wide = {
-        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
-        for k, v in args.items()
-    }
+    wide = in_float64(args)
     wide["k_cache"], wide["v_cache"] = wide["k_cache"].nan_to_num(), wide["v_cache"].nan_to_num()
     wide["block_tables"] = wide["block_tables"].clamp(0, args["k_cache"].shape[0] - 1)
     return reference(PagedAttentionInputs(**wide))
 
 
 def _check(args: dict[str, Any], *, served: bool = True) -> None:
-    reason = paged_attention.available("cuda")
-    if reason is not None:
-        pytest.skip(reason)
-    assert serves_part(args) == served
-    run = registry.select_backends("cuda").paged_attention
-    actual = run_with_nan_memory(run, args)
-    assert not actual.isnan().any()
-    singles = args["query_start"].diff() == 1
-    rows = args["query_start"][:-1][singles].long()
-    actual, truth = actual[rows], _truth(args)[rows]
-    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, rows, actual)
+    limit = LIMIT[args["q"].dtype]
+    check_step(args, _truth(args), limit, single_queries(args), served=served)
 
 
 @given(
@@ -149,10 +130,7 @@ def test_forms_are_all_that_a_step_can_meet(
 EDGES = [(1, n) for n in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 500, 1025)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+@of_every_page_size
 def test_every_edge_and_page_size(page: int, dim: int, dtype: torch.dtype) -> None:
     _check(_arguments(EDGES, dim=dim, page=page, dtype=dtype))
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.cuda.attention import paged_attention, paged_decode8
+from modelmill.ops.cuda.attention import paged_decode8
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.paged_attention import paged_attention as reference
 from tests.ops.nvcc import compiles_without_spills, requires_nvcc
 from tests.ops.paged_batches import (
-    assert_same_bits,
-    ragged_inputs,
-    run_with_nan_memory,
-    serves_part,
+    attention_arguments,
+    check_step,
+    of_every_page_size,
     shuffled_pages,
+    single_queries,
 )
 
 # of the whole, in the norm: the output's own rounding
@@ -37,14 +37,9 @@ def test_compiles_without_spills(dim: int, page: int, splits: int, tmp_path: Pat
 
 
 def _arguments(
-    lengths: list[tuple[int, int]],
-    heads: int = 4,
-    dim: int = 128,
-    page: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    window: int | None = None,
-    device: str = "cuda",
-) -> dict[str, Any]:
+    lengths: list[tuple[int, int]], heads: int = 4, dim: int = 128, page: int = 16,
+    dtype: torch.dtype = torch.bfloat16, window: int | None = None, device: str = "cuda",
+) -> dict[str, Any]:  # fmt: skip
     """Scales of NaN but for the tokens that exist; page tables that name nonsense past the
     context.
     """
@@ -63,52 +58,23 @@ def _arguments(
     ).to(device)
     q = torch.randn(sum(n for n, _ in lengths), heads + 1, dim, generator=generator)[:, :heads] * 2
     scales = scales.to(device)
-    return {
-        "q": q.to(device, dtype),
-        "k_cache": caches[0],
-        "v_cache": caches[1],
-        "block_tables": tables.to(device),
-        **ragged_inputs(lengths, device),
-        "scale": dim**-0.5,
-        "window": window,
-        "k_scale": scales[0],
-        "v_scale": scales[1],
-    }
+    args = attention_arguments(q.to(device, dtype), caches, tables, lengths, window)
+    return args | {"k_scale": scales[0], "v_scale": scales[1]}
 
 
 def _check(args: dict[str, Any]) -> None:
-    reason = paged_attention.available("cuda")
-    if reason is not None:
-        pytest.skip(reason)
-    assert serves_part(args)
-    run = registry.select_backends("cuda").paged_attention
-    actual = run_with_nan_memory(run, args)
     floats = ("q", "k_scale", "v_scale")
     wide = {k: v.double() if k in floats else v for k, v in args.items()}
     truth = reference(PagedAttentionInputs(**wide))
-    assert not actual.isnan().any()
-    singles = args["query_start"].diff() == 1
-    rows = args["query_start"][:-1][singles].long()
-    actual, truth = (actual[rows], truth[rows]) if args["max_query"] > 1 else (actual, truth)
-    assert float((actual - truth).norm() / truth.norm()) < LIMIT[args["q"].dtype]
-    assert_same_bits(run, args, rows, actual)
+    check_step(args, truth, LIMIT[args["q"].dtype], single_queries(args))
 
 
 EDGES = [(1, n) for n in (1, 2, 31, 32, 33, 127, 128, 129, 500, 1025)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page", [8, 16, 32, 64, 128])
+@of_every_page_size
 def test_every_edge_and_page_size(page: int, dim: int, dtype: torch.dtype) -> None:
     _check(_arguments(EDGES, dim=dim, page=page, dtype=dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [1, 33, 128, 5000])
-def test_windows(window: int) -> None:
-    _check(_arguments(EDGES, window=window))
 
 
 @pytest.mark.gpu
@@ -117,6 +83,12 @@ def test_windows(window: int) -> None:
 )
 def test_few_and_many_sequences(lengths: list[tuple[int, int]]) -> None:
     _check(_arguments(lengths, heads=8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [1, 33, 128, 5000])
+def test_windows(window: int) -> None:
+    _check(_arguments(EDGES, window=window))
 
 
 @pytest.mark.gpu

@@ -452,14 +452,8 @@ def _paged(
 
 def _linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Row counts around the tiles' sizes, odd widths, columns of a wider x."""
-    for rows, k, n in (
-        (1, 48, 50),
-        (1, 257, 9),
-        (2, 64, 31),
-        (7, 129, 40),
-        (16, 96, 64),
-        (17, 80, 20),
-    ):
+    sizes = ((1, 48, 50), (1, 257, 9), (2, 64, 31), (7, 129, 40), (16, 96, 64), (17, 80, 20))
+    for rows, k, n in sizes:
         x = randn(rows, k + 16, device=device, dtype=dtype, seed=rows + k)[:, 16:]
         weight = randn(n, k, device=device, dtype=dtype, seed=n, scale=k**-0.5)
         bias = randn(n, device=device, dtype=dtype, seed=n + 1) if rows % 2 else None

@@ -113,15 +113,22 @@ def _check(module: ModuleType, name: str, weight: RptqWeight, rows: int, device:
     return True
 
 
+def _available(name: str, device: str) -> ModuleType:
+    """The module of that name, if its kernel runs on the device; else the test is skipped."""
+    module = dict(_kernels())[name]
+    reason = None if name == "torch" else module.available(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return module
+
+
 @pytest.mark.parametrize("name", [name for name, _ in _kernels()])
 @pytest.mark.parametrize(("columns", "n"), SHAPES)
 @pytest.mark.parametrize(("bits", "mode"), BITS_AND_MODES)
 def test_the_product_is_the_fake_quantized_one(
     name: str, columns: int, n: int, bits: str, mode: str
 ) -> None:
-    module = dict(_kernels())[name]
-    if name != "torch" and module.available("cpu") is not None:
-        pytest.skip(module.available("cpu"))
+    module = _available(name, "cpu")
     for rows in ROWS if name != "triton" else (1, 7):
         _check(module, name, _weight(bits, mode, columns, n), rows, "cpu")
 
@@ -133,9 +140,7 @@ def test_the_product_is_the_fake_quantized_one(
 def test_the_product_on_the_gpu_is_the_fake_quantized_one(
     name: str, columns: int, n: int, bits: str, mode: str
 ) -> None:
-    module = dict(_kernels())[name]
-    if name != "torch" and module.available("cuda") is not None:
-        pytest.skip(module.available("cuda"))
+    module = _available(name, "cuda")
     weight = _weight(bits, mode, columns, n)
     served = [_check(module, name, weight, rows, "cuda") for rows in ROWS]
     if not any(served):

@@ -21,6 +21,8 @@ pytestmark = requires_emulation
 BF, HF, F32 = torch.bfloat16, torch.float16, torch.float32
 LIMIT = {BF: 3e-3, HF: 5e-4}  # of the whole, in the norm: the output's own rounding
 ALL = 1 << 20  # one group
+GATED_SYMMETRIC = {"gated": True, "symmetric": True}
+SYMMETRIC_BIASED = {"symmetric": True, "biased": True}
 
 
 def in_front(name: str, arguments: tuple[bytes, ...]) -> list[tuple[int, int]]:
@@ -73,27 +75,15 @@ def error(
     ("size", "group", "dtype", "config", "switches"),
     [
         ((9, 136, 672), 128, BF, WqGemmKernelConfig(2, 1), {"biased": True}),
-        ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), {"gated": True, "symmetric": True}),
+        ((33, 144, 544), ALL, HF, WqGemmKernelConfig(2, 1), GATED_SYMMETRIC),
         ((10, 72, 1056), 256, BF, WqGemmKernelConfig(2, 2), {}),
         *slow_cases(
-            (
-                (17, 136, 1056),
-                128,
-                BF,
-                WqGemmKernelConfig(2, 1),
-                {"symmetric": True, "biased": True},
-            ),
+            ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), SYMMETRIC_BIASED),
             ((64, 400, 2080), 128, BF, WqGemmKernelConfig(3, 1), {"gated": True, "biased": True}),
             ((40, 264, 2144), 512, HF, WqGemmKernelConfig(3, 2), {}),
             ((9, 128, 4128), 128, HF, WqGemmKernelConfig(2, 2), {"gated": True}),
             ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), {"symmetric": True}),
-            (
-                (31, 192, 2048),
-                128,
-                BF,
-                WqGemmKernelConfig(3, 4),
-                {"gated": True, "symmetric": True},
-            ),
+            ((31, 192, 2048), 128, BF, WqGemmKernelConfig(3, 4), GATED_SYMMETRIC),
         ),
     ],
 )
@@ -113,48 +103,22 @@ def test_products(
     ("size", "group", "dtype", "config", "grids", "switches"),
     [
         ((9, 72, 544), 32, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
-        (
-            (33, 144, 672),
-            ALL,
-            HF,
-            WqGemmKernelConfig(2, 1),
-            F32,
-            {"gated": True, "symmetric": True},
-        ),
+        ((33, 144, 672), ALL, HF, WqGemmKernelConfig(2, 1), F32, GATED_SYMMETRIC),
         ((10, 72, 1056), 64, BF, WqGemmKernelConfig(2, 2), HF, {"symmetric": True}),
         *slow_cases(
             ((17, 136, 1056), 128, BF, WqGemmKernelConfig(2, 1), HF, {"biased": True}),
-            (
-                (64, 400, 2080),
-                32,
-                BF,
-                WqGemmKernelConfig(3, 1),
-                HF,
-                {"gated": True, "symmetric": True},
-            ),
+            ((64, 400, 2080), 32, BF, WqGemmKernelConfig(3, 1), HF, GATED_SYMMETRIC),
             ((40, 264, 2144), 64, HF, WqGemmKernelConfig(3, 2), HF, {}),
-            (
-                (64, 8, 3104),
-                ALL,
-                BF,
-                WqGemmKernelConfig(2, 4),
-                F32,
-                {"symmetric": True, "biased": True},
-            ),
+            ((64, 8, 3104), ALL, BF, WqGemmKernelConfig(2, 4), F32, SYMMETRIC_BIASED),
             ((31, 192, 2048), 256, BF, WqGemmKernelConfig(3, 4), HF, {"gated": True}),
             ((12, 64, 2080), 32, HF, WqGemmKernelConfig(2, 4), HF, {}),
         ),
     ],
 )
 def test_products_of_eight_bits(
-    emulator: Emulator,
-    size: tuple[int, int, int],
-    group: int,
-    dtype: torch.dtype,
-    config: WqGemmKernelConfig,
-    grids: torch.dtype,
-    switches: dict[str, bool],
-) -> None:
+    emulator: Emulator, size: tuple[int, int, int], group: int, dtype: torch.dtype,
+    config: WqGemmKernelConfig, grids: torch.dtype, switches: dict[str, bool],
+) -> None:  # fmt: skip
     assert (
         error(emulator, size, group, dtype, config, int8_group_linear, grids, **switches)
         < LIMIT[dtype]

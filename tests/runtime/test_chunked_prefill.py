@@ -129,13 +129,9 @@ def test_what_says_nothing_changes_nothing(rows: int) -> None:
 
 
 def stalled(
-    pace: AdaptiveChunk,
-    rows: int,
-    each: float,
-    steps: int,
-    stalls: dict[int, float],
-    timed: dict[int, float],
-) -> list[tuple[int, float]]:
+    pace: AdaptiveChunk, rows: int, each: float, steps: int,
+    stalls: dict[int, float], timed: dict[int, float],
+) -> list[tuple[int, float]]:  # fmt: skip
     """(piece, time over that of a step without one) of steps beside many rows, after some beside
     few.
 

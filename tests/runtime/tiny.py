@@ -35,20 +35,11 @@ def decoder(
     else:
         rope = RopeSpec(8, 10000.0, 16)
     config = DecoderConfig(
-        hidden=32,
-        inner=48,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        vocab=vocab,
-        eps=1e-6,
-        max_len=max_len,
-        rope=rope,
-        qkv_bias=True,
+        hidden=32, inner=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=vocab, eps=1e-6,
+        max_len=max_len, rope=rope, qkv_bias=True,
         windows=() if window is None else (window, window),
         logn=16 if rope_length_source == "prompt" else None,
-    )
+    )  # fmt: skip
     model = Decoder(config)
     tensors = random_tensors(model)
     fill_weights(model, tensors.__getitem__, tensors, {}, {}, device)

@@ -27,6 +27,12 @@ def server(stories: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
+def brief_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools without an introduction: the engine reads 512 tokens, nearly every letter is one."""
+    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
+
+
+@pytest.fixture
 def cli(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:

@@ -13,18 +13,14 @@ from modelmill.text.answer_pieces import ToolCallDelta
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 
+pytestmark = pytest.mark.usefixtures("brief_tools")
+
 TOOL = {"type": "custom", "custom": {"name": "run", "description": "d"}}
 ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "x"}], "temperature": 1.5, "seed": 4,
     "max_tokens": 120,
     "tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "run"}},
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 def test_a_forced_call(running: ServiceThread) -> None:

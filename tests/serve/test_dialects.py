@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from modelmill.request_state import RequestState
 from tests.serve.dialect_calls import DIALECTS, post
+from tests.serve.replaced_answers import replace_answers
 from tests.serve.service_thread import ServiceThread
+
+pytestmark = pytest.mark.usefixtures("brief_tools")
 
 WEATHER = {
     "name": "weather",
@@ -19,12 +19,6 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 @pytest.mark.parametrize("system", [None, "Be kind."])
@@ -65,16 +59,7 @@ def test_the_same_calls_that_the_model_writes_by_itself(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test model cannot generate a call, so its output is replaced by two."""
-    push = RequestState.process
-
-    def instead(self: RequestState, token: Any) -> Any:
-        delta, _ = push(self, token)
-        output = self.output.outputs[0]
-        text, output.text = WRITTEN[len(output.token_ids) * 5 - 5 :][:5], WRITTEN
-        output.finish_reason = "stop" if len(output.token_ids) * 5 >= len(WRITTEN) else None
-        return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
-
-    monkeypatch.setattr(RequestState, "process", instead)
+    replace_answers(monkeypatch, WRITTEN, 5)
     answers = [
         (name, answer)
         for name, call in DIALECTS.items()

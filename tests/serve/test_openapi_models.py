@@ -11,6 +11,8 @@ from modelmill.serve.openapi_models import RESPONSE_MODELS, STREAMING_PATHS
 from tests.serve.service_thread import ServiceThread
 from tests.serve.tool_schemas import tool_without_arguments
 
+pytestmark = pytest.mark.usefixtures("brief_tools")
+
 TALK = [{"role": "user", "content": "x"}]
 TOOL = tool_without_arguments("f")
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -67,12 +69,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda value: str(value)[:60])

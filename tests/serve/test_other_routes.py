@@ -10,14 +10,10 @@ from modelmill.serve.path_aliases import PATH_ALIASES, canonical_path
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 
+pytestmark = pytest.mark.usefixtures("brief_tools")
+
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 def test_paths_without_v1(running: ServiceThread) -> None:

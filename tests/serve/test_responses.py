@@ -20,6 +20,8 @@ from modelmill.text.answer_pieces import ReasoningDelta, ToolCallDelta
 from modelmill.text.chat_format_files import load_format
 from tests.serve.service_thread import ServiceThread
 
+pytestmark = pytest.mark.usefixtures("brief_tools")
+
 GREEDY = {"model": "stories", "temperature": 0, "max_output_tokens": 24}
 WEATHER = {
     "type": "function",
@@ -32,12 +34,6 @@ WEATHER = {
         "additionalProperties": False,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 def ask(running: ServiceThread, status: int = 200, **body: Any) -> Any:

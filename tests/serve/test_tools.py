@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
-from modelmill.request_state import RequestState
 from modelmill.serve.routes.chat import ChatResponseBuilder
 from modelmill.serve.schema import ChatRequest
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.chat_format_files import load_format
+from tests.serve.replaced_answers import replace_answers
 from tests.serve.service_thread import ServiceThread
+
+pytestmark = pytest.mark.usefixtures("brief_tools")
 
 WEATHER = {
     "type": "function",
@@ -35,12 +37,6 @@ ASK = {
     "max_tokens": 280,
     "temperature": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine reads 512 tokens, and nearly every letter is one."""
-    monkeypatch.setattr("modelmill.text.tool_prompts.INTRO", "{tools}")
 
 
 @pytest.mark.parametrize(
@@ -94,16 +90,7 @@ def test_a_call_that_the_model_writes_by_itself(
 ) -> None:
     """The test model cannot generate a call, so its output is replaced by one."""
     answer = 'Wait. <tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    push = RequestState.process
-
-    def instead(self: RequestState, token: Any) -> Any:
-        delta, _ = push(self, token)
-        output = self.output.outputs[0]
-        text, output.text = answer[len(output.token_ids) * 9 - 9 :][:9], answer
-        output.finish_reason = "stop" if len(output.token_ids) * 9 >= len(answer) else None
-        return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
-
-    monkeypatch.setattr(RequestState, "process", instead)
+    replace_answers(monkeypatch, answer, 9)
     body = {**ASK, "tools": [NOW]}
     choice = running.post("/v1/chat/completions", body).json["choices"][0]
     assert choice["message"]["content"] == "Wait."

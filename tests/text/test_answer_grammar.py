@@ -39,7 +39,8 @@ WEATHER = {
 @cache
 def sampler(name: str, control: bool) -> AnswerSampler:
     syntax = load_format(name)
-    openers = [syntax.calls.call_open, "\n" + syntax.calls.call_open]
+    opening = syntax.calls.call[0]
+    openers = [opening, "\n" + opening]
     return AnswerSampler([*sorted(control_marks(syntax, syntax.thinking)), *openers], control)
 
 

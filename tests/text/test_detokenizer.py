@@ -31,26 +31,27 @@ def test_small_vocabularies_stream_what_they_decode(model_name, data, skip_speci
     check_streamed(tokenizer, ids, skip_special)
 
 
-@pytest.mark.parametrize("name", REAL)
-@settings(deadline=None, max_examples=25)
-@given(data=st.data(), skip_special=st.booleans())
-def test_real_vocabularies_stream_what_they_decode(real, name, data, skip_special):
-    tokenizer = real(name)
+def streams_what_it_decodes(tokenizer, data, skip_special):
     one = st.integers(0, tokenizer.vocab_size - 1) | st.integers(0, 260)
     ids = data.draw(st.lists(one, max_size=12))
     check_streamed(tokenizer, ids, skip_special)
 
 
-@pytest.mark.parametrize("name", REAL)
-@settings(deadline=None, max_examples=25)
-@given(data=st.data(), skip_special=st.booleans())
-def test_what_follows_a_text_is_what_it_adds_to_it(real, name, data, skip_special):
-    tokenizer = real(name)
+def adds_what_follows(tokenizer, data, skip_special):
+    """What follows a text is what it adds to it."""
     before = tokenizer.encode("word", bos=False)
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
     detokenizer = Detokenizer(tokenizer, skip_special=skip_special, continues_prompt=True)
     added = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
     assert "word" + added == tokenizer.decode([*before, *ids], skip_special=skip_special)
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("check", [streams_what_it_decodes, adds_what_follows])
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), skip_special=st.booleans())
+def test_real_vocabularies(real, name, check, data, skip_special):
+    check(real(name), data, skip_special)
 
 
 @pytest.mark.parametrize("model_name", SMALL)

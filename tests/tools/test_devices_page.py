@@ -9,20 +9,21 @@ import pytest
 pytest.importorskip("triton")
 from modelmill.ops.cuda.common import build
 from tools import devices_page
+from tools.generated_page import stale_pages, write_pages
 from tools.gpu_generations import GENERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_is_what_the_code_gives() -> None:
-    assert devices_page.stale(ROOT) == []
+    assert stale_pages(ROOT, devices_page.render()) == []
 
 
 def test_the_page_follows_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices_page.write(tmp_path)
-    assert devices_page.stale(tmp_path) == []
+    write_pages(tmp_path, devices_page.render())
+    assert stale_pages(tmp_path, devices_page.render()) == []
     monkeypatch.setattr(build, "available", lambda _device_type: "not today")
-    assert devices_page.stale(tmp_path) == [devices_page.PAGE]
+    assert stale_pages(tmp_path, devices_page.render()) == [devices_page.PAGE]
 
 
 def test_each_generation_has_a_row_and_a_column() -> None:

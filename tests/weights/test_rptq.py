@@ -25,14 +25,9 @@ BITS_AND_MODES = [
 
 
 def _make_weight(
-    bits: str,
-    mode: str,
-    columns: int = 100,
-    rows: int = 24,
-    splits: int = 1,
-    *,
-    fallback: bool | None = None,
-) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:
+    bits: str, mode: str, columns: int = 100, rows: int = 24, splits: int = 1,
+    *, fallback: bool | None = None,
+) -> tuple[RptqWeight, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(weight, its dense original, inputs). fallback: None is the recipe's own choice."""
     generator = torch.Generator().manual_seed(columns)
     x = (

@@ -47,13 +47,7 @@ def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    return generated_page.run(
-        argv,
-        __doc__,
-        "chat-formats",
-        lambda root: generated_page.stale_pages(root, render(root)),
-        lambda root: generated_page.write_pages(root, render(root)),
-    )
+    return generated_page.run_pages(argv, __doc__, "chat-formats", render)
 
 
 if __name__ == "__main__":

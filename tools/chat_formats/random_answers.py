@@ -76,8 +76,8 @@ def random_cuts(text: str, rng: random.Random) -> Iterator[str]:
 def forbidden_texts(syntax: ChatSyntax) -> list[str]:
     """Return the marks that texts of an answer must not contain."""
     calls, thinking = syntax.calls, syntax.thinking
-    marks = [calls.section_open, calls.call_open, calls.optional_open, calls.code_mark]
-    marks += [calls.section_close, calls.call_close, *calls.stops, *calls.openers]
+    marks = [*calls.section, *calls.call, calls.optional[0], calls.code_mark]
+    marks += [*calls.stops, *calls.openers]
     marks += [calls.string_mark, *syntax.control_tokens]
     marks += [] if thinking is None else thinking.marks
     if calls.parameter is not None:

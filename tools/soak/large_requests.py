@@ -91,18 +91,17 @@ VALUES: dict[str, Value] = {
 FIELDS: dict[str, dict[str, bytes]] = {
     "/v1/completions": {
         "prompt": b'"x"', "stop": b'"x"', "logit_bias": b"{}", "stop_token_ids": b"[]",
-        "metadata": b"{}",
-        "structured_outputs": b"null", "user": b'"x"', "unknown": b"1", "temperature": b"0",
+        "metadata": b"{}", "structured_outputs": b"null", "user": b'"x"', "unknown": b"1",
+        "temperature": b"0",
     },
     "/v1/chat/completions": {
         "messages": b'[{"role":"user","content":"x"}]', "tools": b"null", "metadata": b"{}",
-        "modalities": b"null",
-        "response_format": b"null", "tool_choice": b"null",
+        "modalities": b"null", "response_format": b"null", "tool_choice": b"null",
     },
     "/v1/responses": {
-        "input": b'"x"', "instructions": b'"x"', "tools": b"null", "metadata": b"{}",
-        "include": b"[]",
-        "text": b"null", "prompt": b"null", "conversation": b"null", "reasoning": b"null",
+        "input": b'"x"', "instructions": b'"x"', "tools": b"null",
+        "metadata": b"{}", "include": b"[]", "text": b"null", "prompt": b"null",
+        "conversation": b"null", "reasoning": b"null",
     },
     "/v1/responses/compact": {
         "input": b'"x"', "max_output_tokens": b"1", "instructions": b"null",

@@ -11,12 +11,10 @@ TITLE = "Tokenizers: every vector"
 SEPARATOR = "\n__ggml_vocab_test__\n"
 # name, file or folder of data/tokenizers, vector
 TOKENIZERS = (
-    ("GPT-2 (Hugging Face)", "gpt2", "gpt-2"),
-    ("Qwen (tiktoken)", "qwen.tiktoken", "qwen2"),
-    ("Qwen2.5 (Hugging Face)", "qwen2.5", "qwen2"),
-    ("Qwen3 (Hugging Face)", "qwen3", "qwen2"),
+    ("GPT-2 (Hugging Face)", "gpt2", "gpt-2"), ("Qwen (tiktoken)", "qwen.tiktoken", "qwen2"),
+    ("Qwen2.5 (Hugging Face)", "qwen2.5", "qwen2"), ("Qwen3 (Hugging Face)", "qwen3", "qwen2"),
     ("LLaMA (SentencePiece)", "llama", "llama-spm"),
-)
+)  # fmt: skip
 
 
 def run(context: VerifyContext) -> VerifyResult:

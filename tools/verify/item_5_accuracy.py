@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tools.verify.context import VerifyContext
@@ -44,20 +45,15 @@ def _perplexity(context: VerifyContext) -> Fact:
     )[:LIMIT]
     context.log("  perplexity: modelmill")
     on_progress = context.progress("perplexity")
-    engine_result = measure_perplexity(
-        ids,
-        EngineScorer(llm.engine_core),
-        max_length=WINDOW,
-        stride=WINDOW,
-        on_progress=on_progress,
+    measure = functools.partial(
+        measure_perplexity, ids, max_length=WINDOW, stride=WINDOW, on_progress=on_progress
     )
+    engine_result = measure(EngineScorer(llm.engine_core))
     del llm
 
     def make() -> dict[str, Any]:
         context.log("  perplexity: transformers")
-        result = measure_perplexity(
-            ids, context.reference(), max_length=WINDOW, stride=WINDOW, on_progress=on_progress
-        )
+        result = measure(context.reference())
         return {"perplexity": result.perplexity, "tokens": result.tokens}
 
     expected = context.cached_json("perplexity", [context.gguf.name, ids, WINDOW], make)

@@ -10,20 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.strict_models import (
-    FAIL_FAST,
-    MAX_ITEMS,
-    IgnoredList,
-    JsonObject,
-    JsonObjectList,
-    StrictModel,
-)
+from modelmill.serve.strict_models import IgnoredList, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.typed_objects import parse_object, parse_typed
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
 LongText = Annotated[str, Field(max_length=10 << 20)]
-BlockText = str | Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]
+BlockText = str | JsonObjectList
 
 
 class ContentBlock(StrictModel):

@@ -9,7 +9,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
-from modelmill.serve.peer_fields import ignored
+from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.schema import (
     ChatRequest,
     CustomTool,
@@ -23,7 +23,6 @@ from modelmill.serve.schema import (
 )
 from modelmill.serve.strict_models import (
     FAIL_FAST,
-    MAX_ITEMS,
     IgnoredList,
     JsonObject,
     JsonObjectList,
@@ -95,7 +94,7 @@ class CountTokensRequest(StrictModel):
     cache_control: JsonObject | None = ignored("every prefix is cached without marks")
     context_management: JsonObject | None = ignored("the model reads the whole conversation")
     # refused unless empty
-    mcp_servers: Annotated[list[Any], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
+    mcp_servers: AnyItems | None = None
 
     def to_chat_request(self) -> ChatRequest:
         """Convert to the equivalent chat request.

@@ -4,18 +4,16 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="DeepSeek V3, R1, and models distilled from it",
-    calls=CallSyntax(
-        style="named",
-        section_open="<｜tool▁calls▁begin｜>",
-        call_open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        name_end="\n```json\n",
-        call_close="\n```<｜tool▁call▁end｜>",
-        separator="\n",
-        section_close="<｜tool▁calls▁end｜>",
-    ),
-    thinking=ThinkingSyntax("<think>\n", "\n</think>\n\n", ends_at_calls=True),
     detect=(
         ("<｜tool▁calls▁begin｜>", "```json"),
         ("<｜tool▁calls▁begin｜>", "tool['type'] + '<｜tool▁sep｜>'"),
+    ),
+    thinking=ThinkingSyntax("<think>\n", "\n</think>\n\n", ends_at_calls=True),
+    calls=CallSyntax(
+        "named",
+        separator="\n",
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```<｜tool▁call▁end｜>"),
+        name_end="\n```json\n",
     ),
 )

@@ -4,19 +4,17 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, 
 
 FORMAT = ChatSyntax(
     title="DeepSeek V3.2",
+    detect=(("DSML", "function_calls"),),
+    control_tokens=("｜DSML｜",),
+    thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
     calls=CallSyntax(
-        style="parameters",
-        section_open="<｜DSML｜function_calls>\n",
-        call_open='<｜DSML｜invoke name="',
+        "parameters",
+        section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+        call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>\n"),
         name_end='">\n',
         parameter=ParameterSyntax(
             '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>\n", type_attribute=True
         ),
-        call_close="</｜DSML｜invoke>\n",
-        section_close="</｜DSML｜function_calls>",
         content_end="\n\n",
     ),
-    thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
-    detect=(("DSML", "function_calls"),),
-    control_tokens=("｜DSML｜",),
 )

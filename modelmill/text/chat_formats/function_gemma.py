@@ -4,14 +4,13 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="FunctionGemma",
+    detect=(("<start_function_call>", "<escape>"),),
+    tokens=("<start_function_call>", "<escape>"),
     calls=CallSyntax(
-        style="named",
-        call_open="<start_function_call>",
+        "named",
+        call=("<start_function_call>", "<end_function_call>"),
         head="call:{name}",
         head_pattern=r"(?:call)?\s*:?\s*(?P<name>[^\s:\"'<>\[\]{}()]+)",
         string_mark="<escape>",
-        call_close="<end_function_call>",
     ),
-    detect=(("<start_function_call>", "<escape>"),),
-    tokens=("<start_function_call>", "<escape>"),
 )

@@ -4,14 +4,8 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Gemma 3 with pythonic calls",
-    calls=CallSyntax(
-        style="pythonic",
-        section_open="[",
-        section_close="]",
-        separator=", ",
-        optional_open="```tool_code",
-        optional_close="```",
-        bare=True,
-    ),
     detect=(("<start_of_turn>", "func_name1("), ("<start_of_turn>", "tool_code")),
+    calls=CallSyntax(
+        "pythonic", section=("[", "]"), separator=", ", optional=("```tool_code", "```"), bare=True
+    ),
 )

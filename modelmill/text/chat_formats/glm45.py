@@ -4,20 +4,17 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, 
 
 FORMAT = ChatSyntax(
     title="GLM-4.5, GLM-4.6",
-    calls=CallSyntax(
-        style="parameters",
-        call_open="<tool_call>",
-        name_end="\n",
-        parameter=ParameterSyntax(
-            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", undeclared="json"
-        ),
-        call_close="</tool_call>",
-        separator="\n",
-        content_end="\n",
-    ),
-    thinking=ThinkingSyntax("<think>", "</think>\n"),
     detect=(
         ("<tool_call>", "<arg_key>", "</arg_key>\n<arg_value>"),
         ("<tool_call>{function-name}\n<arg_key>",),
+    ),
+    thinking=ThinkingSyntax("<think>", "</think>\n"),
+    calls=CallSyntax(
+        "parameters",
+        call=("<tool_call>", "</tool_call>"),
+        name_end="\n",
+        parameter=ParameterSyntax("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        separator="\n",
+        content_end="\n",
     ),
 )

@@ -4,17 +4,14 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, 
 
 FORMAT = ChatSyntax(
     title="GLM-4.7, GLM-5, Laguna, Ling 3",
-    calls=CallSyntax(
-        style="parameters",
-        call_open="<tool_call>",
-        parameter=ParameterSyntax(
-            "<arg_key>", "</arg_key><arg_value>", "</arg_value>", undeclared="json"
-        ),
-        call_close="</tool_call>",
-    ),
-    thinking=ThinkingSyntax("<think>", "</think>"),
     detect=(
         ("<tool_call>", "</arg_key><arg_value>", "{function-name}<arg_key>"),
         ("<tool_call>", "<arg_key>"),
+    ),
+    thinking=ThinkingSyntax("<think>", "</think>"),
+    calls=CallSyntax(
+        "parameters",
+        call=("<tool_call>", "</tool_call>"),
+        parameter=ParameterSyntax("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
     ),
 )

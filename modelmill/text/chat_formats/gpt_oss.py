@@ -5,11 +5,11 @@ from modelmill.text.harmony import CONTROL_TOKENS
 
 FORMAT = ChatSyntax(
     title="gpt-oss",
-    # a call ends the turn, so that an answer has one
-    calls=CallSyntax(style="harmony", one_per_message=True),
-    thinking=ThinkingSyntax("<|channel|>analysis<|message|>", "<|end|>"),
     detect=(("<|start|>", "<|channel|>", "<|message|>"),),
     tokens=("<|start|>", "<|channel|>", "<|message|>"),
     control_tokens=CONTROL_TOKENS,
     not_turn_ends=("<|end|>",),
+    thinking=ThinkingSyntax("<|channel|>analysis<|message|>", "<|end|>"),
+    # a call ends the turn, so that an answer has one
+    calls=CallSyntax("harmony", one_per_message=True),
 )

@@ -4,7 +4,7 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Granite 20B function calling",
-    calls=CallSyntax(style="json", call_open="<function_call> ", separator=" "),
     detect=(("<function_call>",),),
     tokens=("<function_call>",),
+    calls=CallSyntax("json", call=("<function_call> ", ""), separator=" "),
 )

@@ -4,12 +4,8 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Hermes 2 and 3, Qwen 2.5, Qwen3, QwQ, Granite 4, SmolLM3",
-    calls=CallSyntax(
-        style="json",
-        call_open="<tool_call>\n",
-        call_close="\n</tool_call>",
-        separator="\n",
-        content_end="\n",
-    ),
     detect=(("<tool_call>",), ("<tool_call>", "</tool_call>", "<|start_of_role|>")),
+    calls=CallSyntax(
+        "json", call=("<tool_call>\n", "\n</tool_call>"), separator="\n", content_end="\n"
+    ),
 )

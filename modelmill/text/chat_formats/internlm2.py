@@ -1,18 +1,18 @@
 """InternLM 2 and 2.5: an object between <|action_start|><|plugin|> and <|action_end|>."""
 
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+from dataclasses import replace
+
+from modelmill.text.chat_formats import hermes
+from modelmill.text.chat_syntax import ChatSyntax
 
 FORMAT = ChatSyntax(
     title="InternLM 2, 2.5 and 3",
-    calls=CallSyntax(
-        style="json",
-        call_open="<|action_start|><|plugin|>\n",
-        call_close="<|action_end|>",
-        separator="\n",
-        content_end="\n",
+    detect=(("<|action_start|>", "<|plugin|>"),),
+    tokens=("<|action_start|>", "<|plugin|>"),
+    calls=replace(
+        hermes.FORMAT.calls,
+        call=("<|action_start|><|plugin|>\n", "<|action_end|>"),
         arguments_key="parameters",
         one_per_message=True,
     ),
-    detect=(("<|action_start|>", "<|plugin|>"),),
-    tokens=("<|action_start|>", "<|plugin|>"),
 )

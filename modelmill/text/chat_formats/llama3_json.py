@@ -4,8 +4,10 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Llama 3.1, 3.2, 3.3 and 4 with JSON",
+    detect=(("ipython", '"parameters": '), ("ipython", '\\"parameters\\": '), ("<|python_tag|>",)),
+    tokens=("<|python_tag|>",),
     calls=CallSyntax(
-        style="json",
+        "json",
         separator="; ",
         arguments_key="parameters",
         content_end="<|python_tag|>",
@@ -14,6 +16,4 @@ FORMAT = ChatSyntax(
         one_per_message=True,
         code_mark="<|python_tag|>",
     ),
-    detect=(("ipython", '"parameters": '), ("ipython", '\\"parameters\\": '), ("<|python_tag|>",)),
-    tokens=("<|python_tag|>",),
 )

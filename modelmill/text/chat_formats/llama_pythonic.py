@@ -4,17 +4,12 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Llama 3.2 and 4 with pythonic calls, ToolACE",
+    detect=(("[func_name1(",), ("tool_call.name + '('", "[", ")")),
     calls=CallSyntax(
-        style="pythonic",
-        section_open="[",
-        section_close="]",
-        optional_open="<|python_start|>",
-        optional_close="<|python_end|>",
+        "pythonic",
+        section=("[", "]"),
         separator=", ",
+        optional=("<|python_start|>", "<|python_end|>"),
         bare=True,
-    ),
-    detect=(
-        ("[func_name1(",),
-        ("tool_call.name + '('", "[", ")"),
     ),
 )

@@ -4,12 +4,8 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="MiniMax M1",
-    calls=CallSyntax(
-        style="json",
-        section_open="<tool_calls>\n",
-        section_close="\n</tool_calls>",
-        separator="\n",
-        content_end="\n",
-    ),
     detect=(("<tool_calls>",),),
+    calls=CallSyntax(
+        "json", section=("<tool_calls>\n", "\n</tool_calls>"), separator="\n", content_end="\n"
+    ),
 )

@@ -4,16 +4,16 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="Mistral tokenizer v11: Mistral Small 3.2",
-    calls=CallSyntax(
-        style="named",
-        call_open="[TOOL_CALLS]",
-        head="{name}[CALL_ID]{id}",
-        head_pattern=r"(?P<name>[a-zA-Z0-9_.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>[a-zA-Z0-9_-]+))?",
-        name_end="[ARGS]",
-        short_ids=True,
-    ),
-    thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
     detect=(("[TOOL_CALLS]", "[CALL_ID]"),),
     tokens=("[TOOL_CALLS]", "[CALL_ID]"),
     control_tokens=("[CALL_ID]",),
+    thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
+    calls=CallSyntax(
+        "named",
+        call=("[TOOL_CALLS]", ""),
+        short_ids=True,
+        head="{name}[CALL_ID]{id}",
+        head_pattern=r"(?P<name>[a-zA-Z0-9_.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>[a-zA-Z0-9_-]+))?",
+        name_end="[ARGS]",
+    ),
 )

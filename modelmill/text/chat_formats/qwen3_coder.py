@@ -4,16 +4,15 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax
 
 FORMAT = ChatSyntax(
     title="Qwen3-Coder, Qwen3-Next-Coder, Qwen3.5, Nemotron 3, Step 3.5",
+    detect=(("<tool_call>", "<function=", "<parameter="),),
     calls=CallSyntax(
-        style="parameters",
-        call_open="<tool_call>\n<function=",
+        "parameters",
+        call=("<tool_call>\n<function=", "</function>\n</tool_call>"),
         name_end=">\n",
         parameter=ParameterSyntax("<parameter=", ">\n", "\n</parameter>\n", undeclared="string"),
-        call_close="</function>\n</tool_call>",
         separator="\n",
         content_end="\n\n",
         # the outer tag is sometimes left out
         openers=("<function=",),
     ),
-    detect=(("<tool_call>", "<function=", "<parameter="),),
 )

@@ -4,14 +4,14 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Qwen v1",
+    thinking=None,
     calls=CallSyntax(
-        style="react",
-        call_open="Action: ",
+        "react",
+        call=("Action: ", ""),
         name_end="\nAction Input: ",
         content_end="\n",
         one_per_message=True,
         stops=("Observation:",),
         max_calls=1,
     ),
-    thinking=None,
 )

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
+from modelmill.ops.cpu.norm_quantize.rms_norm import run_rows
 
 available = build.available
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 
 
 def supports(x: torch.Tensor, residual: torch.Tensor, *_: object) -> bool:  # noqa: ARG001
@@ -29,19 +28,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference; the sum overwrites ``residual``."""
     x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty_like(x)
-    width = weight.numel()
-    _kernel()(
-        out.data_ptr(),
-        residual.data_ptr(),
-        x.data_ptr(),
-        weight.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-        _DTYPES[x.dtype],
-    )
-    return out, residual
+    pointers = (residual.data_ptr(), x.data_ptr(), weight.data_ptr())
+    return run_rows(_kernel(), x, pointers, eps), residual
 
 
 @functools.cache

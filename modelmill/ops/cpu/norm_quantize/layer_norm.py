@@ -9,30 +9,16 @@ from typing import Any
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.row_range import RowRange
+from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
+from modelmill.ops.cpu.norm_quantize.rms_norm import run_rows
 
 available = build.available
-_DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 
 
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-    out = torch.empty_like(x)
-    width = weight.numel()
-    rows = x.numel() // width
-    _kernel()(
-        out.data_ptr(),
-        x.data_ptr(),
-        weight.data_ptr(),
-        bias.data_ptr(),
-        rows,
-        width,
-        eps,
-        _DTYPES[x.dtype],
-    )
-    return out
+    return run_rows(_kernel(), x, (x.data_ptr(), weight.data_ptr(), bias.data_ptr()), eps)
 
 
 @functools.cache

@@ -19,17 +19,15 @@ SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
     x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty_like(x)
-    width = weight.numel()
-    _kernel()(
-        out.data_ptr(),
-        x.data_ptr(),
-        weight.data_ptr(),
-        x.numel() // width,
-        width,
-        eps,
-        _DTYPES[x.dtype],
-    )
+    return run_rows(_kernel(), x, (x.data_ptr(), weight.data_ptr()), eps)
+
+
+def run_rows(
+    kernel: Callable[..., Any], x: torch.Tensor, pointers: tuple[int, ...], eps: float
+) -> torch.Tensor:
+    """Call a kernel of out, ``pointers``, rows, width, eps and dtype; returns out, of x's shape."""
+    out, width = torch.empty_like(x), x.shape[-1]
+    kernel(out.data_ptr(), *pointers, x.numel() // width, width, eps, _DTYPES[x.dtype])
     return out
 
 

@@ -32,6 +32,25 @@ __device__ inline void load_streaming(u32 (&to)[1], const void* from) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(to[0]) : "l"(from));
 }
 
+// What a lane computes: its blocks of KEYS keys [block, end) of one sequence's head, every
+// WARPS-th; visible keys are first … length − 1. g, p: its row and column in an MMA fragment.
+struct Share {
+    int split, sequence, head, warp, g, p, row, rows, length, first, end, block;
+};
+
+template <int KEYS, class Work> __device__ inline Share share_of_lane(const Work& w, int heads) {
+    const int split = SPLITS > 1 ? cluster_rank() : 0, pair = blockIdx.x / SPLITS;
+    const int sequence = pair / heads, head = pair - sequence * heads;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, p = threadIdx.x % 4;
+    const int row = w.starts[sequence], rows = w.starts[sequence + 1] - row,
+              length = w.lengths[sequence];
+    const int first = w.window > 0 ? max(length - w.window, 0) : 0;
+    const int begin = first / KEYS, blocks = (length + KEYS - 1) / KEYS - begin,
+              each = (blocks + SPLITS - 1) / SPLITS;
+    const int end = begin + min((split + 1) * each, blocks), block = begin + split * each + warp;
+    return {split, sequence, head, warp, g, p, row, rows, length, first, end, block};
+}
+
 // Partial softmax results of HEADS query heads per warp, then merged over the block: accumulators O
 // (relative to 2^row_max), row maxima (base-2 exponents) and row sums.
 template <int HEADS> struct Parts {
@@ -85,4 +104,17 @@ __device__ inline void finish(const Parts<HEADS>& parts, u16* out, int rank, flo
         }
         out[i] = rounded(sum / (unit * (row_sum == 0.0f ? 1.0f : row_sum)));
     }
+}
+
+// Joins the warps' results, then the blocks', and stores the output [HEADS, DIM].
+template <int HEADS>
+__device__ inline void join_and_finish(Parts<HEADS>& parts, u16* out, int rank, float unit) {
+    __syncthreads();
+    join_warps(parts);
+    if (SPLITS > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    finish(parts, out, rank, unit);
+    if (SPLITS > 1) cluster_sync();  // no block may exit while others read its shared memory
 }

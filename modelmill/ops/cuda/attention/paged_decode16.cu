@@ -268,16 +268,8 @@ __cluster_dims__(SPLITS, 1, 1)
 #endif
     __launch_bounds__(32 * WARPS, BLOCKS) paged_decode16(const __grid_constant__ Work w) {
     __shared__ Parts<GROUP> parts;
-    const int split = SPLITS > 1 ? cluster_rank() : 0, pair = blockIdx.x / SPLITS;
-    const int sequence = pair / w.kv_heads, head = pair - sequence * w.kv_heads;
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, p = threadIdx.x % 4;
-    const int row = w.starts[sequence], rows = w.starts[sequence + 1] - row,
-              length = w.lengths[sequence];
-    const int first = w.window > 0 ? max(length - w.window, 0) : 0;
-    const int begin = first / KEYS, blocks = (length + KEYS - 1) / KEYS - begin,
-              each = (blocks + SPLITS - 1) / SPLITS;
-    const int end = begin + min((split + 1) * each, blocks);
-    int block = begin + split * each + warp;
+    auto [split, sequence, head, warp, g, p, row, rows, length, first, end, block] =
+        share_of_lane<KEYS>(w, w.kv_heads);
     Reader reader = {
         w, w.tables + static_cast<long long>(sequence) * w.table_stride, head, first, length, g, p,
         0};
@@ -327,13 +319,6 @@ __cluster_dims__(SPLITS, 1, 1)
         softmax.add(values, score);
     }
     store_warp(parts, softmax, warp, g, p);
-    __syncthreads();
-    join_warps(parts);
-    if (SPLITS > 1)
-        cluster_sync();
-    else
-        __syncthreads();
     u16* out = w.out + (static_cast<long long>(row) * w.kv_heads + head) * GROUP * DIM;
-    finish(parts, out, split, 1.0f);
-    if (SPLITS > 1) cluster_sync();  // no block may exit while others read its shared memory
+    join_and_finish(parts, out, split, 1.0f);
 }

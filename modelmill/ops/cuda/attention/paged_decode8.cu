@@ -264,17 +264,8 @@ __cluster_dims__(SPLITS, 1, 1)
     __launch_bounds__(32 * WARPS, BLOCKS) paged_decode8(const __grid_constant__ Work w) {
     __shared__ Parts<1> parts;
     __shared__ __align__(16) Query digits;
-    const int split = SPLITS > 1 ? cluster_rank() : 0, pair = blockIdx.x / SPLITS;
-    const int sequence = pair / w.heads, head = pair - sequence * w.heads;
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, p = threadIdx.x % 4;
-    const int row = w.starts[sequence], rows = w.starts[sequence + 1] - row,
-              length = w.lengths[sequence];
-    // visible keys: first … length − 1
-    const int first = w.window > 0 ? max(length - w.window, 0) : 0;
-    const int begin = first / KEYS, blocks = (length + KEYS - 1) / KEYS - begin,
-              each = (blocks + SPLITS - 1) / SPLITS;
-    const int end = begin + min((split + 1) * each, blocks);
-    int block = begin + split * each + warp;
+    auto [split, sequence, head, warp, g, p, row, rows, length, first, end, block] =
+        share_of_lane<KEYS>(w, w.heads);
     const Reader reader = {w,    w.tables + static_cast<long long>(sequence) * w.table_stride,
                            head, min(max(length - 1, 0) / PAGE, w.columns - 1),
                            g,    p};
@@ -307,12 +298,6 @@ __cluster_dims__(SPLITS, 1, 1)
         softmax.add(values, score, value_scale, g, p);
     }
     store_warp(parts, softmax, warp, g, p);
-    __syncthreads();
-    join_warps(parts);
-    if (SPLITS > 1)
-        cluster_sync();
-    else
-        __syncthreads();
-    finish(parts, w.out + (static_cast<long long>(row) * w.heads + head) * DIM, split, UNIT_WEIGHT);
-    if (SPLITS > 1) cluster_sync();  // no block may exit while others read its shared memory
+    u16* out = w.out + (static_cast<long long>(row) * w.heads + head) * DIM;
+    join_and_finish(parts, out, split, UNIT_WEIGHT);
 }

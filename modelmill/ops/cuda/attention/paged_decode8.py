@@ -82,14 +82,9 @@ def specializations(
 
 
 def run(
-    q: torch.Tensor,
-    caches: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    indices: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    max_context: int,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    q: torch.Tensor, caches: tuple[torch.Tensor, ...], indices: tuple[torch.Tensor, ...],
+    max_context: int, scale: float, window: int | None, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     """Fill the rows of single queries of ``out`` [T, heads · D], and leave the others alone.
 
     caches: keys, values and their scales; indices: page tables, starts, lengths.

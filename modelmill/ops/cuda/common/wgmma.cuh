@@ -70,6 +70,18 @@ template <int MAX_PENDING> __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(MAX_PENDING) : "memory");
 }
 
+// Commits products with A in registers and waits for them: wgmma reads a until it completes.
+template <int COUNT, int STEPS>
+__device__ inline void wgmma_finish(float (&d)[COUNT], u32 (&a)[STEPS][4]) {
+    wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) wgmma_fence_operand(a[i]);
+    wgmma_wait<0>();
+    wgmma_fence_operand(d);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) wgmma_fence_operand(a[i]);
+}
+
 #define ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC_16(d, i) ACC_4(d, i), ACC_4(d, i + 4), ACC_4(d, i + 8), ACC_4(d, i + 12)
 #define ACC_32(d, i) ACC_16(d, i), ACC_16(d, i + 16)

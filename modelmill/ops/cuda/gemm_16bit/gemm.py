@@ -293,13 +293,9 @@ def gemm_small_m(
 
 
 def gemm_swiglu_large_m(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    width: int | None = None,
-    tiles_per_band: int = TILES_PER_BAND,
-) -> None:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    width: int | None = None, tiles_per_band: int = TILES_PER_BAND,
+) -> None:  # fmt: skip
     """Compute out = silu(gate) · up of x · weightᵀ (+ bias).
 
     x: [T, K], weight: [2 N, K] (gate, up), out: [T, N].

@@ -122,14 +122,9 @@ def _run_mma(inputs: RptqLinearInputs) -> torch.Tensor:
 
 
 def _kernel_macros(
-    dtype: torch.dtype,
-    config: WqMmaKernelConfig,
-    *,
-    packed: bool,
-    offset: bool,
-    float32_scales: bool,
-    dynamic: bool,
-) -> tuple[str, ...]:
+    dtype: torch.dtype, config: WqMmaKernelConfig,
+    *, packed: bool, offset: bool, float32_scales: bool, dynamic: bool,
+) -> tuple[str, ...]:  # fmt: skip
     switches = {
         "PACKED": packed,
         "OFFSET": offset,

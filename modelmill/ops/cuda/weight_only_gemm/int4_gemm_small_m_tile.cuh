@@ -75,14 +75,7 @@ __device__ inline void tile_mma(float (&part)[BLOCK_M / 2], const KTile& tile, u
         const u64 right = x + (i / 4 * SLAB_BYTES + i % 4 * 32) / 16;
         wgmma(part, a[i][0], a[i][1], a[i][2], a[i][3], right, i > 0);
     }
-    wgmma_commit();
-#pragma unroll
-    // wgmma reads these registers until it completes
-    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
-    wgmma_wait<0>();
-    wgmma_fence_operand(part);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) wgmma_fence_operand(a[i]);
+    wgmma_finish(part, a);
 }
 
 __device__ inline void flush(float (&total)[BLOCK_M / 2], const float (&part)[BLOCK_M / 2],

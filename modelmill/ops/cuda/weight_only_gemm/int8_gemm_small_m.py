@@ -12,23 +12,8 @@ import struct
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.cuda.weight_only_gemm import wq_gemm_pipelined, wq_gemv
-from modelmill.ops.cuda.weight_only_gemm.weight_only import (
-    K_TILE,
-    KERNEL_CONFIGS,
-    MAX_ROWS,
-    RUN,
-    THREADS,
-    TYPES,
-    WqMmaKernelConfig,
-    config_for,
-    config_rows,
-    fits_shared_memory,
-    group_shift,
-    k_tile_for,
-    supports_bias,
-    supports_rows,
-)
+from modelmill.ops.cuda.weight_only_gemm import weight_only, wq_gemm_pipelined, wq_gemv
+from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, MAX_ROWS, WqMmaKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, ProblemRange
 
@@ -40,16 +25,22 @@ _MAX_K_TILE = {8: 64}  # of a piece, by tiles of x: for more there are too few r
 
 def k_tile_for_rows(tokens: int, group: int, columns: int) -> int:
     """Columns that a warp takes at a time."""
-    return min(k_tile_for(group, columns), _MAX_K_TILE.get(config_for(tokens).m_tiles, K_TILE))
+    return min(
+        weight_only.k_tile_for(group, columns),
+        _MAX_K_TILE.get(weight_only.config_for(tokens).m_tiles, K_TILE),
+    )
 
 
 def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
     """Whether groups divide a warp's pieces, and a block's scales find room in some kernel."""
     group, columns = problem.group or problem.k, problem.k
-    whole = group % RUN == 0 or group >= columns
-    if not whole or group_shift(group, columns, k_tile_for(group, columns)) is None:
+    whole = group % weight_only.RUN == 0 or group >= columns
+    if (
+        not whole
+        or weight_only.group_shift(group, columns, weight_only.k_tile_for(group, columns)) is None
+    ):
         return False
-    if fits_shared_memory(config, problem.groups):
+    if weight_only.fits_shared_memory(config, problem.groups):
         return True
     large = problem.m > MMA_MAX_ROWS or problem.n * columns >= PIPELINED_MIN_WEIGHTS
     return large and wq_gemm_pipelined.problem_config(problem, gated=False) is not None
@@ -59,12 +50,12 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 SUPPORTED_PROBLEMS = tuple(
     ProblemRange(
         m=rows,
-        k_multiple=RUN,
+        k_multiple=weight_only.RUN,
         dtypes=HALF,
         scale_dtypes=(torch.float16, torch.float32),
         fits=functools.partial(_fits, config),
     )
-    for rows, config in config_rows(KERNEL_CONFIGS)
+    for rows, config in weight_only.config_rows(weight_only.KERNEL_CONFIGS)
 )
 
 
@@ -74,7 +65,11 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
     packed = all(t is None or t.is_contiguous() for t in (weight, scale, offset))
     alike = offset is None or offset.dtype == scale.dtype
     return (
-        packed and alike and x.is_cuda and supports_rows(x, weight) and supports_bias(bias, x.dtype)
+        packed
+        and alike
+        and x.is_cuda
+        and weight_only.supports_rows(x, weight)
+        and weight_only.supports_bias(bias, x.dtype)
     )
 
 
@@ -97,7 +92,7 @@ def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
     rows = weight.shape[0]
     groups = scale.numel() // rows
     out = torch.empty((tokens, rows // 2 if gated else rows), dtype=x.dtype, device=x.device)
-    few, piece = config_for(tokens), k_tile_for_rows(tokens, group, columns)
+    few, piece = weight_only.config_for(tokens), k_tile_for_rows(tokens, group, columns)
     with torch.cuda.device(x.device):
         wide = scale.dtype is torch.float32
         macros = kernel_macros(
@@ -107,12 +102,19 @@ def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
             "int8_gemm_small_m",
             "int8_gemm_small_m",
             macros,
-            THREADS,
+            weight_only.THREADS,
             few.shared_bytes(groups),
             x.get_device(),
         )
         pointers = launch.data_pointers(x, weight, scale, offset, bias, out)
-        counts = (tokens, rows, columns, x.stride(0), groups, group_shift(group, columns, piece))
+        counts = (
+            tokens,
+            rows,
+            columns,
+            x.stride(0),
+            groups,
+            weight_only.group_shift(group, columns, piece),
+        )
         kernel.launch(
             few.grid(rows, gated=gated), struct.pack("=6Q6i", *pointers, *counts), pdl=True
         )
@@ -135,5 +137,5 @@ def kernel_macros(
         *config.macros,
         f"K_TILE={k_tile}",
         *(f"{name}={int(on)}" for name, on in switches.items()),
-        *TYPES[dtype],
+        *weight_only.TYPES[dtype],
     )

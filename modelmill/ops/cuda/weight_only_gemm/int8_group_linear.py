@@ -6,12 +6,11 @@ import torch
 
 from modelmill.ops.binding import run_first
 from modelmill.ops.cuda.common import build
-from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m
+from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, weight_only
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
     SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS,
 )
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import supports as supports
-from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE
 from modelmill.ops.int8_group_linear import DECLARATION
 
 
@@ -20,9 +19,9 @@ def available(device_type: str) -> str | None:
 
     Compiles the most common config (cached on disk).
     """
-    form = int8_gemm_small_m.config_for(1)
+    form = weight_only.config_for(1)
     common = int8_gemm_small_m.kernel_macros(
-        torch.bfloat16, form, K_TILE, offset=False, float32_scales=False, gated=False
+        torch.bfloat16, form, weight_only.K_TILE, offset=False, float32_scales=False, gated=False
     )
     return build.why_unavailable(device_type, "int8_gemm_small_m", common)
 

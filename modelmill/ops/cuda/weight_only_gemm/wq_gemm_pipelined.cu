@@ -404,13 +404,7 @@ struct Consumer {
             for (int i = 0; i < 3; ++i)
 #pragma unroll
                 for (int j = 0; j < 3 - i; ++j) wgmma_bf16(total, a[i], sums + j * 2);
-            wgmma_commit();
-#pragma unroll
-            for (int i = 0; i < 3; ++i) wgmma_fence_operand(a[i]);
-            wgmma_wait<0>();
-            wgmma_fence_operand(total);
-#pragma unroll
-            for (int i = 0; i < 3; ++i) wgmma_fence_operand(a[i]);
+            wgmma_finish(total, a);
             release(state.stage);
         }
     }

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from modelmill.ops.image_attention import ImageAttentionInputs
 from modelmill.ops.triton.attention import relative_attention
+from modelmill.ops.triton.attention.relative_attention import window_of_program
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 
@@ -89,11 +90,7 @@ def _image_attention_kernel(
     PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    tile = tl.program_id(2)
-    batch = tile // (rows * columns)
-    top = (tile // columns) % rows * TALL
-    left = tile % columns * WIDE
+    head, batch, top, left = window_of_program(rows, columns, TALL, WIDE)
     qkv_ptr += batch * batch_stride + head * head_stride
     channel = tl.arange(0, BLOCK_D)
     channel_valid = channel < DIM

@@ -43,6 +43,13 @@ def split_range(length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, MIN_K
 
 
 @triton.jit
+def load_sequence(starts_ptr, lengths_ptr, sequence):
+    """(first row of q, the row after its last, keys) of a sequence."""
+    row = tl.load(starts_ptr + sequence).to(tl.int64)
+    return row, tl.load(starts_ptr + sequence + 1), tl.load(lengths_ptr + sequence)
+
+
+@triton.jit
 def key_offsets(
     tables_ptr, key, columns, page_stride, token_stride, PAGE: tl.constexpr, WIDE: tl.constexpr
 ):
@@ -76,9 +83,7 @@ def paged_decode_kernel(
 ):  # fmt: skip
     """One query head per program, with vector instructions."""
     head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(starts_ptr + sequence).to(tl.int64)
-    row_end = tl.load(starts_ptr + sequence + 1)
-    length = tl.load(lengths_ptr + sequence)
+    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = (head // GROUP).to(tl.int64) * head_stride
@@ -157,21 +162,18 @@ def grouped_paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
     parts_ptr, sums_ptr, slopes_ptr, sinks_ptr,
     scale, columns, table_stride, q_stride, q_head, page_stride, head_stride, token_stride,
+    PDL: tl.constexpr, PAIRED: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr, PAIRED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
+    MIN_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one KV head per program, on tensor cores.
 
     PAIRED: 8-bit values are read in pairs, and even and odd channels are accumulated separately.
     """
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(starts_ptr + sequence).to(tl.int64)
-    row_end = tl.load(starts_ptr + sequence + 1)
-    length = tl.load(lengths_ptr + sequence)
+    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
     begin, end = split_range(length, split, WINDOW, SPLITS, MIN_KEYS)
     tables_ptr += sequence * table_stride
     kv = kv_head.to(tl.int64) * head_stride

@@ -138,11 +138,7 @@ def _windowed_kernel(
     TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    tile = tl.program_id(2)
-    batch = tile // (rows * columns)
-    top = (tile // columns) % rows * TALL
-    left = tile % columns * WIDE
+    head, batch, top, left = window_of_program(rows, columns, TALL, WIDE)
     # only queries inside the image are counted
     valid_width = tl.minimum(WIDE, width - left)
     queries = tl.minimum(TALL, height - top) * valid_width
@@ -163,23 +159,29 @@ def _windowed_kernel(
         acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
         acc_rest = tl.zeros([BLOCK_M, max(REST, 16)], tl.float32)
         full_keys: tl.constexpr = TALL * WIDE // BLOCK_N * BLOCK_N
-        fill_at = fill_ptr + HEADS * DIM + head * DIM
+        k_at, fill_at = base + part_stride, fill_ptr + HEADS * DIM + head * DIM
         for start in range(0, full_keys, BLOCK_N):
             row_max, exp_sum, acc, acc_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, start,
-                base + part_stride, fill_at,
+                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, start, k_at, fill_at,
                 top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, BLOCK_N, False,
             )  # fmt: skip
         if TAIL:
             row_max, exp_sum, acc, acc_rest = _attend_key_block(
-                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, full_keys,
-                base + part_stride, fill_at,
-                top, left, height, width, y_stride, x_stride, part_stride, scale,
+                q, q_rest, by_row, by_column, row_max, exp_sum, acc, acc_rest, full_keys, k_at,
+                fill_at, top, left, height, width, y_stride, x_stride, part_stride, scale,
                 HEADS, DIM, TALL, WIDE, PADDED, MAIN, REST, TAIL, True,
             )  # fmt: skip
         out_row = ((batch * height + top + qy) * width + left + qx) * HEADS + head
         _store(out_ptr + out_row * DIM, query_valid, acc, acc_rest, exp_sum, DIM, MAIN, REST)
+
+
+@triton.jit
+def window_of_program(rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """(head, image, first row, first column) of the window that a program computes."""
+    tile = tl.program_id(2)
+    top = (tile // columns) % rows * TALL
+    return tl.program_id(1), tile // (rows * columns), top, tile % columns * WIDE
 
 
 @triton.jit

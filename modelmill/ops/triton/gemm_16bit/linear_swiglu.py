@@ -23,12 +23,9 @@ def candidates(key: GemmKey) -> tuple[LaunchConfig, ...]:
 
 
 def run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    configs: TunedConfigs | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    *, configs: TunedConfigs | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Run the op with float32 sums; many rows use cuBLAS and a separate SwiGLU kernel."""
     if x.shape[0] > MAX_ROWS:
         return silu_mul.run(F.linear(x, weight, bias))

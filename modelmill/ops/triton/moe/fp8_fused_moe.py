@@ -4,8 +4,7 @@ Computes: out[M, H] = Σ topk_weights · down(quantize(silu(gate) · up)) (+ sha
 Dtypes: x and out bfloat16, float16 or float32; e4m3 weights, float32 scales
 Layout: row-major; weights [E, N, K], scales [E, N]
 Range: any M; E ≤ 1024
-Technique: rows quantized by quantize.py; pair by pair for few tokens (moe_decode.py), else sorted
-    tiles (grouped_gemm.py)
+Technique: rows quantized by quantize.py; pairs (moe_decode.py) or sorted tiles (grouped_gemm.py)
 Ops: fp8_fused_moe
 """
 

@@ -162,17 +162,13 @@ def _grouped_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, sorted_ptr, experts_ptr, out_ptr,
     blocks, tiles, pairs, n, k, x_stride, expert_stride, stride,
     TOP_K: tl.constexpr, GATED: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    block, tile = tile_of_program(tl.program_id(0), blocks, tiles, GROUP)
     pdl_wait(PDL)
-    expert = tl.load(experts_ptr + block).to(tl.int64)
+    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, GROUP)
     if expert >= 0:
-        position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pair = tl.load(sorted_ptr + position)
-        # positions without a pair compute another one's values, which are not used
-        source = tl.minimum(pair, pairs - 1).to(tl.int64) // TOP_K if GATED else position
+        position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         weight_row = tl.minimum(row, n - 1)
         column = tl.arange(0, BLOCK_K)
@@ -197,7 +193,6 @@ def _grouped_kernel(
                 else:
                     u = tl.load(up_at + start, mask=inside[None, :], other=0.0)
                 ups = _multiply_add(u, x, ups, X_SCALE, INT8)
-        element = out_ptr.dtype.element_ty
         total = total.to(tl.float32)
         ups = ups.to(tl.float32)
         if SCALE:
@@ -209,13 +204,7 @@ def _grouped_kernel(
             x_scale = tl.load(x_scale_ptr + source)[None, :]
             total *= x_scale
             ups *= x_scale
-        if GATED:
-            target = out_ptr + position[None, :] * n + row[:, None]
-            tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
-        else:
-            target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
-            mask = (row < n)[:, None] & (pair < pairs)[None, :]
-            tl.store(target, total.to(element), mask=mask)
+        store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED)
     elif GATED and X_SCALE:  # numbers for what quantizes all rows
         position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -238,12 +227,39 @@ def _multiply_add(w, x, total, X_SCALE: tl.constexpr, INT8: tl.constexpr):
 
 
 @triton.jit
-def tile_of_program(program, blocks, tiles, GROUP: tl.constexpr):
-    """(block of tokens, tile of the weight): GROUP blocks take turns on each tile."""
+def tile_of_program(experts_ptr, blocks, tiles, GROUP: tl.constexpr):
+    """(block of tokens, tile of the weight, expert): GROUP blocks take turns on each tile."""
+    program = tl.program_id(0)
     first = program // (GROUP * tiles) * GROUP
     size = tl.minimum(blocks - first, GROUP)
     within = program % (GROUP * tiles)
-    return first + within % size, within // size
+    block = first + within % size
+    return block, within // size, tl.load(experts_ptr + block).to(tl.int64)
+
+
+@triton.jit
+def load_pairs(
+    sorted_ptr, block, pairs, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The positions of a block in the order by experts, their pairs, and the rows of their x."""
+    position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pair = tl.load(sorted_ptr + position)
+    # positions without a pair compute another one's values, which are not used
+    source = tl.minimum(pair, pairs - 1).to(tl.int64) // TOP_K if GATED else position
+    return position, pair, source
+
+
+@triton.jit
+def store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED: tl.constexpr):
+    """Store a tile [N, M]: SwiGLU of both products by position, or one product by pair."""
+    element = out_ptr.dtype.element_ty
+    if GATED:
+        target = out_ptr + position[None, :] * n + row[:, None]
+        tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
+    else:
+        target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
+        mask = (row < n)[:, None] & (pair < pairs)[None, :]
+        tl.store(target, total.to(element), mask=mask)
 
 
 @triton.jit

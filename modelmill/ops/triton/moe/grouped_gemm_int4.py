@@ -25,8 +25,13 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
-from modelmill.ops.triton.moe.grouped_gemm import GROUP, sum_pairs, tile_of_program
-from modelmill.ops.triton.moe.moe_decode import swiglu
+from modelmill.ops.triton.moe.grouped_gemm import (
+    GROUP,
+    load_pairs,
+    store_pairs,
+    sum_pairs,
+    tile_of_program,
+)
 from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT
 
 CHUNK = 128  # most columns of a chunk: two products with 64 columns each
@@ -92,18 +97,15 @@ def _launch(
 def _grouped_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, sorted_ptr, experts_ptr, out_ptr,
     blocks, tiles, pairs, n, k, x_stride, width, groups,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, EVEN: tl.constexpr, CODE_BIAS: tl.constexpr,
-    TILE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN: tl.constexpr, CODE_BIAS: tl.constexpr, TILE_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    block, tile = tile_of_program(tl.program_id(0), blocks, tiles, TILE_GROUP)
     pdl_wait(PDL)
-    expert = tl.load(experts_ptr + block).to(tl.int64)
+    block, tile, expert = tile_of_program(experts_ptr, blocks, tiles, TILE_GROUP)
     if expert >= 0:
-        position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        pair = tl.load(sorted_ptr + position)
-        # positions without a pair compute another one's values, which are not used
-        source = tl.minimum(pair, pairs - 1).to(tl.int64) // TOP_K if GATED else position
+        position, pair, source = load_pairs(sorted_ptr, block, pairs, TOP_K, GATED, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         weight_row = expert * (2 * n if GATED else n) + tl.minimum(row, n - 1)
         byte = tl.arange(0, CHUNK // 2)
@@ -131,14 +133,7 @@ def _grouped_kernel(
                     weight_ptr, scale_ptr, offset_ptr, weight_row + n, start, width, groups, x_low,
                     x_high, sums, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
                 )  # fmt: skip
-        element = out_ptr.dtype.element_ty
-        if GATED:
-            target = out_ptr + position[None, :] * n + row[:, None]
-            tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
-        else:
-            target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
-            mask = (row < n)[:, None] & (pair < pairs)[None, :]
-            tl.store(target, total.to(element), mask=mask)
+        store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED)
 
 
 @triton.jit

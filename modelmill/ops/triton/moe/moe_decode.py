@@ -7,7 +7,7 @@ Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
 Range: any M, meant for few; any I and H
 Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down), PDL
-Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
+Used by: experts.py, grouped_gemm.py, moe_decode_int4.py
 
 Nothing but the weights of the chosen experts is read from memory, each once for every token that
 has the expert. A token's experts are summed in one program in the order of its slots, without
@@ -109,9 +109,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
 def _gate_up_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, expert_stride, stride,
-    TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -148,8 +147,8 @@ def _gate_up_kernel(
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)
         gate *= x_scale
         up *= x_scale
-    target = out_ptr + pair * inner + row
-    tl.store(target, swiglu(gate, up, out_ptr.dtype.element_ty), mask=row < inner)
+    out = swiglu(gate, up, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
 
 
 @triton.jit
@@ -157,19 +156,14 @@ def _down_kernel(
     inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
     n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    SHARED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
-    token = tl.program_id(1).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    live = slot < TOP_K
     column = tl.arange(0, BLOCK_K)
-    pair = token * TOP_K + slot
-    pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
-    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    token = tl.program_id(1).to(tl.int64)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, PDL)
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
@@ -190,11 +184,31 @@ def _down_kernel(
         out *= tl.load(scale_ptr + (expert * n)[None, :] + weight_row[:, None])
     if X_SCALE:
         out *= tl.load(inner_scale_ptr + pair, mask=live, other=0.0)[None, :]
+    store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
+
+
+@triton.jit
+def load_experts(
+    ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
+):
+    """A token's pairs [SLOTS], which of them exist, their experts and their weights."""
+    slot = tl.arange(0, SLOTS)
+    live = slot < TOP_K
+    pair = token * TOP_K + slot
+    pdl_wait(PDL)
+    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
+    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    return pair, live, expert, routing
+
+
+@triton.jit
+def store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED: tl.constexpr):
+    """Store rows of a token's weighted sum of out [N, SLOTS], rounded before it, plus shared."""
     element = out_ptr.dtype.element_ty
-    out = tl.sum(out.to(element).to(tl.float32) * routing[None, :], axis=1)
+    total = tl.sum(out.to(element).to(tl.float32) * routing[None, :], axis=1)
     if SHARED:
-        out += tl.load(shared_ptr + token * n + weight_row).to(tl.float32)
-    tl.store(out_ptr + token * n + row, out.to(element), mask=row < n)
+        total += tl.load(shared_ptr + token * n + tl.minimum(row, n - 1)).to(tl.float32)
+    tl.store(out_ptr + token * n + row, total.to(element), mask=row < n)
 
 
 @triton.jit

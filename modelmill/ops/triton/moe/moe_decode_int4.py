@@ -25,7 +25,13 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import INTERPRETED, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.moe.moe_decode import FEW_TOKENS, Tile, swiglu
+from modelmill.ops.triton.moe.moe_decode import (
+    FEW_TOKENS,
+    Tile,
+    load_experts,
+    store_weighted,
+    swiglu,
+)
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
@@ -137,19 +143,14 @@ def _gate_up_kernel(
 def _down_kernel(
     inner_ptr, weight_ptr, scale_ptr, offset_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
     n, k, groups, stride,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr,
-    GROUP: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr, PDL: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     token = tl.program_id(1).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    live = slot < TOP_K
-    pair = token * TOP_K + slot
-    pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
-    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, PDL)
     weight_at = weight_ptr + expert * (n * stride)
     scale_at = scale_ptr + expert * (n * groups)
     offset_at = offset_ptr + expert * (n * groups)
@@ -160,12 +161,8 @@ def _down_kernel(
             x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, stride,
             OFFSET, ZERO, GROUP, EVEN and SLOTS == TOP_K, WORDS,
         )  # fmt: skip
-    element = out_ptr.dtype.element_ty
-    out = tl.sum(total, axis=2).to(element).to(tl.float32)
-    out = tl.sum(out * routing[None, :], axis=1)
-    if SHARED:
-        out += tl.load(shared_ptr + token * n + weight_row).to(tl.float32)
-    tl.store(out_ptr + token * n + row, out.to(element), mask=row < n)
+    out = tl.sum(total, axis=2)
+    store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
 
 
 @triton.jit

@@ -89,8 +89,8 @@ def _gemv_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _gemm_kernel(
     x_ptr, weight_ptr, out_ptr, tokens, experts, k, x_stride, stride,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

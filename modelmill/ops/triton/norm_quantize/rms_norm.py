@@ -27,19 +27,30 @@ SUPPORTED_PROBLEMS = (RowRange(max_width=MAX_WIDTH, same_dtype=True),)
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Run the op: statistics in float32, cast, then the weight."""
     flat = as_rows(x)
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    launch_rows(_launcher, (flat, weight, out), (flat.stride(0),), eps)
+    return out.view(x.shape)
+
+
+def launch_rows(
+    launcher: CachedLauncher,
+    tensors: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    eps: float,
+) -> None:
+    """Launch a kernel of tensors, rows, width, ``strides`` and eps on the rows of the first."""
+    flat = tensors[0]
     rows, width = flat.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     rows_per_program, block, warps = row_launch(flat)
-    pdl, fixed = pdl_launch_options(x.device, rows), (width, flat.stride(0))
-    _launcher(
+    pdl, fixed = pdl_launch_options(flat.device, rows), (width, *strides)
+    launcher(
         (-(-rows // rows_per_program), 1, 1),
-        (flat, weight, out),
+        tensors,
         (rows, *fixed, eps),
         fixed,
         (rows_per_program, block, pdl["PDL"]),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )
-    return out.view(x.shape)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -47,17 +58,29 @@ def _kernel(
     x_ptr, weight_ptr, out_ptr, rows, width, stride, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    row, column, inside, weight = load_weight(weight_ptr, rows, width, ROWS, BLOCK)
+    pdl_wait(PDL)
+    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    out = normalized(x, weight, width, eps)
+    tl.store(out_ptr + row[:, None] * width + column[None, :], out, mask=inside)
+
+
+@triton.jit
+def load_weight(weight_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(rows [ROWS] and columns [BLOCK] of a program, which of them exist, the weight)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
-    pdl_wait(PDL)
-    x = tl.load(x_ptr + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    return row, column, inside, tl.load(weight_ptr + column, mask=column < width, other=0.0)
+
+
+@triton.jit
+def normalized(x, weight, width, eps):
+    """Whole rows x [ROWS, BLOCK] over their root mean square, rounded, then times the weight."""
     x32 = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=1) / width + eps)
     normal = (x32 * scale[:, None]).to(x.dtype).to(tl.float32)
-    out = normal * weight.to(tl.float32)[None, :]
-    tl.store(out_ptr + row[:, None] * width + column[None, :], out.to(x.dtype), mask=inside)
+    return (normal * weight.to(tl.float32)[None, :]).to(x.dtype)
 
 
 _launcher = CachedLauncher(_kernel)

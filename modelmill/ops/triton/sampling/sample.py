@@ -44,9 +44,9 @@ from modelmill.ops.triton.sampling.topk_topp import (
     TOTAL,
     bracket,
     filter_params,
-    logit_range,
     narrow_bracket,
     pivot_step,
+    row_words,
     sums_row_ptr,
     target_bounds,
     threshold_from_gathered,
@@ -126,31 +126,22 @@ def _chunk_maxima(
 def _count_above_pivots(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
     LEVEL: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """F of evenly spaced pivots: number, or approximate weight, of tokens ≥ each pivot."""
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, needs_threshold = filter_params(
-        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
-    )
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
-    row_max, lo = logit_range(words, vocab, CHUNK, CHUNKS)
-    if needs_threshold & (row_max > NEG_INF) & (row_max < POS_INF):
+    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, lo = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    if filters & (row_max > NEG_INF) & (row_max < POS_INF):
         levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         hi = tl.full([], POS_INF, tl.float32)
         if LEVEL == 1:
             sufficient, insufficient = target_bounds(tl.load(levels), k, p, counting)
+            mass = tl.load(levels + tl.arange(0, PIVOTS))
             narrowed = narrow_bracket(
-                levels,
-                tl.load(levels + tl.arange(0, PIVOTS)),
-                lo,
-                hi,
-                row_max,
-                sufficient,
-                insufficient,
-                PIVOTS,
+                levels, mass, lo, hi, row_max, sufficient, insufficient, PIVOTS
             )
             lo, hi = narrowed[0], narrowed[1]
         if bits_to_float(tl.load(words + chunk)) >= lo:
@@ -171,8 +162,8 @@ def _count_above_pivots(
 @triton.jit(do_not_specialize=["vocab"])
 def _gather_candidates(
     logits_ptr, stride, vocab, temperature_ptr, sums_ptr, words_ptr, top_k_ptr, top_p_ptr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, GATHERED: tl.constexpr,
-    PDL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gather the tokens between the pivots, and sum the exact weights.
 
@@ -180,13 +171,10 @@ def _gather_candidates(
     """
     pdl_wait(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    k, p, counting, needs_threshold = filter_params(
-        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
-    )
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
-    row_max, row_min = logit_range(words, vocab, CHUNK, CHUNKS)
-    if needs_threshold & (row_max > NEG_INF) & (row_max < POS_INF):
-        levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, row_min = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
+    levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
+    if filters & (row_max > NEG_INF) & (row_max < POS_INF):
         lo, hi, at_lo, _at_hi = bracket(levels, row_max, row_min, k, p, counting, PIVOTS)
         at = chunk * CHUNK + tl.arange(0, CHUNK)
         x = scaled_logits(logits_ptr + row * stride, at, vocab, tl.load(temperature_ptr + row))
@@ -214,53 +202,30 @@ def _find_threshold(
     """The threshold of top-k and top-p, and the last id among tokens equal to it."""
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    k, p, counting, needs_threshold = filter_params(
-        temperature_ptr, top_k_ptr, top_p_ptr, row, vocab
-    )
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
+    k, p, counting, filters = filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab)
+    words, row_max, row_min = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
-    row_max, row_min = logit_range(words, vocab, CHUNK, CHUNKS)
     temperature = tl.load(temperature_ptr + row)
     row_ptr = logits_ptr + row * stride
     threshold, last_id = tl.full([], NEG_INF, tl.float32), vocab
     if row_max == POS_INF:
         threshold = -row_max
-    if needs_threshold & (row_max > NEG_INF):
+    if filters & (row_max > NEG_INF):
         exact, top_k_done = row_max < NEG_INF, row_max < NEG_INF
         num_gathered = tl.load(levels + 2 * PIVOTS + GOT)
         # if the top k include tokens of weight 0, the threshold is below all pivots
         if (row_max < POS_INF) & ((counting == 0) | (tl.load(levels) >= k)):
             if num_gathered <= GATHERED // 4:
                 threshold, last_id, exact = threshold_from_gathered(
-                    levels,
-                    words,
-                    vocab,
-                    row_max,
-                    row_min,
-                    k,
-                    p,
-                    counting,
-                    CHUNKS,
-                    PIVOTS,
-                    GATHERED,
-                    GATHERED // 4,
-                )
+                    levels, words, vocab, row_max, row_min, k, p, counting,
+                    CHUNKS, PIVOTS, GATHERED, GATHERED // 4,
+                )  # fmt: skip
                 top_k_done = counting
             elif num_gathered <= GATHERED:
                 threshold, last_id, exact = threshold_from_gathered(
-                    levels,
-                    words,
-                    vocab,
-                    row_max,
-                    row_min,
-                    k,
-                    p,
-                    counting,
-                    CHUNKS,
-                    PIVOTS,
-                    GATHERED,
-                    GATHERED,
-                )
+                    levels, words, vocab, row_max, row_min, k, p, counting,
+                    CHUNKS, PIVOTS, GATHERED, GATHERED,
+                )  # fmt: skip
                 top_k_done = counting
         if exact == 0:
             searching = counting & (top_k_done == 0)
@@ -272,9 +237,13 @@ def _find_threshold(
 
 
 @triton.jit
-def _filtered_weights(row_ptr, at, vocab, temperature, row_max, state, min_p_ptr, row):
-    """Weights of the tokens that all filters keep."""
-    x = scaled_logits(row_ptr, at, vocab, temperature)
+def _filtered_weights(
+    logits_ptr, stride, vocab, temperature, row_max, state, min_p_ptr, row, chunk,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Weights of the tokens of a chunk that all filters keep."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = scaled_logits(logits_ptr + row * stride, at, vocab, temperature)
     threshold, last_id = bits_to_float(tl.load(state)), tl.load(state + 1)
     weight = token_weight(x, row_max)
     min_weight = ceil_fraction(tl.load(min_p_ptr + row), tl.full([], 1099511627776, tl.int64))
@@ -293,19 +262,11 @@ def _sum_chunk_weights(
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
-        row_max = logit_range(words, vocab, CHUNK, CHUNKS)[0]
-        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        words, row_max, _ = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
         weight = _filtered_weights(
-            logits_ptr + row * stride,
-            at,
-            vocab,
-            temperature,
-            row_max,
-            words + 3 * CHUNKS,
-            min_p_ptr,
-            row,
-        )
+            logits_ptr, stride, vocab, temperature, row_max, words + 3 * CHUNKS, min_p_ptr, row,
+            chunk, CHUNK,
+        )  # fmt: skip
         levels = sums_row_ptr(sums_ptr, row, CHUNKS, PIVOTS)
         tl.store(levels + 2 * PIVOTS + 4 + chunk, tl.sum(weight))
 
@@ -320,8 +281,7 @@ def _draw_token(
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
-    row_max = logit_range(words, vocab, CHUNK, CHUNKS)[0]
+    words, row_max, _ = row_words(words_ptr, row, vocab, CHUNK, CHUNKS, GATHERED)
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     if temperature > 0:
@@ -332,17 +292,10 @@ def _draw_token(
         target = tl.minimum(target, total - 1)
         chunk = tl.sum((cumulative <= target).to(tl.int32))
         target -= tl.max(tl.where(index < chunk, cumulative, 0))
-        at = chunk * CHUNK + tl.arange(0, CHUNK)
         weight = _filtered_weights(
-            logits_ptr + row * stride,
-            at,
-            vocab,
-            temperature,
-            row_max,
-            words + 3 * CHUNKS,
-            min_p_ptr,
-            row,
-        )
+            logits_ptr, stride, vocab, temperature, row_max, words + 3 * CHUNKS, min_p_ptr, row,
+            chunk, CHUNK,
+        )  # fmt: skip
         offset = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32))
         tl.store(out_ptr + row, tl.where(total > 0, chunk * CHUNK + offset, 0).to(tl.int64))
     else:

@@ -61,8 +61,11 @@ def filter_params(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab):
 
 
 @triton.jit
-def logit_range(words, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """(maximum, smallest value that needs a pivot) of a row."""
+def row_words(
+    words_ptr, row, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GATHERED: tl.constexpr
+):
+    """(address of a row's words, maximum, smallest value that needs a pivot)."""
+    words = words_row_ptr(words_ptr, row, CHUNKS, GATHERED)
     index = tl.arange(0, CHUNKS)
     inside = index * CHUNK < vocab
     row_max = tl.max(
@@ -73,7 +76,7 @@ def logit_range(words, vocab, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
             inside, bits_to_float(tl.load(words + CHUNKS + index, mask=inside, other=0)), POS_INF
         )
     )
-    return row_max, tl.maximum(row_min, row_max - _LOGIT_SPAN)
+    return words, row_max, tl.maximum(row_min, row_max - _LOGIT_SPAN)
 
 
 @triton.jit

@@ -36,6 +36,17 @@ def dequantize(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     return launch_dequantize(_launcher, programs, inputs, (), constants, warps=4)
 
 
+def dequantize_nibbles(
+    launcher: CachedLauncher, inputs: GroupwiseLinearInputs, constants: tuple[int, ...]
+) -> torch.Tensor:
+    """``launch_dequantize`` of 4-bit codes, sixteen bytes of which have 32 columns."""
+    n, width = inputs.weight.shape
+    rows, runs = 2, 64
+    programs = (-(-n // rows), -(-width // (16 * runs)), 1)
+    constants = (*constants, rows, runs)
+    return launch_dequantize(launcher, programs, inputs, (width,), constants, warps=2)
+
+
 def launch_dequantize(
     launcher: CachedLauncher,
     programs: tuple[int, int, int],
@@ -99,6 +110,38 @@ def _dequantize_kernel(
     tl.store(
         out_ptr + row[:, None, None] * k + column, value.to(out_ptr.dtype.element_ty), mask=inside
     )
+
+
+@triton.jit
+def store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS: tl.constexpr):
+    """Store total [N, T] (+ bias) as rows of out; live: [1, T] tokens that exist."""
+    if BIAS:
+        total += tl.load(bias_ptr + tl.minimum(row, n - 1)).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+
+
+@triton.jit
+def load_nibbles(weight_ptr, n, width, stride, BLOCK_N: tl.constexpr, RUNS: tl.constexpr):
+    """(rows [N], runs of 32 columns [R], which of them exist, the bytes [N, R, 16])."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    byte = tl.arange(0, 16)[None, None, :]
+    in_range = (row < n)[:, None] & (run * 16 < width)[None, :]
+    at = row[:, None, None] * stride + run[None, :, None] * 16 + byte
+    codes = tl.load(weight_ptr + at, mask=in_range[:, :, None] & (byte < 16), other=0)
+    return row, run, in_range, codes
+
+
+@triton.jit
+def store_nibbles(out_ptr, low, high, row, run, in_range, k):
+    """Store the values of the low nibbles [N, R, 16], and of the high ones 16 columns further."""
+    column = run[None, :, None] * 32 + tl.arange(0, 16)[None, None, :]
+    target = out_ptr + row[:, None, None] * k + column
+    inside = in_range[:, :, None] & (column < k)
+    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside)
+    inside = in_range[:, :, None] & (column + 16 < k)
+    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _launcher = CachedLauncher(_dequantize_kernel)

@@ -32,7 +32,12 @@ from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import launch_dequantize
+from modelmill.ops.triton.weight_only_gemm.dequant import (
+    dequantize_nibbles,
+    load_nibbles,
+    store_nibbles,
+    store_product,
+)
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
 from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
@@ -41,15 +46,12 @@ ZERO_POINT = 8  # the code of 0 in a symmetric weight
 # maximum columns of a chunk: two products with 64 columns each
 CHUNK = 128
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024, torch.float32: 0}
-MAX_ROWS = 64  # rows of 16-bit x
 
 
-def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
     """The product of a few rows; sums in float32."""
     x, weight, scale, offset, group, bias = inputs
-    tokens, k = x.shape
-    n = weight.shape[0]
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
+    (tokens, n), k = out.shape, x.shape[1]
     block_t, block_n, stages, warps = _launch_config(tokens, n)
     _int4_gemm_kernel[(-(-n // block_n), -(-tokens // block_t))](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
@@ -61,7 +63,6 @@ def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
-    return out
 
 
 def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
@@ -76,11 +77,7 @@ def _launch_config(tokens: int, n: int) -> tuple[int, int, int, int]:
 
 def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """The weight of a product as [N, K] of x's dtype."""
-    n, width = inputs.weight.shape
-    rows, runs = 2, 64
-    programs = (-(-n // rows), -(-width // (16 * runs)), 1)
-    constants = (ZERO_POINT, inputs.group, rows, runs)
-    return launch_dequantize(_launcher, programs, inputs, (width,), constants, warps=2)
+    return dequantize_nibbles(_launcher, inputs, (ZERO_POINT, inputs.group))
 
 
 @triton.jit
@@ -89,13 +86,7 @@ def _dequantize_kernel(
     OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
     RUNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    byte = tl.arange(0, 16)[None, None, :]
-    in_range = (row < n)[:, None] & (run * 16 < width)[None, :]
-    inside = in_range[:, :, None] & (byte < 16)
-    at = row[:, None, None] * stride + run[None, :, None] * 16 + byte
-    codes = tl.load(weight_ptr + at, mask=inside, other=0)
+    row, run, in_range, codes = load_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
     # a group size is a multiple of 32
     grid = row[:, None] * grid_stride + (run * 32 // GROUP)[None, :]
     scale = tl.load(scale_ptr + grid, mask=in_range, other=0.0).to(tl.float32)
@@ -105,10 +96,7 @@ def _dequantize_kernel(
         offset = -ZERO * scale
     low = (codes & 15).to(tl.float32) * scale[:, :, None] + offset[:, :, None]
     high = (codes >> 4).to(tl.float32) * scale[:, :, None] + offset[:, :, None]
-    column = run[None, :, None] * 32 + byte
-    target = out_ptr + row[:, None, None] * k + column
-    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k))
-    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k))
+    store_nibbles(out_ptr, low, high, row, run, in_range, k)
 
 
 _launcher = CachedLauncher(_dequantize_kernel)
@@ -155,10 +143,7 @@ def _int4_gemm_kernel(
         else:
             offset = -(ZERO + CODE_BIAS) * scale
         total += part * scale[:, None] + offset[:, None] * sums[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
-    target = out_ptr + token.to(tl.int64)[None, :] * out_stride + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+    store_product(out_ptr, total, bias_ptr, row, token, n, out_stride, live, BIAS)
 
 
 @triton.jit
@@ -172,5 +157,5 @@ def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
         return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
 
 
-KERNELS = kernels(MAX_ROWS, _gemm, dequantize_weight)
+KERNELS = kernels(_gemm, dequantize_weight)
 run = run_first(KERNELS, DECLARATION)

@@ -23,26 +23,19 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_group_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize
+from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, store_product
 from modelmill.ops.triton.weight_only_gemm.groupwise import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.triton.weight_only_gemm.groupwise import kernels
+from modelmill.ops.triton.weight_only_gemm.groupwise import kernels, launch_config
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 CHUNK = 128  # maximum columns of a product
-# (maximum rows of x, tokens per program, weight rows per program, stages, warps)
-LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
-MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
-def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
     """The product of a few rows; sums in float32."""
     x, weight, scale, offset, group, bias = inputs
-    tokens, k = x.shape
-    n = weight.shape[0]
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    block_t, block_n, stages, warps = next(
-        config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0]
-    )
+    (tokens, n), k = out.shape, x.shape[1]
+    block_t, block_n, stages, warps = launch_config(tokens)
     _int8_group_gemm_kernel[(-(-n // block_n),)](
         x, weight, scale, scale if offset is None else offset, x if bias is None else bias, out,
         tokens, n, k, x.stride(0), weight.stride(0), scale.stride(0),
@@ -50,7 +43,6 @@ def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         BLOCK_T=block_t, BLOCK_N=block_n, num_stages=stages, num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -81,11 +73,8 @@ def _int8_group_gemm_kernel(
         if OFFSET:
             offset = tl.load(offset_ptr + weight_row * grid_stride + start // GROUP).to(tl.float32)
             total += offset[:, None] * tl.sum(x.to(tl.float32), axis=0)[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
-    target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+    store_product(out_ptr, total, bias_ptr, row, token, n, n, live, BIAS)
 
 
-KERNELS = kernels(MAX_ROWS, _gemm, dequantize)
+KERNELS = kernels(_gemm, dequantize)
 run = run_first(KERNELS, DECLARATION)

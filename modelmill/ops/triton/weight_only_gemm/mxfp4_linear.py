@@ -27,14 +27,17 @@ from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.weight_only_gemm import groupwise
-from modelmill.ops.triton.weight_only_gemm.dequant import launch_dequantize
+from modelmill.ops.triton.weight_only_gemm.dequant import (
+    dequantize_nibbles,
+    load_nibbles,
+    store_nibbles,
+    store_product,
+)
+from modelmill.ops.triton.weight_only_gemm.groupwise import launch_config
 from modelmill.ops.triton.weight_only_gemm.groupwise import supports as supports
 
 DTYPES = (torch.bfloat16, torch.float32)
 CHUNK = 128  # columns of a step
-# (maximum rows of x, tokens per program, weight rows per program, stages, warps)
-LAUNCH_CONFIGS = ((16, 16, 16, 6, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 4))
-MAX_ROWS = LAUNCH_CONFIGS[-1][0]
 
 
 def _served(problem: object) -> bool:
@@ -49,15 +52,11 @@ SUPPORTED_PROBLEMS = tuple(
 )
 
 
-def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+def _gemm(inputs: GroupwiseLinearInputs, out: torch.Tensor) -> None:
     """The product of a few rows; sums in float32."""
     x, weight, scale, _, _, bias = inputs
-    tokens, k = x.shape
-    n = weight.shape[0]
-    out = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
-    block_t, block_n, stages, warps = next(
-        config[1:] for config in LAUNCH_CONFIGS if tokens <= config[0]
-    )
+    (tokens, n), k = out.shape, x.shape[1]
+    block_t, block_n, stages, warps = launch_config(tokens)
     _mxfp4_gemm_kernel[(-(-n // block_n),)](
         x, weight, scale, x if bias is None else bias, out,
         tokens, n, k, weight.shape[1], x.stride(0), weight.stride(0), scale.stride(0),
@@ -65,15 +64,11 @@ def _gemm(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         num_warps=warps,
         **pdl_launch_options(x.device, tokens),
     )  # fmt: skip
-    return out
 
 
 def dequantize_weight(inputs: GroupwiseLinearInputs) -> torch.Tensor:
     """The weight of a product as [N, K] of x's dtype."""
-    n, width = inputs.weight.shape
-    rows, runs = 2, 64
-    programs = (-(-n // rows), -(-width // (16 * runs)), 1)
-    return launch_dequantize(_launcher, programs, inputs, (width,), (rows, runs), warps=2)
+    return dequantize_nibbles(_launcher, inputs, ())
 
 
 @triton.jit
@@ -97,20 +92,11 @@ def _dequantize_kernel(
     weight_ptr, scale_ptr, offset_ptr, out_ptr, n, k, width, stride, grid_stride,
     OFFSET: tl.constexpr, BLOCK_N: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
-    byte = tl.arange(0, 16)[None, None, :]
-    in_range = (row < n)[:, None] & (run * 16 < width)[None, :]
-    inside = in_range[:, :, None] & (byte < 16)
-    at = row[:, None, None] * stride + run[None, :, None] * 16 + byte
-    codes = tl.load(weight_ptr + at, mask=inside, other=0)
+    row, run, in_range, codes = load_nibbles(weight_ptr, n, width, stride, BLOCK_N, RUNS)
     grid = row[:, None] * grid_stride + run[None, :]
     scale = e8m0_values(tl.load(scale_ptr + grid, mask=in_range, other=0))[:, :, None]
-    column = run[None, :, None] * 32 + byte
-    target = out_ptr + row[:, None, None] * k + column
     low, high = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
-    tl.store(target, low.to(out_ptr.dtype.element_ty), mask=inside & (column < k))
-    tl.store(target + 16, high.to(out_ptr.dtype.element_ty), mask=inside & (column + 16 < k))
+    store_nibbles(out_ptr, low, high, row, run, in_range, k)
 
 
 _launcher = CachedLauncher(_dequantize_kernel)
@@ -118,10 +104,10 @@ _launcher = CachedLauncher(_dequantize_kernel)
 
 @triton.jit(do_not_specialize=["tokens"])
 def _mxfp4_gemm_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, n, k, width, x_stride, stride,
-    grid_stride,
-    BIAS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+    tokens, n, k, width, x_stride, stride, grid_stride,
+    BIAS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # rows past the end repeat the last one; their results are not stored
@@ -148,11 +134,8 @@ def _mxfp4_gemm_kernel(
         w_high = (e2m1_values(codes >> 4) * scale).to(x_low.dtype)
         total = tl.dot(w_low, x_low, total, input_precision="ieee")
         total = tl.dot(w_high, x_high, total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
-    target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & live)
+    store_product(out_ptr, total, bias_ptr, row, token, n, n, live, BIAS)
 
 
-KERNELS = groupwise.kernels(MAX_ROWS, _gemm, dequantize_weight)
+KERNELS = groupwise.kernels(_gemm, dequantize_weight)
 run = run_first(KERNELS, DECLARATION)

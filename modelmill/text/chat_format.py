@@ -1,0 +1,57 @@
+"""What a chat format is for the rest of the engine: conversations → prompt ids."""
+
+from __future__ import annotations
+
+from typing import Protocol, Unpack
+
+from modelmill.text.chat_syntax import ThinkingSyntax
+from modelmill.text.messages import ChatTemplateKwargs, Messages
+
+
+class ChatFormat(Protocol):
+    """A chat format: converts conversations to prompts.
+
+    Attributes:
+        stop_ids: an answer ends at any of these.
+        stop_strings: or before any of these.
+        format_name: how answers are written, see ``chat_formats``.
+        thinking: marks of the thinking, if the template has them.
+        writes_calls: whether it writes earlier calls.
+        takes_effort: whether it reads the variable reasoning_effort.
+    """
+
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+    format_name: str
+    thinking: ThinkingSyntax | None = None
+    writes_calls: bool = False
+    takes_effort: bool = False
+
+    def encode(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
+    ) -> list[int]:
+        """Return the prompt ids, with BOS if the format has one.
+
+        Args:
+            messages: [{"role", "content", …}]; content: a string or [{"type": "text", "text"}, …].
+            add_generation_prompt: whether the prompt ends with the beginning of an answer.
+            template: tools and template options.
+
+        Raises:
+            RequestError: if a message is invalid.
+            TemplateError: if the template fails.
+        """
+
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
+    ) -> str:
+        """Return the same prompt as text."""
+
+    def close(self) -> None:
+        """End the template process, if one runs."""

@@ -1,0 +1,24 @@
+"""Answers that the test model cannot generate, in place of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.request_state import RequestState
+
+
+def replace_answers(monkeypatch: pytest.MonkeyPatch, answer: str, chars: int) -> None:
+    """Give ``answer`` in place of what a model generates, so many characters a token."""
+    push = RequestState.process
+
+    def instead(self: RequestState, token: Any) -> Any:
+        delta, _ = push(self, token)
+        output = self.output.outputs[0]
+        end = len(output.token_ids) * chars
+        text, output.text = answer[end - chars : end], answer
+        output.finish_reason = "stop" if end >= len(answer) else None
+        return type(delta)(0, text, delta.token_ids, output.finish_reason, self.output), False
+
+    monkeypatch.setattr(RequestState, "process", instead)
