@@ -33,6 +33,7 @@ NOT_VERBS = (
     *(
         "bench_ops",
         "bench_serve",
+        "serve_catalogue",
         "serve_ray",
         "help_page",
         "terminal_chat",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from modelmill.core.packages import install_command, require
 from modelmill.core.server_records import recorded
 
 if TYPE_CHECKING:
+    from modelmill.serve.catalogue.entries import CatalogueEntry
     from modelmill.serve.engine_client import EngineClient
     from modelmill.serve.server import ServerOptions
     from modelmill.serve.worker_messages import OpenEngine
@@ -50,6 +51,23 @@ class Args(CommonArgs):
         "engine folders, or checkpoints (they are built into the cache first)",
         positional=True,
         metavar="ENGINE…",
+    )
+    models_dir: Path | None = option(
+        None, "folder of engines that are loaded when a request names them (docs/catalogue.md)"
+    )
+    catalogue: Path | None = option(
+        None, "file in JSON or TOML that lists such engines, with names, aliases and idle times"
+    )
+    memory_budget: int | None = option(
+        None,
+        "with a catalogue: bytes that weights, KV caches and states of all loaded engines may "
+        "take; default on a CPU: four fifths of the memory that is free at the start",
+    )
+    keep_alive: str = option(
+        "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
+    )
+    standby_worker: bool = option(
+        True, "with a catalogue: keep a process ready, so that engines load sooner"
     )
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
@@ -125,14 +143,17 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Serve until SIGTERM or Ctrl-C; returns 0 after an orderly shutdown."""
     try:
+        import modelmill.serve.server  # noqa: F401  # names what the extra lacks
         from modelmill.serve.json_logs import log_to_stderr
-        from modelmill.serve.server import Server
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
+    from modelmill.cli.serve_catalogue import catalogue_entries
+
     place, names = _server_options(args), _model_names(args)
     aliases = _aliases(args, names)
+    entries = catalogue_entries(args, [*names, *aliases])
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
@@ -143,19 +164,48 @@ def run(args: Args) -> int:
     if gone is not None:
         raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
 
-    async def serve() -> None:
-        engines = {engine.name: engine for engine in _engines(args, names)}
-        by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
-        await Server([*engines.values()], place, by_name).run(
-            lambda url: announce_address(args, url, names, f"loading {', '.join(names)}", record),
+    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
+        asyncio.run(_serve(args, place, names, aliases, entries, record))
+    return 0
+
+
+async def _serve(
+    args: Args,
+    place: ServerOptions,
+    names: Sequence[str],
+    aliases: Mapping[str, str],
+    entries: Sequence[CatalogueEntry],
+    record: contextlib.ExitStack,
+) -> None:
+    """Serve the engines that are always loaded and those of the catalogue."""
+    from modelmill.cli.serve_catalogue import make_manager
+    from modelmill.serve.server import Server
+    from modelmill.serve.standby_worker import StandbyLauncher
+
+    engines = {engine.name: engine for engine in _engines(args, names)}
+    by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
+    manager, launcher = None, None
+    if entries:
+        launcher = StandbyLauncher() if args.standby_worker else None
+        weights = [_engine_bytes(path) for path in args.engines]
+        always = list(zip(engines.values(), weights, strict=True))
+        manager = make_manager(args, entries, always, launcher)
+        by_name |= manager.engines_by_name()
+    doing = [f"loading {', '.join(names)}"] if names else []
+    doing += [f"models loaded on demand: {len(entries)}"] if entries else []
+    shown = [*names, *(entry.name for entry in entries)]
+    try:
+        if launcher is not None:
+            await launcher.refill()
+        await Server([*engines.values()], place, by_name, manager).run(
+            lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
             ),
         )
-
-    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
-        asyncio.run(serve())
-    return 0
+    finally:
+        if launcher is not None:
+            await launcher.close()
 
 
 def announce_address(
@@ -238,7 +288,11 @@ def _read_keys(file: Path | None) -> list[str]:
 
 
 def _model_names(args: Args) -> list[str]:
-    """Return a name for each engine."""
+    """Return a name for each engine that is always loaded."""
+    if not args.engines and (args.models_dir is not None or args.catalogue is not None):
+        if args.served_model_name:
+            raise UsageError("--served-model-name is for ENGINE arguments; use a catalogue's names")
+        return []
     if not args.engines:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"

@@ -32,6 +32,7 @@ from modelmill.serve.dialects.ollama_schema import (
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
+from modelmill.serve.model_schema import LoadRequest, ModelRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
@@ -42,6 +43,7 @@ from modelmill.serve.routes import (
     health,
     llama_cpp,
     messages,
+    models,
     ollama,
     page,
     responses,
@@ -85,6 +87,8 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/tokenize": TokenizeRequest,
     "/apply-template": TemplateRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/models/load": LoadRequest,
+    "/v1/models/unload": ModelRequest,
 }
 """The request model of each path; error messages name a field of it."""
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -96,6 +100,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     404: {"model": ErrorResponse, "description": "No such model"},
     405: {"model": ErrorResponse, "description": "The path takes another method"},
+    409: {"model": ErrorResponse, "description": "The model's state does not allow it"},
     408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "Too many requests wait"},
@@ -117,6 +122,7 @@ def make_app(service: Service) -> ASGIApp:
     modules = (
         llama_cpp,
         scores,
+        models,
         health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
     )  # fmt: skip
     for module in modules:

@@ -8,6 +8,7 @@ from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
 from modelmill.core.quoting import one_line
+from modelmill.serve.catalogue.model_loader import ModelLoadFailed
 from modelmill.serve.engine_client import EngineNotReady, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
 
@@ -76,6 +77,9 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return ApiError(503, text, "service_unavailable_error", None, code, {"Retry-After": "2"})
     if isinstance(error, WorkerLost):
         return ApiError(503, text, SERVER_ERROR, None, "engine_restarted", {"Retry-After": "2"})
+    if isinstance(error, ModelLoadFailed):
+        text = one_line(text, MAX_MESSAGE_CHARS)
+        return ApiError(503, text, SERVER_ERROR, "model", "model_load_failed", {"Retry-After": "5"})
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):

@@ -28,6 +28,7 @@ from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
     INTERNAL_KEY,
+    LEASES_KEY,
     OWNER_KEY,
     TENANT_KEY,
     Service,
@@ -89,6 +90,8 @@ class RequestMiddleware:
         except ApiError as error:
             await context.send_error(error)
         finally:
+            for lease in scope.get(LEASES_KEY, ()):
+                lease.release()
             service.end_request()
             context.log_request()
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
@@ -25,6 +26,8 @@ TENANT_KEY = "modelmill.tenant"
 """Scope key of the tenant: an opaque id derived from the API key, never the key."""
 OWNER_KEY = "modelmill.owner"
 """Scope key of the owner of stored responses; also where tenants share their caches."""
+LEASES_KEY = "modelmill.leases"
+"""Scope key of the request's leases of engines, which are released when it has ended."""
 
 
 MAX_UNUSED_VALUES = 1 << 20
@@ -66,6 +69,7 @@ class Service:
         engines: by every name they are served under, in order.
         draining: new requests are refused.
         traces: receives one span per request; None: no tracing.
+        catalogue: loads engines for requests; None: all engines are always loaded.
     """
 
     engines: Mapping[str, EngineClient]
@@ -74,12 +78,16 @@ class Service:
     draining: bool = False
     num_active: int = 0
     traces: Traces | None = None
+    catalogue: ModelManager | None = None
 
     def __post_init__(self) -> None:
         self.response_store = ResponseStore(self.limits.response_store_bytes)
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
-            engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
+            self._record_metrics(engine)
+        if self.catalogue is not None:
+            self.catalogue.notify_replace(self._replace_engine)
+            self.catalogue.record_metrics(self.metrics.loads)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
         # their own queue, so that they do not delay small requests
@@ -105,10 +113,25 @@ class Service:
         return list(dict.fromkeys(self.engines.values()))
 
     @property
+    def always_loaded(self) -> list[EngineClient]:
+        """The engines that are loaded from the start to the end, in order."""
+        if self.catalogue is None:
+            return self.unique_engines
+        return [each for each in self.unique_engines if self.catalogue.find(each) is None]
+
+    def _record_metrics(self, engine: EngineClient) -> None:
+        engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
+
+    def _replace_engine(self, old: EngineClient, new: EngineClient) -> None:
+        """Serve ``new`` under the names of ``old`` from now on."""
+        self._record_metrics(new)
+        self.engines = {name: new if each is old else each for name, each in self.engines.items()}
+
+    @property
     def ready(self) -> bool:
-        """Whether every engine accepts requests."""
+        """Whether every engine accepts requests, or waits to be loaded for one."""
         return not self.draining and all(
-            engine.state is EngineState.READY for engine in self.unique_engines
+            engine.state is EngineState.READY for engine in self.always_loaded
         )
 
     def get_engine(self, name: str | None) -> EngineClient:

@@ -29,6 +29,7 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.progress import Progress
 from modelmill.core.types import Guide, Request
+from modelmill.loader.cache_split import split_cache_bytes
 from modelmill.loader.capacity import cpu_kv_cache_budget
 from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
@@ -350,7 +351,7 @@ def load_engine_core(
         ModelmillError: the engine cannot be loaded.
     """
     config = _with_memory_budget(
-        from_dict(RunConfig, open_engine.run, "run"), artifact.nbytes(), open_engine
+        from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
     )
     core = EngineCore.open(artifact, config)
     core.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=core.device != "cpu")
@@ -407,22 +408,40 @@ class _AnswerGuideFactory:
         return self._text_processor.make_guide(request, self._vocab_size)
 
 
-def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenEngine) -> RunConfig:
-    """``config`` with this engine's share of the memory."""
+def _with_memory_budget(
+    config: RunConfig, artifact: Artifact, open_engine: OpenEngine
+) -> RunConfig:
+    """``config`` with this engine's share of the memory, for KV pages and recurrent states.
+
+    Raises:
+        CapacityError: not even one sequence's recurrent state fits.
+    """
+    plain = Artifact(artifact.path, artifact.manifest)
+    sizes = (config.kv_cache_bytes, config.state_cache_bytes)
+    if open_engine.cache_bytes is not None and None in sizes:
+        return split_cache_bytes(config, plain, open_engine.cache_bytes // config.tp)
     device = pick_device(config.device)
     if device == "cpu":
         num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
-        return budget.with_cpu_budget(
+        shared = budget.with_cpu_budget(
             config,
             cpu_kv_cache_budget(config.tp, open_engine.segment_bytes),
             num_other_engines,
             open_engine.segment_bytes,
         )
+        if shared is config or shared.kv_cache_bytes is None:
+            return config
+        return split_cache_bytes(shared, plain, shared.kv_cache_bytes)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
     return budget.with_gpu_memory_share(
-        config, free, total, weight_bytes, open_engine.later_weight_bytes, open_engine.segment_bytes
+        config,
+        free,
+        total,
+        artifact.nbytes(),
+        open_engine.later_weight_bytes,
+        open_engine.segment_bytes,
     )
 
 

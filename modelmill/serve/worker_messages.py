@@ -64,6 +64,8 @@ class OpenEngine:
         image_cache_bytes: size of the cache of image embeddings.
         max_pixels: limit of one image.
         watchdog_seconds: without a sign of life, after which the worker counts as hung; 0: never.
+        cache_bytes: for KV pages and recurrent states of all ranks, unless ``run`` says both;
+            None: from the free memory.
     """
 
     model: str
@@ -77,6 +79,7 @@ class OpenEngine:
     image_cache_bytes: int = 64 << 20
     max_pixels: int = 50_000_000
     watchdog_seconds: float = DEFAULT_TIMEOUT
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)

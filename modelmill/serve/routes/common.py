@@ -11,9 +11,11 @@ from starlette.requests import Request
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve import errors
+from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.service import Service
+from modelmill.serve.service import INTERNAL_KEY, LEASES_KEY, Service
+from modelmill.serve.stream import run_while_connected
 from modelmill.text_processor import TextProcessor
 
 T = TypeVar("T")
@@ -25,10 +27,45 @@ def get_service(request: Request) -> Service:
     return service
 
 
-def find_engine(request: Request, model: str | None) -> tuple[Service, EngineClient]:
-    """The service, and its engine with a model's name; raises ApiError for an unknown one."""
+async def acquire_engine(
+    request: Request, model: str | None, keep_alive: KeepAlive | None = None
+) -> tuple[Service, EngineClient]:
+    """The service, and its engine with a model's name, as ``lease_engine`` returns it.
+
+    Raises:
+        ApiError: there is no such engine.
+    """
     service = get_service(request)
-    return service, service.get_engine(model)
+    return service, await lease_engine(request, service.get_engine(model), keep_alive)
+
+
+async def lease_engine(
+    request: Request, engine: EngineClient, keep_alive: KeepAlive | None = None
+) -> EngineClient:
+    """Wait until an engine of the catalogue is loaded; it stays so until the request has ended.
+
+    Args:
+        request: the HTTP request; leaving ends the wait.
+        engine: one that is always loaded is returned at once.
+        keep_alive: how long it stays loaded after that, as in Ollama.
+
+    Raises:
+        RequestError: ``keep_alive`` is no duration.
+        ModelmillError: the engine cannot be loaded now.
+        ClientDisconnect: the client has disconnected.
+    """
+    seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
+    catalogue = get_service(request).catalogue
+    model = None if catalogue is None else catalogue.find(engine)
+    if catalogue is None or model is None or INTERNAL_KEY in request.scope:
+        return engine
+
+    async def take() -> EngineClient:
+        lease = await catalogue.acquire(model, seconds)
+        request.scope.setdefault(LEASES_KEY, []).append(lease)
+        return lease.engine
+
+    return await run_while_connected(request.receive, take())
 
 
 def random_id(prefix: str, separator: str = "-") -> str:
