@@ -81,6 +81,10 @@ class Args(CommonArgs):
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
+    admin_key: tuple[str, ...] = option(
+        (), "a key that may also unload, pin and reload models (repeatable)", metavar="KEY"
+    )
+    admin_key_file: Path | None = option(None, "file with an admin key on each line")
     share_cache_across_keys: bool = option(
         False,
         "let requests of different API keys share cached prefixes and image embeddings "
@@ -245,16 +249,17 @@ def _server_options(args: Args) -> ServerOptions:
             "--max-image-pixels must be at least 1, --image-cache-bytes and "
             "--response-store-bytes not negative"
         )
-    # spaces around a key are removed here and in the client's header
-    keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
-    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
-        raise UsageError("an API key must be printable ASCII and not empty")
+    keys = _keys(args.api_key, args.api_key_file, "--api-key")
+    admin_keys = _keys(args.admin_key, args.admin_key_file, "--admin-key")
+    if set(keys) & set(admin_keys):
+        raise UsageError("a key is an API key and an admin key; use different ones")
     if not keys and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
         )
     limits = ServiceLimits(
         api_keys=keys,
+        admin_keys=admin_keys,
         max_body_bytes=args.max_body_bytes,
         max_text_body_bytes=args.max_text_body_bytes,
         allowed_origins=args.allowed_origins,
@@ -274,16 +279,26 @@ def _server_options(args: Args) -> ServerOptions:
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
-def _read_keys(file: Path | None) -> list[str]:
+def _keys(options: Sequence[str], file: Path | None, flag: str) -> tuple[str, ...]:
+    """Return the keys of a flag and of its file."""
+    # spaces around a key are removed here and in the client's header
+    keys = (*map(str.strip, options), *_read_keys(file, f"{flag}-file"))
+    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
+        kind = "API key" if flag == "--api-key" else "admin key"
+        raise UsageError(f"an {kind} must be printable ASCII and not empty")
+    return keys
+
+
+def _read_keys(file: Path | None, flag: str) -> list[str]:
     if file is None:
         return []
     try:
         lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError):
-        raise UsageError(f"--api-key-file {file} cannot be read") from None
+        raise UsageError(f"{flag} {file} cannot be read") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise UsageError(f"--api-key-file {file} holds no key")
+        raise UsageError(f"{flag} {file} holds no key")
     return keys
 
 

@@ -32,7 +32,7 @@ from modelmill.serve.dialects.ollama_schema import (
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
-from modelmill.serve.model_schema import LoadRequest, ModelRequest
+from modelmill.serve.model_schema import LoadRequest, ModelRequest, PinRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
@@ -89,6 +89,8 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/models/load": LoadRequest,
     "/v1/models/unload": ModelRequest,
+    "/v1/models/pin": PinRequest,
+    "/v1/models/reload": ModelRequest,
 }
 """The request model of each path; error messages name a field of it."""
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -96,7 +98,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The key is missing or wrong"},
     403: {
         "model": ErrorResponse,
-        "description": "A server without a key answers to localhost only",
+        "description": "A server without a key answers to localhost only; or no admin key",
     },
     404: {"model": ErrorResponse, "description": "No such model"},
     405: {"model": ErrorResponse, "description": "The path takes another method"},

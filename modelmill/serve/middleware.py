@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
+    ADMIN_KEY,
     INTERNAL_KEY,
     LEASES_KEY,
     OWNER_KEY,
@@ -61,7 +63,10 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in service.limits.api_keys]
+        self._keys, self._admin_keys = (
+            [hashlib.sha256(key.encode()).digest() for key in keys]
+            for keys in (service.limits.api_keys, service.limits.admin_keys)
+        )
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,9 +106,11 @@ class RequestMiddleware:
         service = self._service
         _check_framing(headers)
         name = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        is_admin = _has_key(headers, self._admin_keys)
+        scope[ADMIN_KEY] = is_admin or not (self._admin_keys or self._keys)
         if not self._keys:
             self._check_host(name)
-        elif self._has_valid_key(headers):
+        elif is_admin or _has_key(headers, self._keys):
             self._set_tenant(scope, headers)
         elif path not in PUBLIC_PATHS:
             raise ApiError(
@@ -136,12 +143,6 @@ class RequestMiddleware:
         if not length.isdigit() or len(digits) > 18 or int(digits) > limit.max_bytes:
             raise limit.too_large_error()
 
-    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        digest = _key_digest(headers)
-        # compare with every key, so that the time reveals nothing
-        matches = [hmac.compare_digest(digest, each) for each in self._keys]
-        return any(matches)
-
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Store the tenant and owner of a request, which separate what different keys may see.
 
@@ -167,6 +168,14 @@ class RequestMiddleware:
                 "this server has no key and answers to localhost only; start it with --api-key",
                 "permission_error",
             ) from None
+
+
+def _has_key(headers: dict[bytes, bytes], digests: Sequence[bytes]) -> bool:
+    """Whether the request has one of the keys with these digests."""
+    digest = _key_digest(headers)
+    # compare with every key, so that the time reveals nothing
+    matches = [hmac.compare_digest(digest, each) for each in digests]
+    return any(matches)
 
 
 def _key_digest(headers: dict[bytes, bytes]) -> bytes:

@@ -20,6 +20,12 @@ class LoadRequest(ModelRequest):
     wait: bool | None = Field(None, description="false: answer before the model is loaded")
 
 
+class PinRequest(ModelRequest):
+    """Request body of POST /v1/models/pin."""
+
+    pinned: bool | None = Field(None, description="false: no longer")
+
+
 class ModelStateResponse(ResponseModel):
     """Response body of the paths that change the state of a model."""
 

@@ -474,6 +474,8 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/models/{name}": ModelCard,
     "/v1/models/load": ModelStateResponse,
     "/v1/models/unload": ModelStateResponse,
+    "/v1/models/pin": ModelStateResponse,
+    "/v1/models/reload": ModelStateResponse,
     "/tokenize": TokenizeResponse,
     "/detokenize": DetokenizeResponse,
     "/apply-template": TemplateResponse,

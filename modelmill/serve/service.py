@@ -26,6 +26,8 @@ TENANT_KEY = "modelmill.tenant"
 """Scope key of the tenant: an opaque id derived from the API key, never the key."""
 OWNER_KEY = "modelmill.owner"
 """Scope key of the owner of stored responses; also where tenants share their caches."""
+ADMIN_KEY = "modelmill.admin"
+"""Scope key: whether the request may administer models."""
 LEASES_KEY = "modelmill.leases"
 """Scope key of the request's leases of engines, which are released when it has ended."""
 
@@ -41,6 +43,8 @@ class ServiceLimits:
 
     Attributes:
         api_keys: accepted keys; empty: no authentication.
+        admin_keys: keys that may also administer models; without any, requests may do so only where
+            there are no API keys either.
         max_body_bytes: of a request that may contain images.
         max_text_body_bytes: of a request that may not.
         body_timeout: seconds in which a body must arrive.
@@ -52,6 +56,7 @@ class ServiceLimits:
     """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
     max_text_body_bytes: int = 4 << 20
     body_timeout: float = 60.0

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,10 +251,11 @@ class ModelManager:
         if model.instance is not None and not model.instance.leases and not self._closing:
             self._start(self.loader.unload(model, "idle"))
 
-    def _start(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # -- administration
 
@@ -287,6 +288,10 @@ class ModelManager:
         model.set_pinned(pinned)
         if model.instance is not None and not model.instance.leases:
             self._start_timer(model)
+
+    def start_reload(self, model: ManagedModel) -> asyncio.Task[None]:
+        """Start ``reload`` as a task that goes on if nothing waits for it."""
+        return self._start(self.reload(model))
 
     async def reload(self, model: ManagedModel) -> None:
         """Load the changed files of a model; no request is lost.

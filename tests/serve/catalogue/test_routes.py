@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from modelmill.serve.app import make_app
-from modelmill.serve.service import Service
+from modelmill.serve.service import Service, ServiceLimits
 from tests.serve.asgi_client import Client, Response
 from tests.serve.catalogue.managed import Models, managed_models
+from tests.serve.service_thread import ServiceThread
 
 COMPLETION = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "stop_token_ids": []}
 
@@ -113,6 +116,67 @@ def test_load_and_unload(stories: Path) -> None:
         assert (pinned.status, pinned.json["error"]["code"]) == (409, "pinned")
 
     run(stories, check)
+
+
+def test_pin_and_reload(stories: Path) -> None:
+    async def check(served: CatalogueService) -> None:
+        post = served.client.post
+        assert (await post("/models/load", {"model": "a"})).status == 200
+        assert (await post("/models/pin", {"model": "a"})).status == 200
+        assert (await served.card("a"))["pinned"]
+        first = served.models["a"].engine
+        reloaded = await post("/models/reload", {"model": "a"})
+        assert reloaded.json == {"success": True, "model": "a", "state": "loaded"}
+        assert served.service.get_engine("a") is served.models["a"].engine is not first
+        assert (await served.complete("a")).status == 200
+        assert (await post("/models/pin", {"model": "a", "pinned": False})).status == 200
+        assert not (await served.card("a"))["pinned"]
+        unloaded = await post("/models/reload", {"model": "b"})
+        assert unloaded.status == 400
+        assert "is unloaded" in unloaded.json["error"]["message"]
+
+    run(stories, check)
+
+
+ADMIN_PATHS = ("/models/unload", "/models/pin", "/v1/models/reload", "/v1/models/%75nload")
+
+
+@pytest.mark.parametrize(
+    ("limits", "statuses"),
+    [
+        ({"api_keys": ("user",)}, {"user": 403, "wrong": 401}),
+        ({"api_keys": ("user",), "admin_keys": ("admin",)}, {"user": 403, "wrong": 401}),
+        ({"admin_keys": ("admin",)}, {"wrong": 403}),
+    ],
+)
+def test_administration_needs_a_key_of_its_own(
+    stories: Path, limits: dict[str, Any], statuses: dict[str, int]
+) -> None:
+    async def check(served: CatalogueService) -> None:
+        engines, catalogue = served.service.engines, served.models.manager
+        service = Service(engines, ServiceLimits(**limits), catalogue=catalogue)
+        app = make_app(service)
+        assert (await served.client.post("/models/load", {"model": "a"})).status == 200
+        for path in ADMIN_PATHS:
+            decoded = path.replace("%75", "u")
+            for key, status in statuses.items():
+                response = await Client(app, key).post(decoded, {"model": "a"}, raw=path)
+                assert response.status == status, (path, key, response.body)
+        assert served.models["a"].state == "loaded"
+        if service.limits.admin_keys:
+            assert (await Client(app, "admin").get("/v1/models")).status == 200
+            unloaded = await Client(app, "admin").post("/models/unload", {"model": "a"})
+            assert unloaded.json["state"] == "unloaded"
+        service.close()
+
+    run(stories, check)
+
+
+def test_an_engine_that_is_always_loaded_is_not_administered(running: ServiceThread) -> None:
+    for path in ("/models/unload", "/models/pin", "/models/reload"):
+        response = running.post(path, {"model": "stories"})
+        assert (response.status, response.json["error"]["code"]) == (409, "always_loaded")
+    assert running.post("/models/load", {"model": "stories"}).json["state"] == "loaded"
 
 
 def test_a_client_that_leaves_ends_its_wait(stories: Path) -> None:
