@@ -20,6 +20,7 @@ from modelmill.core.packages import install_command, require
 from modelmill.core.server_records import recorded
 
 if TYPE_CHECKING:
+    from modelmill.serve.access.key_policy import KeyPolicy
     from modelmill.serve.catalogue.entries import CatalogueEntry
     from modelmill.serve.engine_client import EngineClient
     from modelmill.serve.server import ServerOptions
@@ -81,6 +82,12 @@ class Args(CommonArgs):
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
+    keys: Path | None = option(
+        None,
+        "file in JSON or TOML of API keys with name, priority, weight and limits "
+        "(docs/api-keys.md)",
+        metavar="FILE",
+    )
     admin_key: tuple[str, ...] = option(
         (), "a key that may also unload, pin and reload models (repeatable)", metavar="KEY"
     )
@@ -251,15 +258,17 @@ def _server_options(args: Args) -> ServerOptions:
         )
     keys = _keys(args.api_key, args.api_key_file, "--api-key")
     admin_keys = _keys(args.admin_key, args.admin_key_file, "--admin-key")
-    if set(keys) & set(admin_keys):
+    policies = _key_policies(args)
+    if {*keys, *(each.key for each in policies)} & set(admin_keys):
         raise UsageError("a key is an API key and an admin key; use different ones")
-    if not keys and args.host not in LOOPBACK_HOSTS:
+    if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
         )
     limits = ServiceLimits(
         api_keys=keys,
         admin_keys=admin_keys,
+        key_policies=policies,
         max_body_bytes=args.max_body_bytes,
         max_text_body_bytes=args.max_text_body_bytes,
         allowed_origins=args.allowed_origins,
@@ -277,6 +286,17 @@ def _server_options(args: Args) -> ServerOptions:
         None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
     )
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
+
+
+def _key_policies(args: Args) -> tuple[KeyPolicy, ...]:
+    """Return the keys of --keys."""
+    from modelmill.serve.access.key_policy import read_key_file
+
+    if args.keys is None:
+        return ()
+    if args.ray:
+        raise UsageError("--keys is not for --ray, whose replicas count separately")
+    return read_key_file(args.keys)
 
 
 def _keys(options: Sequence[str], file: Path | None, flag: str) -> tuple[str, ...]:

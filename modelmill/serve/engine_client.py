@@ -25,6 +25,7 @@ from modelmill.core.types import FinishReason, Stats, TokenOutput
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import budget
+from modelmill.serve.access.fair_queue import FairQueue
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
@@ -165,6 +166,7 @@ class EngineClient:
         self._sleep = sleep
         self._hang_reason = ""  # why the current worker was killed as hung
         self.metrics: EngineMetrics | None = None
+        self.fair_queue = FairQueue()
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
@@ -690,6 +692,7 @@ class EngineClient:
             entry = self._active_requests.get(message.id)
             if entry is not None:
                 entry[1].note_start(message.queue_seconds)
+                self.fair_queue.note_start(entry[0].request.virtual_start)
         elif isinstance(message, LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
         elif isinstance(message, RequestRejected):

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from modelmill.core.types import FinishReason, Stats
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
+from modelmill.serve.access.key_limits import KeyMetrics
 from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
@@ -87,6 +88,7 @@ class ServerMetrics:
         )
         self.segment = SegmentMetrics(self.registry)
         self.loads = LoadMetrics(self.registry)
+        self.keys = KeyMetrics(self.registry)
         self._tokens = {name: self._counter(name, help) for name, help in TOKEN_COUNTERS.items()}
         self._success = self._counter("request_success", "Finished sequences.", "finished_reason")
         self._restarts = self._counter("worker_restarts", "Workers that were replaced.", "reason")

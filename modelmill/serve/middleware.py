@@ -21,6 +21,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
+from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.dialects.error_form import error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import HEADER_BYTES
@@ -32,7 +33,9 @@ from modelmill.serve.service import (
     INTERNAL_KEY,
     LEASES_KEY,
     OWNER_KEY,
+    POLICY_KEY,
     TENANT_KEY,
+    USE_KEY,
     Service,
     ServiceLimits,
 )
@@ -63,10 +66,13 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._keys, self._admin_keys = (
-            [hashlib.sha256(key.encode()).digest() for key in keys]
-            for keys in (service.limits.api_keys, service.limits.admin_keys)
-        )
+        limits = service.limits
+        policies = [
+            *limits.key_policies,
+            *_plain_policies("api-key", limits.api_keys),
+        ]
+        self._keys = _by_digest(policies)
+        self._admin_keys = _by_digest(_plain_policies("admin-key", limits.admin_keys))
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,6 +103,8 @@ class RequestMiddleware:
         finally:
             for lease in scope.get(LEASES_KEY, ()):
                 lease.release()
+            if USE_KEY in scope:
+                scope[USE_KEY].end()
             service.end_request()
             context.log_request()
 
@@ -106,12 +114,14 @@ class RequestMiddleware:
         service = self._service
         _check_framing(headers)
         name = _host_name(headers.get(b"host", b"").decode("latin-1"))
-        is_admin = _has_key(headers, self._admin_keys)
-        scope[ADMIN_KEY] = is_admin or not (self._admin_keys or self._keys)
+        admin = _find_policy(headers, self._admin_keys)
+        policy = admin or _find_policy(headers, self._keys)
+        scope[ADMIN_KEY] = admin is not None or not (self._admin_keys or self._keys)
         if not self._keys:
             self._check_host(name)
-        elif is_admin or _has_key(headers, self._keys):
+        elif policy is not None:
             self._set_tenant(scope, headers)
+            scope[POLICY_KEY] = policy
         elif path not in PUBLIC_PATHS:
             raise ApiError(
                 401,
@@ -170,12 +180,26 @@ class RequestMiddleware:
             ) from None
 
 
-def _has_key(headers: dict[bytes, bytes], digests: Sequence[bytes]) -> bool:
-    """Whether the request has one of the keys with these digests."""
+def _plain_policies(prefix: str, keys: Sequence[str]) -> list[KeyPolicy]:
+    """Policies of keys without limits."""
+    return [
+        KeyPolicy(f"{prefix}-{number}", key, raises_priority=True)
+        for number, key in enumerate(keys, 1)
+    ]
+
+
+def _by_digest(policies: Sequence[KeyPolicy]) -> list[tuple[bytes, KeyPolicy]]:
+    return [(hashlib.sha256(each.key.encode()).digest(), each) for each in policies]
+
+
+def _find_policy(
+    headers: dict[bytes, bytes], policies: Sequence[tuple[bytes, KeyPolicy]]
+) -> KeyPolicy | None:
+    """The policy of the request's key; None for an unknown one."""
     digest = _key_digest(headers)
     # compare with every key, so that the time reveals nothing
-    matches = [hmac.compare_digest(digest, each) for each in digests]
-    return any(matches)
+    matches = [each for known, each in policies if hmac.compare_digest(digest, known)]
+    return matches[0] if matches else None
 
 
 def _key_digest(headers: dict[bytes, bytes]) -> bytes:

@@ -23,6 +23,7 @@ from modelmill.core.types import (
     SamplingParams,
     sampling_range,
 )
+from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.message_keys import ChatMessages
@@ -158,6 +159,7 @@ class SamplingFields(AccountFields):
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = None
     keep_alive: KeepAliveField = None
+    priority: PriorityField = None
     # extensions, also of other engines
     top_k: int | None = sampling_field("top_k")
     min_p: float | None = sampling_field("min_p")

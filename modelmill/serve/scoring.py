@@ -14,6 +14,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.outputs import unit_vector
 from modelmill.request_state import RequestState
+from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.schema import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
@@ -35,6 +36,7 @@ class RerankRequest(StrictModel):
     user: str | None = Field(None, max_length=4096)
     cache_salt: str | None = Field(None, max_length=1024)
     keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
     def texts(self) -> list[str]:
         """The documents as texts.
@@ -60,6 +62,7 @@ class ScoreRequest(StrictModel):
     user: str | None = Field(None, max_length=4096)
     cache_salt: str | None = Field(None, max_length=1024)
     keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs of texts: one with each, or as many with as many.

@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from modelmill.serve.access.key_limits import KeyUsage
+from modelmill.serve.access.key_policy import KeyPolicy
+from modelmill.serve.access.request_use import RequestUse
 from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import ApiError, invalid_request
@@ -28,6 +31,12 @@ OWNER_KEY = "modelmill.owner"
 """Scope key of the owner of stored responses; also where tenants share their caches."""
 ADMIN_KEY = "modelmill.admin"
 """Scope key: whether the request may administer models."""
+POLICY_KEY = "modelmill.policy"
+"""Scope key of the policy of the request's key."""
+PRIORITY_KEY = "modelmill.priority"
+"""Scope key of the field ``priority`` of the request."""
+USE_KEY = "modelmill.use"
+"""Scope key of what the request uses of its key's limits, which ends with it."""
 LEASES_KEY = "modelmill.leases"
 """Scope key of the request's leases of engines, which are released when it has ended."""
 
@@ -45,6 +54,7 @@ class ServiceLimits:
         api_keys: accepted keys; empty: no authentication.
         admin_keys: keys that may also administer models; without any, requests may do so only where
             there are no API keys either.
+        key_policies: further API keys, with a name, a priority, a share and limits.
         max_body_bytes: of a request that may contain images.
         max_text_body_bytes: of a request that may not.
         body_timeout: seconds in which a body must arrive.
@@ -57,6 +67,7 @@ class ServiceLimits:
 
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
+    key_policies: tuple[KeyPolicy, ...] = ()
     max_body_bytes: int = 16 << 20
     max_text_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
@@ -87,6 +98,11 @@ class Service:
 
     def __post_init__(self) -> None:
         self.response_store = ResponseStore(self.limits.response_store_bytes)
+        self._key_usages = {
+            policy: KeyUsage(policy, self.metrics.keys) for policy in self.limits.key_policies
+        }
+        for policy in self.limits.key_policies:
+            self.metrics.keys.add_key(policy.name)
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
             self._record_metrics(engine)
@@ -99,6 +115,10 @@ class Service:
         self._small_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
+
+    def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestUse:
+        """Count a request of a key; raises as ``RequestUse``."""
+        return RequestUse(policy, self._key_usages.get(policy), priority)
 
     def begin_request(self) -> None:
         """Count one more request that runs."""

@@ -229,6 +229,7 @@ class EngineWorker:
         self._channel = channel
         self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
+        self._in_order = True
 
     def run(self) -> None:
         """Process messages and run steps until the server is gone."""
@@ -267,24 +268,30 @@ class EngineWorker:
             return
         # keep the sequence itself: a request that finishes in its first step has already left
         # ``live_sequences`` when its start is reported
-        self._unstarted.append(
-            (arrival.arrived_at, self.engine_core.output_processor.live_sequences[request.id][0])
-        )
+        seq = self.engine_core.output_processor.live_sequences[request.id][0]
+        self._in_order &= not self._unstarted or self._unstarted[-1][1].priority < seq.priority
+        self._unstarted.append((arrival.arrived_at, seq))
 
     def _report_started(self) -> None:
         """Send RequestStarted for sequences that have left the queue.
 
-        They start in order, so the first that still waits ends the search.
+        While they were queued in the order in which they start, the first that still waits ends the
+        search.
         """
+        waiting: deque[tuple[float, Sequence]] = deque()
         while self._unstarted:
             arrived_at, seq = self._unstarted[0]
             if seq.started_at is None and seq.finish_reason is None:
-                return
+                if self._in_order:
+                    return
+                waiting.append(self._unstarted.popleft())
+                continue
             self._unstarted.popleft()
             if seq.started_at is not None:
                 self._channel.send(
                     RequestStarted(seq.request.id, round(seq.started_at - arrived_at, 6))
                 )
+        self._unstarted, self._in_order = waiting, not waiting
 
     def _handle(self, message: Message | Arrival) -> None:
         if isinstance(message, Arrival):

@@ -310,6 +310,8 @@ def _encode_request(request: Request) -> dict[str, Any]:
         else [request.grammar.grammar_type, request.grammar.text],
         "pooling": request.pooling,
         "penalize_prompt": request.penalize_prompt,
+        "priority": request.priority,
+        "virtual_start": request.virtual_start,
         # the pixels of images, uint8, follow as blobs
         "embedding_spans": [
             [i.position, i.length, i.digest, i.handle.shape] for i in request.embedding_spans
@@ -332,6 +334,8 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
         grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
         pooling=raw["pooling"],
         penalize_prompt=raw["penalize_prompt"],
+        priority=raw["priority"],
+        virtual_start=raw["virtual_start"],
         embedding_spans=tuple(
             EmbeddingSpan(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
             for (position, length, digest, shape), blob in zip(

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.dialects.ollama_options import OllamaOptions
 from modelmill.serve.schema import (
@@ -68,6 +69,7 @@ class OllamaModelFields(StrictModel):
     model: str = Field(max_length=1024)
     options: OllamaOptions | None = None
     keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
 
 class OllamaGenerationFields(OllamaModelFields):

@@ -11,10 +11,18 @@ from starlette.requests import Request
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve import errors
+from modelmill.serve.access.request_use import NO_POLICY, RequestUse
 from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.service import INTERNAL_KEY, LEASES_KEY, Service
+from modelmill.serve.service import (
+    INTERNAL_KEY,
+    LEASES_KEY,
+    POLICY_KEY,
+    PRIORITY_KEY,
+    USE_KEY,
+    Service,
+)
 from modelmill.serve.stream import run_while_connected
 from modelmill.text_processor import TextProcessor
 
@@ -50,11 +58,16 @@ async def lease_engine(
         keep_alive: how long it stays loaded after that, as in Ollama.
 
     Raises:
-        RequestError: ``keep_alive`` is no duration.
+        KeyLimitReached: a limit of the request's key is reached.
+        RequestError: ``keep_alive`` is no duration, or the key may not send this priority.
         ModelmillError: the engine cannot be loaded now.
         ClientDisconnect: the client has disconnected.
     """
     seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
+    if USE_KEY not in request.scope:
+        request.scope[USE_KEY] = get_service(request).begin_use(
+            request.scope.get(POLICY_KEY, NO_POLICY), request.scope.get(PRIORITY_KEY)
+        )
     catalogue = get_service(request).catalogue
     model = None if catalogue is None else catalogue.find(engine)
     if catalogue is None or model is None or INTERNAL_KEY in request.scope:
@@ -96,7 +109,10 @@ async def submit_requests(
 
     def prepare() -> tuple[T, list[bytes]]:
         result = make(engine.text_processor, *args)
-        return result, engine.encode_requests(get_states(result))
+        states = get_states(result)
+        use: RequestUse = request.scope[USE_KEY]
+        use.set_order(engine.fair_queue, states)
+        return result, engine.encode_requests(states)
 
     result, frames = await get_service(request).run_in_thread(prepare)
     handle = engine.submit(get_states(result), frames)
