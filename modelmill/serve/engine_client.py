@@ -166,6 +166,7 @@ class EngineClient:
         self._sleep = sleep
         self._hang_reason = ""  # why the current worker was killed as hung
         self.metrics: EngineMetrics | None = None
+        self._preload: asyncio.Task[None] | None = None
         self.fair_queue = FairQueue()
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
@@ -244,6 +245,10 @@ class EngineClient:
         manifest = self.manifest
         if self._text_processor is None and manifest and manifest.engine_type != SEGMENTATION:
             self._text_processor = self._read_text_processor(self.path, manifest.max_model_len)
+
+    def start_preload(self) -> None:
+        """Read tokenizer and chat template on a thread while the worker loads the weights."""
+        self._preload = asyncio.create_task(asyncio.to_thread(self.preload_text_processor))
 
     def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
@@ -612,6 +617,10 @@ class EngineClient:
         return replace(self._open_engine, run=run)
 
     async def _on_ready(self, engine_info: EngineReady) -> None:
+        if self._preload is not None:
+            with contextlib.suppress(ModelmillError):  # it is raised again below
+                await self._preload
+            self._preload = None
         if self._text_processor is None and engine_info.engine_type != SEGMENTATION:
             try:
                 text_processor = await asyncio.to_thread(

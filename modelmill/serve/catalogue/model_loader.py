@@ -107,6 +107,7 @@ class ModelLoader:
         if model.instance is None:
             model.attach(instance)
         self._instances.append(instance)
+        engine.start_preload()
         task = asyncio.create_task(self._supervise(model, instance))
         instance.start(task)
         _log.info("model loading", extra={"data": {"model": model.name}})
