@@ -109,6 +109,10 @@ class Args(CommonArgs):
         256 << 20,
         "memory for responses that later requests continue by previous_response_id; 0: none",
     )
+    session_dir: Path | None = option(
+        None, "folder for the KV pages of saved conversations (docs/sessions.md)"
+    )
+    session_bytes: int = option(16 << 30, "bytes that all files in --session-dir may take")
     max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
     image_cache_bytes: int = option(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
@@ -275,6 +279,8 @@ def _server_options(args: Args) -> ServerOptions:
         allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
         response_store_bytes=args.response_store_bytes,
+        session_dir=_session_dir(args),
+        session_bytes=args.session_bytes,
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)
@@ -286,6 +292,21 @@ def _server_options(args: Args) -> ServerOptions:
         None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
     )
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
+
+
+def _session_dir(args: Args) -> Path | None:
+    """Return the folder of saved sessions, which is made if it is missing."""
+    if args.session_bytes < 1:
+        raise UsageError(f"--session-bytes must be at least 1, not {args.session_bytes}")
+    if args.session_dir is None:
+        return None
+    if args.ray:
+        raise UsageError("--session-dir is not for --ray, whose replicas have caches of their own")
+    try:
+        args.session_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--session-dir {args.session_dir}: {error.strerror}") from None
+    return args.session_dir.resolve()
 
 
 def _key_policies(args: Args) -> tuple[KeyPolicy, ...]:

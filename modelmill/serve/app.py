@@ -49,6 +49,7 @@ from modelmill.serve.routes import (
     responses,
     scores,
     segment,
+    sessions,
     stored_responses,
     tokenize,
 )
@@ -64,6 +65,7 @@ from modelmill.serve.schema import (
 from modelmill.serve.scoring import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
+from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.validation_errors import summarize_errors
 
 REQUEST_MODELS: dict[str, type[StrictModel]] = {
@@ -89,6 +91,8 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/models/load": LoadRequest,
     "/v1/models/unload": ModelRequest,
+    "/v1/sessions/save": SaveSessionRequest,
+    "/v1/sessions/restore": RestoreSessionRequest,
     "/v1/models/pin": PinRequest,
     "/v1/models/reload": ModelRequest,
 }
@@ -125,6 +129,7 @@ def make_app(service: Service) -> ASGIApp:
         llama_cpp,
         scores,
         models,
+        sessions,
         health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
     )  # fmt: skip
     for module in modules:

@@ -30,6 +30,7 @@ from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
+from modelmill.serve.session_client import SessionClient
 from modelmill.serve.watchdog import Watchdog
 from modelmill.serve.worker_messages import (
     AbortRequest,
@@ -44,6 +45,7 @@ from modelmill.serve.worker_messages import (
     Ping,
     RequestRejected,
     RequestStarted,
+    SessionReply,
     StatsReply,
     StepTokens,
     decode_frames,
@@ -168,6 +170,7 @@ class EngineClient:
         self.metrics: EngineMetrics | None = None
         self._preload: asyncio.Task[None] | None = None
         self.fair_queue = FairQueue()
+        self.session_client = SessionClient(self._send)
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
@@ -665,6 +668,7 @@ class EngineClient:
         for _, handle in list(self._active_requests.values()):
             handle.fail(error)
         self.segment_client.fail_all(error)
+        self.session_client.fail_all(error)
         self._active_requests.clear()
         self._num_sequences = 0
         for future in self._stats_futures.values():
@@ -714,6 +718,8 @@ class EngineClient:
                 )
         elif isinstance(message, (SegmentResult, SegmentFailure)):
             self.segment_client.handle(message)
+        elif isinstance(message, SessionReply):
+            self.session_client.handle(message)
         elif isinstance(message, OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
 

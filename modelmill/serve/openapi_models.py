@@ -24,6 +24,7 @@ from modelmill.serve.dialects.ollama_models import (
 )
 from modelmill.serve.model_schema import ModelStateResponse
 from modelmill.serve.response_model import ResponseModel
+from modelmill.serve.session_schema import SessionResponse
 
 REF = "#/components/schemas/{model}"
 
@@ -474,6 +475,8 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/models/{name}": ModelCard,
     "/v1/models/load": ModelStateResponse,
     "/v1/models/unload": ModelStateResponse,
+    "/v1/sessions/save": SessionResponse,
+    "/v1/sessions/restore": SessionResponse,
     "/v1/models/pin": ModelStateResponse,
     "/v1/models/reload": ModelStateResponse,
     "/tokenize": TokenizeResponse,

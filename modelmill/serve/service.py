@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from modelmill.serve.access.key_limits import KeyUsage
@@ -41,6 +42,7 @@ LEASES_KEY = "modelmill.leases"
 """Scope key of the request's leases of engines, which are released when it has ended."""
 
 
+DEFAULT_SESSION_BYTES = 16 << 30
 MAX_UNUSED_VALUES = 1 << 20
 LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
 """Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
@@ -63,6 +65,8 @@ class ServiceLimits:
         share_cache: whether requests of different keys share cached prefixes and image embeddings.
             ``cached_tokens`` and response times reveal cache hits.
         response_store_bytes: memory for responses that later requests continue; 0: none.
+        session_dir: folder of saved sessions; None: none are saved.
+        session_bytes: that all files in it may take.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -75,6 +79,8 @@ class ServiceLimits:
     allowed_hosts: tuple[str, ...] = ()
     share_cache: bool = False
     response_store_bytes: int = DEFAULT_STORE_BYTES
+    session_dir: Path | None = None
+    session_bytes: int = DEFAULT_SESSION_BYTES
 
 
 @dataclass

@@ -36,6 +36,7 @@ from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
 from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.session_worker import LoadedSession, SessionWorker
 from modelmill.serve.watchdog import poll_interval
 from modelmill.serve.worker_messages import (
     LENGTH_PREFIX,
@@ -52,6 +53,8 @@ from modelmill.serve.worker_messages import (
     Ping,
     RequestRejected,
     RequestStarted,
+    RestoreSession,
+    SaveSession,
     StatsReply,
     StepTokens,
     decode,
@@ -161,7 +164,9 @@ class Inbox:
             on_server_gone: called once the server is gone; ``messages`` then ends with None.
             is_opening: the engine is still being opened.
         """
-        self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message | Arrival | LoadedSession | None] = (
+            queue.SimpleQueue()
+        )
         self._make_guide: Callable[[Request], Guide] | None = None
         self._is_opening = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
@@ -230,6 +235,7 @@ class EngineWorker:
         self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
         self._in_order = True
+        self._sessions = SessionWorker(engine_core, channel.send, inbox.messages.put)
 
     def run(self) -> None:
         """Process messages and run steps until the server is gone."""
@@ -293,7 +299,7 @@ class EngineWorker:
                 )
         self._unstarted, self._in_order = waiting, not waiting
 
-    def _handle(self, message: Message | Arrival) -> None:
+    def _handle(self, message: Message | Arrival | LoadedSession) -> None:
         if isinstance(message, Arrival):
             self._add_request(message)
         elif isinstance(message, AbortRequest):
@@ -305,6 +311,12 @@ class EngineWorker:
         elif isinstance(message, Ping):
             self.engine_core.ping()
             self._channel.send(Heartbeat())
+        elif isinstance(message, SaveSession):
+            self._sessions.save(message)
+        elif isinstance(message, RestoreSession):
+            self._sessions.restore(message)
+        elif isinstance(message, LoadedSession):
+            self._sessions.finish_restore(message)
 
 
 def ready_message(engine_core: EngineCore, path: str) -> EngineReady:

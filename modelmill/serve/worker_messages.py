@@ -203,6 +203,51 @@ class OpenFailed:
     is_usage_error: bool
 
 
+@dataclass(frozen=True)
+class SaveSession:
+    """Write the cached KV pages of a prefix to a file.
+
+    Attributes:
+        number: of the reply.
+        path: of the file.
+        tokens: of the prefix.
+        cache_salt: of the request that computed it.
+        max_bytes: that the pages may take.
+    """
+
+    number: int
+    path: str
+    tokens: list[int]
+    cache_salt: str
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class RestoreSession:
+    """Read a file of KV pages into the prefix cache, for requests with this ``cache_salt``."""
+
+    number: int
+    path: str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class SessionReply:
+    """A session was saved or restored.
+
+    Attributes:
+        number: of the message.
+        tokens: of the prefix.
+        nbytes: of the file, or of the pages.
+        error: why it was not, in one line; empty if it was.
+    """
+
+    number: int
+    tokens: int
+    nbytes: int
+    error: str = ""
+
+
 Message = (
     OpenEngine
     | AddRequest
@@ -218,6 +263,9 @@ Message = (
     | RequestRejected
     | StatsReply
     | OpenFailed
+    | SaveSession
+    | RestoreSession
+    | SessionReply
     | SegmentJob
     | SegmentResult
     | SegmentFailure

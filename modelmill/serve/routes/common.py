@@ -160,6 +160,14 @@ def _template_values(message: Mapping[str, Any]) -> Iterator[Any]:
             yield value
 
 
+def has_images(message: Mapping[str, Any]) -> bool:
+    """Whether a message of a conversation contains pictures."""
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and _is_image_part(part) for part in content
+    )
+
+
 def _is_image_part(part: Mapping[str, Any]) -> bool:
     return part.get("type") in ("image_url", "image")
 

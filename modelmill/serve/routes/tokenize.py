@@ -58,7 +58,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
 def _tokenize(
     text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
 ) -> Utf8JsonResponse:
-    ids = _encode(text_processor, body, max_model_len)
+    ids = encode_prompt(text_processor, body, max_model_len)
     if len(ids) > max_tokenize_tokens(max_model_len):
         raise RequestError(
             f"the text has {len(ids)} tokens; the limit is {max_tokenize_tokens(max_model_len)}; "
@@ -91,7 +91,15 @@ def _detokenize(
     return Utf8JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 
-def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> list[int]:
+def encode_prompt(
+    text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
+) -> list[int]:
+    """Token ids of a text, or of a conversation through the chat template.
+
+    Raises:
+        TokenizerError: the engine has no tokenizer.
+        RequestError: not exactly one of them was sent, or it is too long.
+    """
     if text_processor.tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     sources = [each for each in (body.prompt, body.content, body.messages) if each is not None]
