@@ -252,6 +252,8 @@ class EngineClient:
     def start_preload(self) -> None:
         """Read tokenizer and chat template on a thread while the worker loads the weights."""
         self._preload = asyncio.create_task(asyncio.to_thread(self.preload_text_processor))
+        # a worker that fails first leaves the error unread, which asyncio would log
+        self._preload.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
