@@ -263,6 +263,44 @@ def test_a_reload_answers_old_requests_with_the_old_worker(stories: Path, tmp_pa
     run(engine, check)
 
 
+def test_changed_files_are_read_when_a_model_is_loaded_again(stories: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    shutil.copytree(stories, folder)
+    manifest = folder / "manifest.json"
+    content = manifest.read_bytes()
+
+    async def check(models: Models) -> None:
+        lease = await models.manager.acquire(models["a"])
+        processor, first = lease.engine.text_processor, lease.engine.manifest
+        lease.release()
+        for write in (None, content):
+            await models.manager.unload(models["a"])
+            if write is not None:
+                manifest.write_bytes(write)
+            lease = await models.manager.acquire(models["a"])
+            assert (lease.engine.manifest is first) == (write is None)
+            assert (lease.engine.text_processor is processor) == (write is None)
+            lease.release()
+        await models.manager.unload(models["a"])
+        manifest.write_bytes(content[:-10])
+        with pytest.raises(ModelLoadFailed, match=r"^the model a cannot be loaded: .* is not JSON"):
+            await models.manager.acquire(models["a"])
+        assert models["a"].state == "unloaded"
+
+    run(folder, check)
+
+
+def test_two_reloads_at_once_leave_one_worker(stories: Path) -> None:
+    async def check(models: Models) -> None:
+        (await models.manager.acquire(models["a"])).release()
+        await asyncio.gather(*(models.manager.reload(models["a"]) for _ in range(2)))
+        assert models["a"].state == "loaded"
+        assert models.manager.loader.used_bytes == models["a"].planned_bytes
+        (await models.manager.acquire(models["a"])).release()
+
+    run(stories, check)
+
+
 def test_a_reload_without_room_waits_for_the_old_worker(stories: Path) -> None:
     async def check(models: Models) -> None:
         await models.limit_to_one()
