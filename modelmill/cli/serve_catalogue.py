@@ -90,7 +90,7 @@ def make_manager(
     return ModelManager(
         [make.model(entry) for entry in entries],
         loader,
-        args.max_waiting,
+        args.max_waiting + args.run.max_num_seqs,
         lambda model, manifest: make.engine(model.entry, manifest),
     )
 

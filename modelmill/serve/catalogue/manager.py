@@ -81,7 +81,7 @@ class ModelManager:
         """Load the pinned models, then load for requests, until cancelled."""
         for model in self.models:
             if model.pinned:
-                self._enqueue(model, wants_lease=False)
+                self._add_waiter(model, wants_lease=False)
         while True:
             self._waiters = [each for each in self._waiters if not each.future.done()]
             if not self._waiters:
@@ -195,6 +195,9 @@ class ModelManager:
             raise ServerShuttingDown("the server is shutting down")
         if sum(not each.future.done() for each in self._waiters) >= self.max_waiting:
             raise QueueFull(f"{self.max_waiting} requests wait for models to load; try again soon")
+        return self._add_waiter(model, wants_lease)
+
+    def _add_waiter(self, model: ManagedModel, wants_lease: bool) -> _Waiter:
         future = asyncio.get_running_loop().create_future()
         # a request that has left never looks at its error
         future.add_done_callback(lambda each: each.cancelled() or each.exception())

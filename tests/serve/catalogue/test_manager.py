@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import UsageError
+from modelmill.serve.catalogue.manager import stop_task
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
 from modelmill.serve.engine_client import EngineState, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
@@ -340,6 +341,21 @@ def test_no_more_requests_wait_than_may(stories: Path) -> None:
             (await request).release()
 
     run(stories, check)
+
+
+def test_pinned_models_are_loaded_at_the_start(stories: Path) -> None:
+    async def main() -> None:
+        models = Models(stories, "a", "b", "c")
+        models.manager.max_waiting = 1  # of requests
+        for name in ("a", "c"):
+            models.manager.pin(models[name], True)
+        task = asyncio.create_task(models.manager.run())
+        await models.until(lambda: models["c"].state == "loaded")
+        assert [models[name].state for name in "abc"] == ["loaded", "unloaded", "loaded"]
+        await models.manager.close()
+        await stop_task(task)
+
+    asyncio.run(main())
 
 
 def test_the_end_of_the_server_refuses_those_that_wait(stories: Path) -> None:
