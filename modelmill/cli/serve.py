@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import CacheBuildOptions, local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import print_note
+from modelmill.cli.serve_keys import server_keys
 from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require
 from modelmill.core.server_records import recorded
 
 if TYPE_CHECKING:
-    from modelmill.serve.access.key_policy import KeyPolicy
     from modelmill.serve.catalogue.entries import CatalogueEntry
     from modelmill.serve.engine_client import EngineClient
     from modelmill.serve.server import ServerOptions
@@ -260,11 +260,7 @@ def _server_options(args: Args) -> ServerOptions:
             "--max-image-pixels must be at least 1, --image-cache-bytes and "
             "--response-store-bytes not negative"
         )
-    keys = _keys(args.api_key, args.api_key_file, "--api-key")
-    admin_keys = _keys(args.admin_key, args.admin_key_file, "--admin-key")
-    policies = _key_policies(args)
-    if {*keys, *(each.key for each in policies)} & set(admin_keys):
-        raise UsageError("a key is an API key and an admin key; use different ones")
+    keys, admin_keys, policies = server_keys(args)
     if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
@@ -307,40 +303,6 @@ def _session_dir(args: Args) -> Path | None:
     except OSError as error:
         raise UsageError(f"--session-dir {args.session_dir}: {error.strerror}") from None
     return args.session_dir.resolve()
-
-
-def _key_policies(args: Args) -> tuple[KeyPolicy, ...]:
-    """Return the keys of --keys."""
-    from modelmill.serve.access.key_policy import read_key_file
-
-    if args.keys is None:
-        return ()
-    if args.ray:
-        raise UsageError("--keys is not for --ray, whose replicas count separately")
-    return read_key_file(args.keys)
-
-
-def _keys(options: Sequence[str], file: Path | None, flag: str) -> tuple[str, ...]:
-    """Return the keys of a flag and of its file."""
-    # spaces around a key are removed here and in the client's header
-    keys = (*map(str.strip, options), *_read_keys(file, f"{flag}-file"))
-    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
-        kind = "API key" if flag == "--api-key" else "admin key"
-        raise UsageError(f"an {kind} must be printable ASCII and not empty")
-    return keys
-
-
-def _read_keys(file: Path | None, flag: str) -> list[str]:
-    if file is None:
-        return []
-    try:
-        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise UsageError(f"{flag} {file} cannot be read") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UsageError(f"{flag} {file} holds no key")
-    return keys
 
 
 def _model_names(args: Args) -> list[str]:
