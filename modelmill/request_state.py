@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from modelmill.core.types import FinishReason, Request, TokenOutput
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
@@ -61,6 +62,10 @@ class RequestState:
             for i in range(params.n)
         ]
         self.output = RequestOutput(request.id, prompt, list(request.prompt), outputs)
+
+    def set_order(self, priority: int, virtual_start: float) -> None:
+        """Set when the request starts, before it is queued (``core.types.Request``)."""
+        self.request = replace(self.request, priority=priority, virtual_start=virtual_start)
 
     def _make_detokenizers(self) -> list[SequenceDetokenizer]:
         params, tokens = self.request.params, self._detokenizer

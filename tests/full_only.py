@@ -239,6 +239,9 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_shutdown_that_does_not_wait*",
         "test_two_engines_from_a_file",
     ),
+    "tests/serve/catalogue/test_catalogue_server.py": (
+        "test_a_killed_worker_is_replaced_for_the_next_request",
+    ),
     "tests/serve/test_examples.py": (
         "test_sync",
         "test_async",

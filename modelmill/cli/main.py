@@ -33,6 +33,8 @@ NOT_VERBS = (
     *(
         "bench_ops",
         "bench_serve",
+        "serve_catalogue",
+        "serve_keys",
         "serve_ray",
         "help_page",
         "terminal_chat",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from modelmill.cli.engine_options import CacheBuildOptions, local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import print_note
+from modelmill.cli.serve_keys import server_keys
 from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require
 from modelmill.core.server_records import recorded
 
 if TYPE_CHECKING:
+    from modelmill.serve.catalogue.entries import CatalogueEntry
     from modelmill.serve.engine_client import EngineClient
     from modelmill.serve.server import ServerOptions
     from modelmill.serve.worker_messages import OpenEngine
@@ -51,6 +53,23 @@ class Args(CommonArgs):
         positional=True,
         metavar="ENGINE…",
     )
+    models_dir: Path | None = option(
+        None, "folder of engines that are loaded when a request names them (docs/catalogue.md)"
+    )
+    catalogue: Path | None = option(
+        None, "file in JSON or TOML that lists such engines, with names, aliases and idle times"
+    )
+    memory_budget: int | None = option(
+        None,
+        "with a catalogue: bytes that weights, KV caches and states of all loaded engines may "
+        "take; default on a CPU: four fifths of the memory that is free at the start",
+    )
+    keep_alive: str = option(
+        "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
+    )
+    standby_worker: bool = option(
+        True, "with a catalogue: keep a process ready, so that engines load sooner"
+    )
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = option(
@@ -63,6 +82,16 @@ class Args(CommonArgs):
     )
     api_key: tuple[str, ...] = option((), "an accepted API key (repeatable)", metavar="KEY")
     api_key_file: Path | None = option(None, "file with an API key on each line")
+    keys: Path | None = option(
+        None,
+        "file in JSON or TOML of API keys with name, priority, weight and limits "
+        "(docs/api-keys.md)",
+        metavar="FILE",
+    )
+    admin_key: tuple[str, ...] = option(
+        (), "a key that may also unload, pin and reload models (repeatable)", metavar="KEY"
+    )
+    admin_key_file: Path | None = option(None, "file with an admin key on each line")
     share_cache_across_keys: bool = option(
         False,
         "let requests of different API keys share cached prefixes and image embeddings "
@@ -80,6 +109,10 @@ class Args(CommonArgs):
         256 << 20,
         "memory for responses that later requests continue by previous_response_id; 0: none",
     )
+    session_dir: Path | None = option(
+        None, "folder for the KV pages of saved conversations (docs/sessions.md)"
+    )
+    session_bytes: int = option(16 << 30, "bytes that all files in --session-dir may take")
     max_image_pixels: int = option(50_000_000, "largest accepted image, in pixels")
     image_cache_bytes: int = option(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
@@ -125,14 +158,17 @@ class Args(CommonArgs):
 def run(args: Args) -> int:
     """Serve until SIGTERM or Ctrl-C; returns 0 after an orderly shutdown."""
     try:
+        import modelmill.serve.server  # noqa: F401  # names what the extra lacks
         from modelmill.serve.json_logs import log_to_stderr
-        from modelmill.serve.server import Server
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
+    from modelmill.cli.serve_catalogue import catalogue_entries
+
     place, names = _server_options(args), _model_names(args)
     aliases = _aliases(args, names)
+    entries = catalogue_entries(args, [*names, *aliases])
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
@@ -143,19 +179,48 @@ def run(args: Args) -> int:
     if gone is not None:
         raise UsageError(f"{gone} does not exist; give an engine folder or a checkpoint")
 
-    async def serve() -> None:
-        engines = {engine.name: engine for engine in _engines(args, names)}
-        by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
-        await Server([*engines.values()], place, by_name).run(
-            lambda url: announce_address(args, url, names, f"loading {', '.join(names)}", record),
+    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
+        asyncio.run(_serve(args, place, names, aliases, entries, record))
+    return 0
+
+
+async def _serve(
+    args: Args,
+    place: ServerOptions,
+    names: Sequence[str],
+    aliases: Mapping[str, str],
+    entries: Sequence[CatalogueEntry],
+    record: contextlib.ExitStack,
+) -> None:
+    """Serve the engines that are always loaded and those of the catalogue."""
+    from modelmill.cli.serve_catalogue import make_manager
+    from modelmill.serve.server import Server
+    from modelmill.serve.standby_worker import StandbyLauncher
+
+    engines = {engine.name: engine for engine in _engines(args, names)}
+    by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
+    manager, launcher = None, None
+    if entries:
+        launcher = StandbyLauncher() if args.standby_worker else None
+        weights = [_engine_bytes(path) for path in args.engines]
+        always = list(zip(engines.values(), weights, strict=True))
+        manager = make_manager(args, entries, always, launcher)
+        by_name |= manager.engines_by_name()
+    doing = [f"loading {', '.join(names)}"] if names else []
+    doing += [f"models loaded on demand: {len(entries)}"] if entries else []
+    shown = [*names, *(entry.name for entry in entries)]
+    try:
+        if launcher is not None:
+            await launcher.refill()
+        await Server([*engines.values()], place, by_name, manager).run(
+            lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
             ),
         )
-
-    with log_to_stderr(args.log_level), contextlib.ExitStack() as record:
-        asyncio.run(serve())
-    return 0
+    finally:
+        if launcher is not None:
+            await launcher.close()
 
 
 def announce_address(
@@ -195,22 +260,23 @@ def _server_options(args: Args) -> ServerOptions:
             "--max-image-pixels must be at least 1, --image-cache-bytes and "
             "--response-store-bytes not negative"
         )
-    # spaces around a key are removed here and in the client's header
-    keys = (*map(str.strip, args.api_key), *_read_keys(args.api_key_file))
-    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
-        raise UsageError("an API key must be printable ASCII and not empty")
-    if not keys and args.host not in LOOPBACK_HOSTS:
+    keys, admin_keys, policies = server_keys(args)
+    if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
         raise UsageError(
             f"--host {args.host} opens the API to others; give --api-key or --api-key-file as well"
         )
     limits = ServiceLimits(
         api_keys=keys,
+        admin_keys=admin_keys,
+        key_policies=policies,
         max_body_bytes=args.max_body_bytes,
         max_text_body_bytes=args.max_text_body_bytes,
         allowed_origins=args.allowed_origins,
         allowed_hosts=tuple(map(str.lower, args.allowed_hosts)),
         share_cache=args.share_cache_across_keys,
         response_store_bytes=args.response_store_bytes,
+        session_dir=_session_dir(args),
+        session_bytes=args.session_bytes,
     )
     if args.otlp_endpoint is not None:
         collector_url(args.otlp_endpoint)
@@ -224,21 +290,27 @@ def _server_options(args: Args) -> ServerOptions:
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
 
-def _read_keys(file: Path | None) -> list[str]:
-    if file is None:
-        return []
+def _session_dir(args: Args) -> Path | None:
+    """Return the folder of saved sessions, which is made if it is missing."""
+    if args.session_bytes < 1:
+        raise UsageError(f"--session-bytes must be at least 1, not {args.session_bytes}")
+    if args.session_dir is None:
+        return None
+    if args.ray:
+        raise UsageError("--session-dir is not for --ray, whose replicas have caches of their own")
     try:
-        lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError):
-        raise UsageError(f"--api-key-file {file} cannot be read") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UsageError(f"--api-key-file {file} holds no key")
-    return keys
+        args.session_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--session-dir {args.session_dir}: {error.strerror}") from None
+    return args.session_dir.resolve()
 
 
 def _model_names(args: Args) -> list[str]:
-    """Return a name for each engine."""
+    """Return a name for each engine that is always loaded."""
+    if not args.engines and (args.models_dir is not None or args.catalogue is not None):
+        if args.served_model_name:
+            raise UsageError("--served-model-name is for ENGINE arguments; use a catalogue's names")
+        return []
     if not args.engines:
         raise UsageError(
             "give at least one ENGINE, for example: modelmill serve model.engine --port 8000"

@@ -299,6 +299,9 @@ class Request:
             (max_tokens 0).
         penalize_prompt: whether penalties and logits processors count the prompt's tokens; False if
             the original implementation passes the prompt to the model as embeddings.
+        priority: lower starts earlier, and is preempted later.
+        virtual_start: of equal priority, lower starts earlier (fair queueing between keys); of
+            equal ones the first to arrive.
     """
 
     id: str
@@ -310,6 +313,8 @@ class Request:
     grammar: Grammar | None = None
     pooling: str | None = None
     penalize_prompt: bool = True
+    priority: int = 0
+    virtual_start: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class EngineCore:
             tp_workers: On rank 0: the other ranks, which this engine core ends with itself.
         """
         self.config = config = config or RunConfig()
-        self.artifact = artifact
+        self.artifact, self.digest = artifact, digest
         self.model = model
         self.device = capacity.model_device(model)
         self.dtype = capacity.activation_dtype(model)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Guide, Request
+from modelmill.core.types import Guide, Request, SamplingParams
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import derive_seed
@@ -63,6 +63,16 @@ class InputProcessor:
         by_length = sorted(range(len(batch)), key=lambda i: -self._max_output_tokens(batch[i]))
         for rank, i in enumerate(by_length):
             self._enqueue(batch[i], first + rank, first + i, make_guide)
+
+    def page_keys(self, tokens: Seq[int], cache_salt: str, page_size: int) -> list[bytes]:
+        """Keys in the prefix cache of the full pages of a prompt, which is not queued."""
+        request = Request(
+            id="", prompt=tuple(tokens), params=SamplingParams(), cache_salt=cache_salt
+        )
+        seq = Sequence(
+            request, 0, 0, self._rope_rule, max_length=len(tokens), model_digest=self._digest
+        )
+        return [seq.page_key(page, page_size) for page in range(len(tokens) // page_size)]
 
     def _embed_images(self, requests: list[Request]) -> list[Request]:
         """Replace the pixels of embedding spans by embeddings."""

@@ -3,12 +3,13 @@
 Requests join and leave at every step, which ``schedule`` fills in two phases:
 
 1. decode: one token of each running sequence whose prompt is computed;
-2. prefill: chunks of the running prompts, then waiting sequences are admitted in order of arrival,
-   as long as rows, the token budget and KV pages last.
+2. prefill: chunks of the running prompts, then waiting sequences are admitted by their priority
+   (``Sequence.priority``: by default the order of arrival), as long as rows, the token budget and
+   KV pages last.
 
-If pages run out, the latest arrival is preempted: its pages are freed and it is recomputed later.
-The earliest arrival is never preempted, so that progress is guaranteed; if it exhausts the pool
-alone, it ends there.
+If pages run out, the last by priority is preempted: its pages are freed and it is recomputed later.
+The first is never preempted, so that progress is guaranteed; if it exhausts the pool alone, it ends
+there.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Scheduler:
         self._last_refusal: tuple[Sequence, int] | None = None
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence by its priority (order of arrival)."""
+        """Queue a sequence by its priority."""
         if not self.waiting or self.waiting[-1].priority < seq.priority:
             self.waiting.append(seq)
         else:

@@ -332,9 +332,10 @@ class Sequence:
         self.finish_reason = finish_reason
 
     @property
-    def priority(self) -> tuple[int, int]:
-        """Order of scheduling, lowest first: arrival, then index."""
-        return self.arrival, self.index
+    def priority(self) -> tuple[int, float, int, int]:
+        """Order of scheduling, lowest first: of the request, its share, its arrival, the index."""
+        request = self.request
+        return request.priority, request.virtual_start, self.arrival, self.index
 
     @property
     def length(self) -> int:

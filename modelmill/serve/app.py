@@ -32,6 +32,7 @@ from modelmill.serve.dialects.ollama_schema import (
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
+from modelmill.serve.model_schema import LoadRequest, ModelRequest, PinRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
@@ -42,11 +43,13 @@ from modelmill.serve.routes import (
     health,
     llama_cpp,
     messages,
+    models,
     ollama,
     page,
     responses,
     scores,
     segment,
+    sessions,
     stored_responses,
     tokenize,
 )
@@ -62,6 +65,7 @@ from modelmill.serve.schema import (
 from modelmill.serve.scoring import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
+from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.validation_errors import summarize_errors
 
 REQUEST_MODELS: dict[str, type[StrictModel]] = {
@@ -85,6 +89,12 @@ REQUEST_MODELS: dict[str, type[StrictModel]] = {
     "/tokenize": TokenizeRequest,
     "/apply-template": TemplateRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/models/load": LoadRequest,
+    "/v1/models/unload": ModelRequest,
+    "/v1/sessions/save": SaveSessionRequest,
+    "/v1/sessions/restore": RestoreSessionRequest,
+    "/v1/models/pin": PinRequest,
+    "/v1/models/reload": ModelRequest,
 }
 """The request model of each path; error messages name a field of it."""
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -92,10 +102,11 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The key is missing or wrong"},
     403: {
         "model": ErrorResponse,
-        "description": "A server without a key answers to localhost only",
+        "description": "A server without a key answers to localhost only; or no admin key",
     },
     404: {"model": ErrorResponse, "description": "No such model"},
     405: {"model": ErrorResponse, "description": "The path takes another method"},
+    409: {"model": ErrorResponse, "description": "The model's state does not allow it"},
     408: {"model": ErrorResponse, "description": "The body did not arrive in time"},
     413: {"model": ErrorResponse, "description": "The body is too large"},
     429: {"model": ErrorResponse, "description": "Too many requests wait"},
@@ -117,6 +128,8 @@ def make_app(service: Service) -> ASGIApp:
     modules = (
         llama_cpp,
         scores,
+        models,
+        sessions,
         health, completions, chat, responses, messages, ollama, embeddings, tokenize, segment, page,
     )  # fmt: skip
     for module in modules:

@@ -20,7 +20,7 @@ from modelmill.serve.dialects.error_form import OLLAMA_PREFIX
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.json_body import BodyError, parse
 from modelmill.serve.json_scan import JsonLimits
-from modelmill.serve.service import TENANT_KEY, Service, tenant_cache_salt
+from modelmill.serve.service import PRIORITY_KEY, TENANT_KEY, Service, tenant_cache_salt
 from modelmill.serve.stream import run_while_connected
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.validation_errors import summarize_errors
@@ -44,6 +44,8 @@ class BodyRoute(APIRoute):
                 tenant = request.scope.get(TENANT_KEY, "")
                 salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
+            if "priority" in model.model_fields:
+                request.scope[PRIORITY_KEY] = cast(Any, body).priority
             response: Response = await endpoint(body, request)
             return response
 

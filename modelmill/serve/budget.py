@@ -34,11 +34,14 @@ def segment_engine_bytes(weight_bytes: int, embedding_cache_bytes: int) -> int:
 def with_cpu_budget(
     config: RunConfig, free_bytes: int, num_other_engines: int, segment_bytes: int = 0
 ) -> RunConfig:
-    """Return ``config`` with this engine's share of the KV cache memory.
+    """Return ``config`` with this engine's share of the memory for caches as ``kv_cache_bytes``.
+
+    The recurrent states of a model that has any are taken from it later
+    (``loader.cache_split``).
 
     Args:
         config: of the engine.
-        free_bytes: available to all KV caches together.
+        free_bytes: available to all KV caches and recurrent states together.
         num_other_engines: other engines with a KV cache; loaded ones take memory as they write.
         segment_bytes: memory of segmentation engines, already subtracted from ``free_bytes``.
     """
@@ -88,13 +91,13 @@ def with_gpu_memory_share(
 def split_kv_budget(config: RunConfig, num_engines: int) -> RunConfig:
     """Return ``config`` for one of ``num_engines`` engines.
 
-    Configured KV cache sizes are for all engines together.
+    Configured sizes of KV cache and recurrent states are for all engines together.
     """
     if num_engines < 2:
         return config
-    sizes = (config.kv_cache_bytes, config.prefix_cache_bytes)
-    kv, prefix = (None if each is None else max(each // num_engines, 1) for each in sizes)
-    return replace(config, kv_cache_bytes=kv, prefix_cache_bytes=prefix)
+    sizes = (config.kv_cache_bytes, config.prefix_cache_bytes, config.state_cache_bytes)
+    kv, prefix, state = (None if each is None else max(each // num_engines, 1) for each in sizes)
+    return replace(config, kv_cache_bytes=kv, prefix_cache_bytes=prefix, state_cache_bytes=state)
 
 
 def kv_cache_summary(device: str, num_tokens: int, kv_bytes: int, prefix_cache_bytes: int) -> str:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import unit_vector
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.schema import TextList, TokenIdLists, TokenIds, list_prompts
 from modelmill.serve.strict_models import StrictModel
 
@@ -33,6 +35,8 @@ class EmbeddingRequest(StrictModel):
         None, description="of the final hidden states; default: mean"
     )
     cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list.

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from modelmill.artifact.manifest import Manifest
 from modelmill.core import log
 from modelmill.core.errors import (
     GRAMMAR_LOST,
@@ -24,10 +25,12 @@ from modelmill.core.types import FinishReason, Stats, TokenOutput
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import budget
+from modelmill.serve.access.fair_queue import FairQueue
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
+from modelmill.serve.session_client import SessionClient
 from modelmill.serve.watchdog import Watchdog
 from modelmill.serve.worker_messages import (
     AbortRequest,
@@ -42,6 +45,7 @@ from modelmill.serve.worker_messages import (
     Ping,
     RequestRejected,
     RequestStarted,
+    SessionReply,
     StatsReply,
     StepTokens,
     decode_frames,
@@ -62,12 +66,15 @@ An API process that falls behind merges their deltas into one event.
 """
 MIN_TOKENIZE_LIMIT = 16384
 """Lower bound of the tokens that /tokenize and /detokenize handle, for any engine."""
+LOAD_STAGES = {"checking": (0.05, 0.3), "loading": (0.3, 0.9), "warming up": (0.9, 1.0)}
+"""Stages of loading an engine → where they begin and end, of 1."""
 _log = log.get_logger("serve")
 
 
 class EngineState(StrEnum):
     """State of an engine."""
 
+    UNLOADED = "unloaded"
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
@@ -95,6 +102,13 @@ class LoadProgress:
     done: int = 0
     total: int = 0
 
+    @property
+    def fraction(self) -> float:
+        """Progress of the whole load, from 0 to 1; a stage not in LOAD_STAGES comes before them."""
+        begin, end = LOAD_STAGES.get(self.stage, (0.0, 0.0))
+        done = min(self.done / self.total, 1.0) if self.total else 0.0
+        return round(begin + (end - begin) * done, 3)
+
 
 class EngineClient:
     """A worker and the requests it runs; belongs to one asyncio event loop."""
@@ -111,6 +125,7 @@ class EngineClient:
         ] = TextProcessor.from_engine,
         restart_delay: float = 0.2,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        manifest: Manifest | None = None,
     ) -> None:
         """Describe the engine; ``run`` starts its worker.
 
@@ -122,14 +137,17 @@ class EngineClient:
             load_text_processor: called with the engine folder and a chat template.
             restart_delay: seconds before the first restart.
             sleep: waits between two checks of the watchdog.
+            manifest: of an engine that is loaded on demand: it is known before the engine is open.
         """
         self.name = name
-        self.state = EngineState.LOADING
+        self._state = EngineState.LOADING if manifest is None else EngineState.UNLOADED
+        self.state_changed = asyncio.Event()
         self.progress = LoadProgress()
         self.error: str | None = None
         self.is_usage_error = False
         self.restarts = 0
         self.engine_info: EngineReady | None = None
+        self.manifest = manifest
         self.created_at = int(time.time())
         self.load_finished = asyncio.Event()
         self._open_engine, self._max_waiting = open_engine, max_waiting
@@ -146,9 +164,13 @@ class EngineClient:
         self._latest_stats: Stats | None = None
         self._previous_stats = _zero_stats(0)
         self._is_closing = False
+        self._was_ready = False
         self._sleep = sleep
         self._hang_reason = ""  # why the current worker was killed as hung
         self.metrics: EngineMetrics | None = None
+        self._preload: asyncio.Task[None] | None = None
+        self.fair_queue = FairQueue()
+        self.session_client = SessionClient(self._send)
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
@@ -157,6 +179,16 @@ class EngineClient:
         """Count requests and tokens in these metrics from now on."""
         self.metrics = metrics
         self.segment_client.record_metrics(segment_metrics)
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine."""
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+        self.state_changed.set()
 
     # -- requests
 
@@ -197,8 +229,36 @@ class EngineClient:
 
     @property
     def engine_type(self) -> str | None:
-        """Either "language" or "segmentation"; None before the engine is open."""
-        return None if self.engine_info is None else self.engine_info.engine_type
+        """Either "language" or "segmentation"; None before it is known."""
+        if self.engine_info is not None:
+            return self.engine_info.engine_type
+        return None if self.manifest is None else self.manifest.engine_type
+
+    @property
+    def path(self) -> Path:
+        """The engine folder; of a checkpoint that is not built yet, the checkpoint."""
+        return Path(self._open_engine.model if self.engine_info is None else self.engine_info.path)
+
+    def preload_text_processor(self) -> None:
+        """Read tokenizer and chat template of an engine that is not loaded; call it on a thread.
+
+        Raises:
+            ModelmillError: they cannot be read.
+        """
+        manifest = self.manifest
+        if self._text_processor is None and manifest and manifest.engine_type != SEGMENTATION:
+            self._text_processor = self._read_text_processor(self.path, manifest.max_model_len)
+
+    def start_preload(self) -> None:
+        """Read tokenizer and chat template on a thread while the worker loads the weights."""
+        self._preload = asyncio.create_task(asyncio.to_thread(self.preload_text_processor))
+        # a worker that fails first leaves the error unread, which asyncio would log
+        self._preload.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
+        processor = self._load_text_processor(path, self._open_engine.chat_template)
+        processor.limit_inputs(self._open_engine.max_pixels, max_tokenize_tokens(max_model_len))
+        return processor
 
     @property
     def input_modalities(self) -> list[str]:
@@ -238,6 +298,15 @@ class EngineClient:
         info = self._require_ready()
         page = info.page_bytes * self._open_engine.run.get("tp", 1)
         return info.num_pages * page, info.max_prefix_pages * page
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of KV pages and recurrent state over all ranks; 0 before the engine is open."""
+        info = self.engine_info
+        if info is None:
+            return 0
+        caches = (info.num_pages + 1) * info.page_bytes + info.state_cache_bytes
+        return caches * int(self._open_engine.run.get("tp", 1))
 
     @property
     def kv_cache_summary(self) -> str:
@@ -414,7 +483,7 @@ class EngineClient:
                     if time.monotonic() - started_at < MIN_WORKER_SECONDS
                     else 0
                 )
-                if self.engine_info is None or num_failed_starts >= MAX_FAILED_STARTS:
+                if not self._was_ready or num_failed_starts >= MAX_FAILED_STARTS:
                     self.error = self.error or f"the worker of {self.name} {end_reason}"
                     self.state = EngineState.FAILED
                     return
@@ -430,6 +499,25 @@ class EngineClient:
                 self.state = EngineState.STOPPED
         finally:
             self.load_finished.set()
+
+    def reset(self) -> None:
+        """Forget how the last ``run`` ended, so that ``run`` can be called again.
+
+        What is known about the engine stays; counters continue.
+        """
+        self._is_closing = self._was_ready = self.is_usage_error = False
+        self.error = None
+        self.load_finished.clear()
+        self.state = EngineState.LOADING
+
+    def mark_unloaded(self) -> None:
+        """Show that no worker runs after ``run`` has returned, and that one may be loaded."""
+        self.state = EngineState.UNLOADED
+
+    def replace_manifest(self, manifest: Manifest) -> None:
+        """Forget what is known about the engine, whose files have changed."""
+        self.manifest = manifest
+        self.engine_info = self._text_processor = None
 
     async def close(self) -> None:
         """Kill the worker; its requests end with an error."""
@@ -534,15 +622,14 @@ class EngineClient:
         return replace(self._open_engine, run=run)
 
     async def _on_ready(self, engine_info: EngineReady) -> None:
+        if self._preload is not None:
+            with contextlib.suppress(ModelmillError):  # it is raised again below
+                await self._preload
+            self._preload = None
         if self._text_processor is None and engine_info.engine_type != SEGMENTATION:
             try:
                 text_processor = await asyncio.to_thread(
-                    self._load_text_processor,
-                    Path(engine_info.path),
-                    self._open_engine.chat_template,
-                )
-                text_processor.limit_inputs(
-                    self._open_engine.max_pixels, max_tokenize_tokens(engine_info.max_model_len)
+                    self._read_text_processor, Path(engine_info.path), engine_info.max_model_len
                 )
                 self._text_processor = text_processor
             except ModelmillError as error:
@@ -555,9 +642,9 @@ class EngineClient:
                 _log.warning(
                     "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
-        self.engine_info = engine_info
-        self.state = EngineState.READY
+        self.engine_info, self._was_ready = engine_info, True
         self.error = None
+        self.state = EngineState.READY
         self.load_finished.set()
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:
@@ -583,6 +670,7 @@ class EngineClient:
         for _, handle in list(self._active_requests.values()):
             handle.fail(error)
         self.segment_client.fail_all(error)
+        self.session_client.fail_all(error)
         self._active_requests.clear()
         self._num_sequences = 0
         for future in self._stats_futures.values():
@@ -619,6 +707,7 @@ class EngineClient:
             entry = self._active_requests.get(message.id)
             if entry is not None:
                 entry[1].note_start(message.queue_seconds)
+                self.fair_queue.note_start(entry[0].request.virtual_start)
         elif isinstance(message, LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
         elif isinstance(message, RequestRejected):
@@ -631,6 +720,8 @@ class EngineClient:
                 )
         elif isinstance(message, (SegmentResult, SegmentFailure)):
             self.segment_client.handle(message)
+        elif isinstance(message, SessionReply):
+            self.session_client.handle(message)
         elif isinstance(message, OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
 

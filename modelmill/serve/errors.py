@@ -8,6 +8,8 @@ from typing import Any
 
 from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError, UsageError
 from modelmill.core.quoting import one_line
+from modelmill.serve.access.key_limits import KeyLimitReached
+from modelmill.serve.catalogue.model_loader import ModelLoadFailed
 from modelmill.serve.engine_client import EngineNotReady, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
 
@@ -71,11 +73,17 @@ def to_api_error(error: BaseException, field_names: frozenset[str] = frozenset()
         return ApiError(
             429, text, "rate_limit_error", None, "rate_limit_exceeded", {"Retry-After": "1"}
         )
+    if isinstance(error, KeyLimitReached):
+        headers = {"Retry-After": str(error.retry_after)}
+        return ApiError(429, text, "rate_limit_error", None, "rate_limit_exceeded", headers)
     if isinstance(error, EngineNotReady):
         code = "draining" if isinstance(error, ServerShuttingDown) else "not_ready"
         return ApiError(503, text, "service_unavailable_error", None, code, {"Retry-After": "2"})
     if isinstance(error, WorkerLost):
         return ApiError(503, text, SERVER_ERROR, None, "engine_restarted", {"Retry-After": "2"})
+    if isinstance(error, ModelLoadFailed):
+        text = one_line(text, MAX_MESSAGE_CHARS)
+        return ApiError(503, text, SERVER_ERROR, "model", "model_load_failed", {"Retry-After": "5"})
     if isinstance(error, CapacityError):
         return ApiError(503, text, SERVER_ERROR, None, "out_of_memory")
     if isinstance(error, (UsageError, TokenizerError)):

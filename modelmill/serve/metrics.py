@@ -11,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from modelmill.core.types import FinishReason, Stats
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
+from modelmill.serve.access.key_limits import KeyMetrics
+from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
 LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -85,6 +87,8 @@ class ServerMetrics:
             "request_queue_time_seconds", "From the request to its first step.", LATENCY_BUCKETS
         )
         self.segment = SegmentMetrics(self.registry)
+        self.loads = LoadMetrics(self.registry)
+        self.keys = KeyMetrics(self.registry)
         self._tokens = {name: self._counter(name, help) for name, help in TOKEN_COUNTERS.items()}
         self._success = self._counter("request_success", "Finished sequences.", "finished_reason")
         self._restarts = self._counter("worker_restarts", "Workers that were replaced.", "reason")
@@ -112,13 +116,16 @@ class ServerMetrics:
             {reason: self._restarts.labels(model, reason) for reason in ("ended", "hung")},
         )
 
-    def render(self, engine_stats: Iterable[tuple[str, Stats]]) -> bytes:
+    def render(
+        self, engine_stats: Iterable[tuple[str, Stats]], more: Iterable[Metric] = ()
+    ) -> bytes:
         """Render the page that Prometheus reads.
 
         Args:
             engine_stats: (name, current statistics) of each engine.
+            more: further gauges.
         """
-        families = _stats_families(engine_stats)
+        families = [*_stats_families(engine_stats), *more]
         return generate_latest(self.registry) + b"".join(
             _render_family(family) for family in families
         )

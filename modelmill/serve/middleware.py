@@ -14,12 +14,14 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelmill.core import log
+from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.dialects.error_form import error_body
 from modelmill.serve.errors import ApiError
 from modelmill.serve.http_protocol import HEADER_BYTES
@@ -27,9 +29,13 @@ from modelmill.serve.path_aliases import canonical_path
 from modelmill.serve.request_handle import RequestHandle
 from modelmill.serve.routes.page import PAGE_PATHS
 from modelmill.serve.service import (
+    ADMIN_KEY,
     INTERNAL_KEY,
+    LEASES_KEY,
     OWNER_KEY,
+    POLICY_KEY,
     TENANT_KEY,
+    USE_KEY,
     Service,
     ServiceLimits,
 )
@@ -60,7 +66,13 @@ class RequestMiddleware:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in service.limits.api_keys]
+        limits = service.limits
+        policies = [
+            *limits.key_policies,
+            *_plain_policies("api-key", limits.api_keys),
+        ]
+        self._keys = _by_digest(policies)
+        self._admin_keys = _by_digest(_plain_policies("admin-key", limits.admin_keys))
         self._secret = secrets.token_bytes(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,6 +101,10 @@ class RequestMiddleware:
         except ApiError as error:
             await context.send_error(error)
         finally:
+            for lease in scope.get(LEASES_KEY, ()):
+                lease.release()
+            if USE_KEY in scope:
+                scope[USE_KEY].end()
             service.end_request()
             context.log_request()
 
@@ -98,10 +114,14 @@ class RequestMiddleware:
         service = self._service
         _check_framing(headers)
         name = _host_name(headers.get(b"host", b"").decode("latin-1"))
+        admin = _find_policy(headers, self._admin_keys)
+        policy = admin or _find_policy(headers, self._keys)
+        scope[ADMIN_KEY] = admin is not None or not (self._admin_keys or self._keys)
         if not self._keys:
             self._check_host(name)
-        elif self._has_valid_key(headers):
+        elif policy is not None:
             self._set_tenant(scope, headers)
+            scope[POLICY_KEY] = policy
         elif path not in PUBLIC_PATHS:
             raise ApiError(
                 401,
@@ -133,12 +153,6 @@ class RequestMiddleware:
         if not length.isdigit() or len(digits) > 18 or int(digits) > limit.max_bytes:
             raise limit.too_large_error()
 
-    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        digest = _key_digest(headers)
-        # compare with every key, so that the time reveals nothing
-        matches = [hmac.compare_digest(digest, each) for each in self._keys]
-        return any(matches)
-
     def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Store the tenant and owner of a request, which separate what different keys may see.
 
@@ -164,6 +178,28 @@ class RequestMiddleware:
                 "this server has no key and answers to localhost only; start it with --api-key",
                 "permission_error",
             ) from None
+
+
+def _plain_policies(prefix: str, keys: Sequence[str]) -> list[KeyPolicy]:
+    """Policies of keys without limits."""
+    return [
+        KeyPolicy(f"{prefix}-{number}", key, raises_priority=True)
+        for number, key in enumerate(keys, 1)
+    ]
+
+
+def _by_digest(policies: Sequence[KeyPolicy]) -> list[tuple[bytes, KeyPolicy]]:
+    return [(hashlib.sha256(each.key.encode()).digest(), each) for each in policies]
+
+
+def _find_policy(
+    headers: dict[bytes, bytes], policies: Sequence[tuple[bytes, KeyPolicy]]
+) -> KeyPolicy | None:
+    """The policy of the request's key; None for an unknown one."""
+    digest = _key_digest(headers)
+    # compare with every key, so that the time reveals nothing
+    matches = [each for known, each in policies if hmac.compare_digest(digest, known)]
+    return matches[0] if matches else None
 
 
 def _key_digest(headers: dict[bytes, bytes]) -> bytes:

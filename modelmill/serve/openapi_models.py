@@ -22,7 +22,9 @@ from modelmill.serve.dialects.ollama_models import (
     OllamaTagsResponse,
     OllamaVersionResponse,
 )
+from modelmill.serve.model_schema import ModelStateResponse
 from modelmill.serve.response_model import ResponseModel
+from modelmill.serve.session_schema import SessionResponse
 
 REF = "#/components/schemas/{model}"
 
@@ -31,9 +33,13 @@ class EngineStatus(ResponseModel):
     """State of one served engine."""
 
     name: str
-    state: Literal["loading", "ready", "restarting", "failed", "stopped"]
+    state: Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed", "stopped"]
     restarts: int
-    progress: dict[str, str | int] = Field(default_factory=dict)
+    progress: dict[str, str | int | float] = Field(default_factory=dict)
+    pinned: bool = True
+    waiting: int = Field(0, description="requests that wait until it is loaded")
+    expires_at: int | None = Field(None, description="seconds since 1970; null: it stays loaded")
+    error: str = Field("", description="why it could not be loaded the last time")
 
 
 class HealthResponse(ResponseModel):
@@ -58,6 +64,12 @@ class ModelCard(ResponseModel):
     owned_by: str
     root: str
     max_model_len: int | None
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    progress: float = Field(description="of loading, from 0 to 1")
+    pinned: bool = Field(description="not unloaded by time or memory")
+    expires_at: int | None = Field(
+        description="when it is unloaded if nothing uses it, in seconds since 1970"
+    )
     kind: str = Field(description="as engine_type")
     engine_type: str
     input_modalities: list[str] = Field(default_factory=list)
@@ -461,6 +473,12 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/version": VersionResponse,
     "/v1/models": ModelList,
     "/v1/models/{name}": ModelCard,
+    "/v1/models/load": ModelStateResponse,
+    "/v1/models/unload": ModelStateResponse,
+    "/v1/sessions/save": SessionResponse,
+    "/v1/sessions/restore": SessionResponse,
+    "/v1/models/pin": ModelStateResponse,
+    "/v1/models/reload": ModelStateResponse,
     "/tokenize": TokenizeResponse,
     "/detokenize": DetokenizeResponse,
     "/apply-template": TemplateResponse,

@@ -13,6 +13,8 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
@@ -354,6 +356,8 @@ class CompactRequest(StrictModel):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     prompt_cache_key: str | None = None
     cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
 
 def items_to_messages(

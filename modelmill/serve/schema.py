@@ -23,6 +23,8 @@ from modelmill.core.types import (
     SamplingParams,
     sampling_range,
 )
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.message_keys import ChatMessages
 from modelmill.serve.peer_fields import AccountFields, PeerFields, ignored
@@ -156,6 +158,8 @@ class SamplingFields(AccountFields):
     presence_penalty: float | None = sampling_field("presence_penalty")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     logit_bias: LogitBias | None = None
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
     # extensions, also of other engines
     top_k: int | None = sampling_field("top_k")
     min_p: float | None = sampling_field("min_p")

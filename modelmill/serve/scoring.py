@@ -14,6 +14,8 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.outputs import unit_vector
 from modelmill.request_state import RequestState
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.schema import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 
@@ -33,6 +35,8 @@ class RerankRequest(StrictModel):
     max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
     user: str | None = Field(None, max_length=4096)
     cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
     def texts(self) -> list[str]:
         """The documents as texts.
@@ -57,6 +61,8 @@ class ScoreRequest(StrictModel):
     documents: str | TextList | None = Field(None, max_length=1 << 22)
     user: str | None = Field(None, max_length=4096)
     cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """The pairs of texts: one with each, or as many with as many.

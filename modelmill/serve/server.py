@@ -21,6 +21,7 @@ from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
+from modelmill.serve.catalogue.manager import ModelManager, stop_task
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.http_protocol import HEADER_BYTES, HttpProtocol
 from modelmill.serve.service import Service, ServiceLimits
@@ -68,12 +69,14 @@ class Server:
         engines: Sequence[EngineClient],
         options: ServerOptions,
         names: dict[str, EngineClient] | None = None,
+        catalogue: ModelManager | None = None,
     ) -> None:
         self.options = options
         self.service = Service(
             names or {engine.name: engine for engine in engines},
             options.limits,
             traces=options.traces,
+            catalogue=catalogue,
         )
         self._num_signals = 0
         self._stop_requested = asyncio.Event()
@@ -105,6 +108,8 @@ class Server:
             asyncio.create_task(self._run_engines(on_engine_ready)),
             asyncio.create_task(server.serve([sock])),
         ]
+        catalogue = self.service.catalogue
+        loading = None if catalogue is None else asyncio.create_task(catalogue.run())
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._on_signal)
@@ -113,8 +118,11 @@ class Server:
             await self._drain()
         finally:
             server.should_exit = True
-            for engine in self.service.unique_engines:
+            for engine in self.service.always_loaded:
                 await engine.close()
+            if catalogue is not None and loading is not None:
+                await catalogue.close()
+                await stop_task(loading)
             await asyncio.gather(*tasks)
             self.service.close()
         if self._failed_engine is not None:
@@ -126,7 +134,7 @@ class Server:
         """Load the engines one after another, then supervise them."""
         tasks = []
         document = asyncio.create_task(warmup.warm_up_openapi(self._app))
-        for engine in self.service.unique_engines:
+        for engine in self.service.always_loaded:
             if self._stop_requested.is_set():
                 break
             tasks.append(asyncio.create_task(self._run_engine(engine)))
@@ -153,8 +161,7 @@ class Server:
         self._num_signals += 1
         self._stop_requested.set()
         if self._num_signals > 1:
-            for engine in self.service.unique_engines:
-                engine.abort_all("the server was stopped")
+            self._abort_all("the server was stopped")
 
     async def _drain(self) -> None:
         """Refuse new requests and wait for running ones, up to the timeout."""
@@ -173,12 +180,18 @@ class Server:
             and asyncio.get_running_loop().time() < deadline
         ):
             await asyncio.sleep(0.02)
-        for engine in service.unique_engines:
-            engine.abort_all("the server is shutting down")
+        self._abort_all("the server is shutting down")
         for _ in range(50):
             if not service.num_active:
                 break
             await asyncio.sleep(0.02)
+
+    def _abort_all(self, reason: str) -> None:
+        """End every request, also those that wait for a model to load."""
+        if self.service.catalogue is not None:
+            self.service.catalogue.refuse_waiting()
+        for engine in self.service.unique_engines:
+            engine.abort_all(reason)
 
 
 def http_server(app: ASGIApp) -> uvicorn.Server:

@@ -8,8 +8,13 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+from modelmill.serve.access.key_limits import KeyUsage
+from modelmill.serve.access.key_policy import KeyPolicy
+from modelmill.serve.access.request_use import RequestUse
+from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
@@ -25,8 +30,19 @@ TENANT_KEY = "modelmill.tenant"
 """Scope key of the tenant: an opaque id derived from the API key, never the key."""
 OWNER_KEY = "modelmill.owner"
 """Scope key of the owner of stored responses; also where tenants share their caches."""
+ADMIN_KEY = "modelmill.admin"
+"""Scope key: whether the request may administer models."""
+POLICY_KEY = "modelmill.policy"
+"""Scope key of the policy of the request's key."""
+PRIORITY_KEY = "modelmill.priority"
+"""Scope key of the field ``priority`` of the request."""
+USE_KEY = "modelmill.use"
+"""Scope key of what the request uses of its key's limits, which ends with it."""
+LEASES_KEY = "modelmill.leases"
+"""Scope key of the request's leases of engines, which are released when it has ended."""
 
 
+DEFAULT_SESSION_BYTES = 16 << 30
 MAX_UNUSED_VALUES = 1 << 20
 LARGE_BODY_BYTES, MAX_QUEUED_BODIES = 1 << 20, 4
 """Bodies above this size use their own queue; how many of the largest size may wait in a queue."""
@@ -38,6 +54,9 @@ class ServiceLimits:
 
     Attributes:
         api_keys: accepted keys; empty: no authentication.
+        admin_keys: keys that may also administer models; without any, requests may do so only where
+            there are no API keys either.
+        key_policies: further API keys, with a name, a priority, a share and limits.
         max_body_bytes: of a request that may contain images.
         max_text_body_bytes: of a request that may not.
         body_timeout: seconds in which a body must arrive.
@@ -46,9 +65,13 @@ class ServiceLimits:
         share_cache: whether requests of different keys share cached prefixes and image embeddings.
             ``cached_tokens`` and response times reveal cache hits.
         response_store_bytes: memory for responses that later requests continue; 0: none.
+        session_dir: folder of saved sessions; None: none are saved.
+        session_bytes: that all files in it may take.
     """
 
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
+    key_policies: tuple[KeyPolicy, ...] = ()
     max_body_bytes: int = 16 << 20
     max_text_body_bytes: int = 4 << 20
     body_timeout: float = 60.0
@@ -56,6 +79,8 @@ class ServiceLimits:
     allowed_hosts: tuple[str, ...] = ()
     share_cache: bool = False
     response_store_bytes: int = DEFAULT_STORE_BYTES
+    session_dir: Path | None = None
+    session_bytes: int = DEFAULT_SESSION_BYTES
 
 
 @dataclass
@@ -66,6 +91,7 @@ class Service:
         engines: by every name they are served under, in order.
         draining: new requests are refused.
         traces: receives one span per request; None: no tracing.
+        catalogue: loads engines for requests; None: all engines are always loaded.
     """
 
     engines: Mapping[str, EngineClient]
@@ -74,18 +100,31 @@ class Service:
     draining: bool = False
     num_active: int = 0
     traces: Traces | None = None
+    catalogue: ModelManager | None = None
 
     def __post_init__(self) -> None:
         self.response_store = ResponseStore(self.limits.response_store_bytes)
+        self._key_usages = {
+            policy: KeyUsage(policy, self.metrics.keys) for policy in self.limits.key_policies
+        }
+        for policy in self.limits.key_policies:
+            self.metrics.keys.add_key(policy.name)
         # threads: tokenizers release the GIL, chat templates wait for another process
         for engine in self.unique_engines:
-            engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
+            self._record_metrics(engine)
+        if self.catalogue is not None:
+            self.catalogue.notify_replace(self._replace_engine)
+            self.catalogue.record_metrics(self.metrics.loads)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
         # their own queue, so that they do not delay small requests
         self._small_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-body")
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
+
+    def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestUse:
+        """Count a request of a key; raises as ``RequestUse``."""
+        return RequestUse(policy, self._key_usages.get(policy), priority)
 
     def begin_request(self) -> None:
         """Count one more request that runs."""
@@ -105,10 +144,25 @@ class Service:
         return list(dict.fromkeys(self.engines.values()))
 
     @property
+    def always_loaded(self) -> list[EngineClient]:
+        """The engines that are loaded from the start to the end, in order."""
+        if self.catalogue is None:
+            return self.unique_engines
+        return [each for each in self.unique_engines if self.catalogue.find(each) is None]
+
+    def _record_metrics(self, engine: EngineClient) -> None:
+        engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
+
+    def _replace_engine(self, old: EngineClient, new: EngineClient) -> None:
+        """Serve ``new`` under the names of ``old`` from now on."""
+        self._record_metrics(new)
+        self.engines = {name: new if each is old else each for name, each in self.engines.items()}
+
+    @property
     def ready(self) -> bool:
-        """Whether every engine accepts requests."""
+        """Whether every engine accepts requests, or waits to be loaded for one."""
         return not self.draining and all(
-            engine.state is EngineState.READY for engine in self.unique_engines
+            engine.state is EngineState.READY for engine in self.always_loaded
         )
 
     def get_engine(self, name: str | None) -> EngineClient:

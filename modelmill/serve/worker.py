@@ -29,12 +29,14 @@ from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.core.progress import Progress
 from modelmill.core.types import Guide, Request
+from modelmill.loader.cache_split import split_cache_bytes
 from modelmill.loader.capacity import cpu_kv_cache_budget
 from modelmill.loader.device import compile_cpu_kernels, pick_device
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve import budget
 from modelmill.serve.segment_messages import SEGMENTATION
+from modelmill.serve.session_worker import LoadedSession, SessionWorker
 from modelmill.serve.watchdog import poll_interval
 from modelmill.serve.worker_messages import (
     LENGTH_PREFIX,
@@ -51,6 +53,8 @@ from modelmill.serve.worker_messages import (
     Ping,
     RequestRejected,
     RequestStarted,
+    RestoreSession,
+    SaveSession,
     StatsReply,
     StepTokens,
     decode,
@@ -160,7 +164,9 @@ class Inbox:
             on_server_gone: called once the server is gone; ``messages`` then ends with None.
             is_opening: the engine is still being opened.
         """
-        self.messages: queue.SimpleQueue[Message | Arrival | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Message | Arrival | LoadedSession | None] = (
+            queue.SimpleQueue()
+        )
         self._make_guide: Callable[[Request], Guide] | None = None
         self._is_opening = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
@@ -228,6 +234,8 @@ class EngineWorker:
         self._channel = channel
         self._inbox = inbox
         self._unstarted: deque[tuple[float, Sequence]] = deque()
+        self._in_order = True
+        self._sessions = SessionWorker(engine_core, channel.send, inbox.messages.put)
 
     def run(self) -> None:
         """Process messages and run steps until the server is gone."""
@@ -266,26 +274,32 @@ class EngineWorker:
             return
         # keep the sequence itself: a request that finishes in its first step has already left
         # ``live_sequences`` when its start is reported
-        self._unstarted.append(
-            (arrival.arrived_at, self.engine_core.output_processor.live_sequences[request.id][0])
-        )
+        seq = self.engine_core.output_processor.live_sequences[request.id][0]
+        self._in_order &= not self._unstarted or self._unstarted[-1][1].priority < seq.priority
+        self._unstarted.append((arrival.arrived_at, seq))
 
     def _report_started(self) -> None:
         """Send RequestStarted for sequences that have left the queue.
 
-        They start in order, so the first that still waits ends the search.
+        While they were queued in the order in which they start, the first that still waits ends the
+        search.
         """
+        waiting: deque[tuple[float, Sequence]] = deque()
         while self._unstarted:
             arrived_at, seq = self._unstarted[0]
             if seq.started_at is None and seq.finish_reason is None:
-                return
+                if self._in_order:
+                    return
+                waiting.append(self._unstarted.popleft())
+                continue
             self._unstarted.popleft()
             if seq.started_at is not None:
                 self._channel.send(
                     RequestStarted(seq.request.id, round(seq.started_at - arrived_at, 6))
                 )
+        self._unstarted, self._in_order = waiting, not waiting
 
-    def _handle(self, message: Message | Arrival) -> None:
+    def _handle(self, message: Message | Arrival | LoadedSession) -> None:
         if isinstance(message, Arrival):
             self._add_request(message)
         elif isinstance(message, AbortRequest):
@@ -297,6 +311,12 @@ class EngineWorker:
         elif isinstance(message, Ping):
             self.engine_core.ping()
             self._channel.send(Heartbeat())
+        elif isinstance(message, SaveSession):
+            self._sessions.save(message)
+        elif isinstance(message, RestoreSession):
+            self._sessions.restore(message)
+        elif isinstance(message, LoadedSession):
+            self._sessions.finish_restore(message)
 
 
 def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
@@ -350,7 +370,7 @@ def load_engine_core(
         ModelmillError: the engine cannot be loaded.
     """
     config = _with_memory_budget(
-        from_dict(RunConfig, open_engine.run, "run"), artifact.nbytes(), open_engine
+        from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
     )
     core = EngineCore.open(artifact, config)
     core.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=core.device != "cpu")
@@ -407,22 +427,40 @@ class _AnswerGuideFactory:
         return self._text_processor.make_guide(request, self._vocab_size)
 
 
-def _with_memory_budget(config: RunConfig, weight_bytes: int, open_engine: OpenEngine) -> RunConfig:
-    """``config`` with this engine's share of the memory."""
+def _with_memory_budget(
+    config: RunConfig, artifact: Artifact, open_engine: OpenEngine
+) -> RunConfig:
+    """``config`` with this engine's share of the memory, for KV pages and recurrent states.
+
+    Raises:
+        CapacityError: not even one sequence's recurrent state fits.
+    """
+    plain = Artifact(artifact.path, artifact.manifest)
+    sizes = (config.kv_cache_bytes, config.state_cache_bytes)
+    if open_engine.cache_bytes is not None and None in sizes:
+        return split_cache_bytes(config, plain, open_engine.cache_bytes // config.tp)
     device = pick_device(config.device)
     if device == "cpu":
         num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
-        return budget.with_cpu_budget(
+        shared = budget.with_cpu_budget(
             config,
             cpu_kv_cache_budget(config.tp, open_engine.segment_bytes),
             num_other_engines,
             open_engine.segment_bytes,
         )
+        if shared is config or shared.kv_cache_bytes is None:
+            return config
+        return split_cache_bytes(shared, plain, shared.kv_cache_bytes)
     import torch
 
     free, total = torch.cuda.mem_get_info(torch.device(device))
     return budget.with_gpu_memory_share(
-        config, free, total, weight_bytes, open_engine.later_weight_bytes, open_engine.segment_bytes
+        config,
+        free,
+        total,
+        artifact.nbytes(),
+        open_engine.later_weight_bytes,
+        open_engine.segment_bytes,
     )
 
 

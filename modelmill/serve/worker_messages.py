@@ -64,6 +64,8 @@ class OpenEngine:
         image_cache_bytes: size of the cache of image embeddings.
         max_pixels: limit of one image.
         watchdog_seconds: without a sign of life, after which the worker counts as hung; 0: never.
+        cache_bytes: for KV pages and recurrent states of all ranks, unless ``run`` says both;
+            None: from the free memory.
     """
 
     model: str
@@ -77,6 +79,7 @@ class OpenEngine:
     image_cache_bytes: int = 64 << 20
     max_pixels: int = 50_000_000
     watchdog_seconds: float = DEFAULT_TIMEOUT
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,51 @@ class OpenFailed:
     is_usage_error: bool
 
 
+@dataclass(frozen=True)
+class SaveSession:
+    """Write the cached KV pages of a prefix to a file.
+
+    Attributes:
+        number: of the reply.
+        path: of the file.
+        tokens: of the prefix.
+        cache_salt: of the request that computed it.
+        max_bytes: that the pages may take.
+    """
+
+    number: int
+    path: str
+    tokens: list[int]
+    cache_salt: str
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class RestoreSession:
+    """Read a file of KV pages into the prefix cache, for requests with this ``cache_salt``."""
+
+    number: int
+    path: str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class SessionReply:
+    """A session was saved or restored.
+
+    Attributes:
+        number: of the message.
+        tokens: of the prefix.
+        nbytes: of the file, or of the pages.
+        error: why it was not, in one line; empty if it was.
+    """
+
+    number: int
+    tokens: int
+    nbytes: int
+    error: str = ""
+
+
 Message = (
     OpenEngine
     | AddRequest
@@ -232,6 +280,9 @@ Message = (
     | RequestRejected
     | StatsReply
     | OpenFailed
+    | SaveSession
+    | RestoreSession
+    | SessionReply
     | SegmentJob
     | SegmentResult
     | SegmentFailure
@@ -324,6 +375,8 @@ def _encode_request(request: Request) -> dict[str, Any]:
         else [request.grammar.grammar_type, request.grammar.text],
         "pooling": request.pooling,
         "penalize_prompt": request.penalize_prompt,
+        "priority": request.priority,
+        "virtual_start": request.virtual_start,
         # the pixels of images, uint8, follow as blobs
         "embedding_spans": [
             [i.position, i.length, i.digest, i.handle.shape] for i in request.embedding_spans
@@ -346,6 +399,8 @@ def _decode_request(raw: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> Requ
         grammar=None if raw["grammar"] is None else Grammar(*raw["grammar"]),
         pooling=raw["pooling"],
         penalize_prompt=raw["penalize_prompt"],
+        priority=raw["priority"],
+        virtual_start=raw["virtual_start"],
         embedding_spans=tuple(
             EmbeddingSpan(position, length, digest, np.frombuffer(blob, np.uint8).reshape(shape))
             for (position, length, digest, shape), blob in zip(

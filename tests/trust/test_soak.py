@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
+from tools.soak import client_disconnects, fuzz, mixed_load, model_swaps, shutdown
 from tools.soak.memory_trend import fit_trend
 from tools.soak.server import SoakServer
 
@@ -49,6 +49,16 @@ def test_rough_treatment_leaves_the_server_as_it_was(
         mixed_load.plot(load_result, tmp_path / "plot.png")
         assert (tmp_path / "plot.png").stat().st_size > 5000
     assert server.leftover_processes() == []
+
+
+def test_models_that_alternate_and_a_worker_that_is_killed(stories: Path) -> None:
+    flags = [each for each in QUIET if each not in ("--kv-cache-bytes", "8000000")]
+    result = model_swaps.swap_models([stories], flags, 20, ignore_progress)
+    assert result["ok"]
+    assert result["counts"]["killed"] == 1
+    assert result["counts"]["after the kill"] >= 4
+    assert result["loads"] > 2
+    assert result["left_processes"] == []
 
 
 @pytest.mark.parametrize(

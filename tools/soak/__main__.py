@@ -1,4 +1,4 @@
-"""``python -m tools.soak WHAT ENGINE…``: fuzz, leaving, ends, mixed, or all of them.
+"""``python -m tools.soak WHAT ENGINE…``: fuzz, leaving, ends, mixed, swaps, or all of them.
 
 Several engines are served together; if one of them segments, fuzz and mixed send segmentation
 requests as well.
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.progress import Progress
-from tools.soak import client_disconnects, fuzz, mixed_load, shutdown
+from tools.soak import client_disconnects, fuzz, mixed_load, model_swaps, shutdown
 from tools.soak.server import SoakFailure, SoakServer
 
-SOAK_TESTS = ("fuzz", "leaving", "ends", "mixed")
+SOAK_TESTS = ("fuzz", "leaving", "ends", "mixed", "swaps")
 
 
 def make_progress(name: str) -> Progress:
@@ -42,6 +42,11 @@ def run_test(name: str, args: argparse.Namespace) -> dict[str, Any]:
     on_progress = make_progress(name)
     if name == "ends":
         return shutdown.run_shutdown_checks(args.engines[0], args.serve, on_progress)
+    if name == "swaps":
+        try:
+            return model_swaps.swap_models(args.engines, args.serve, args.seconds, on_progress)
+        except SoakFailure as error:
+            return {"what": name, "ok": False, "error": str(error)}
     with SoakServer(args.engines, args.serve) as server:
         try:
             if name == "fuzz":
@@ -64,6 +69,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--count", type=int, help="requests of fuzz (10000), clients of leaving (1000)"
     )
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of swaps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results with the memory over time")
     parser.add_argument("--plot", type=Path, help="write a plot of mixed")

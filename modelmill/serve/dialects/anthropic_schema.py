@@ -8,6 +8,8 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.schema import (
@@ -170,6 +172,8 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=64)
     stream: bool | None = None
     cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
     metadata: JsonObject | None = ignored("there are no accounts")
     service_tier: str | None = ignored("there is one tier")
     inference_geo: str | None = ignored("the model runs where the server is")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -77,7 +76,7 @@ class OllamaModelEntry(ResponseModel):
 
 
 class OllamaRunningModel(ResponseModel):
-    """A loaded engine. expires_at is far in the future: engines stay loaded."""
+    """A loaded engine. expires_at is far in the future for one that stays loaded."""
 
     name: str
     model: str
@@ -151,11 +150,11 @@ NEVER_SECONDS = 253_370_764_800
 
 
 def manifest_of(engine: EngineClient) -> Manifest | None:
-    """The manifest of an engine that generates text; None until it is open."""
+    """The manifest of an engine that generates text; None until it is known."""
     try:
         return engine.text_processor.manifest
     except ModelmillError:
-        return None
+        return engine.manifest
 
 
 def model_entry(name: str, engine: EngineClient) -> dict[str, Any]:
@@ -168,8 +167,8 @@ def model_entry(name: str, engine: EngineClient) -> dict[str, Any]:
     }
 
 
-def running_entry(name: str, engine: EngineClient) -> dict[str, Any]:
-    """Describe a loaded engine for /api/ps."""
+def running_entry(name: str, engine: EngineClient, expires_at: float) -> dict[str, Any]:
+    """Describe a loaded engine for /api/ps; ``expires_at`` in seconds since 1970."""
     info = engine.engine_info
     on_gpu = info is not None and info.device.startswith("cuda")
     identity = _identity(engine)
@@ -177,7 +176,7 @@ def running_entry(name: str, engine: EngineClient) -> dict[str, Any]:
         "name": name,
         "model": name,
         **identity,
-        "expires_at": timestamp(NEVER_SECONDS),
+        "expires_at": timestamp(expires_at),
         "size_vram": identity["size"] if on_gpu else 0,
         "context_length": 0 if info is None else info.max_model_len,
     }
@@ -191,19 +190,19 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
         RequestError: it does not generate text.
     """
     processor = engine.text_processor
-    manifest, limits = processor.manifest, engine.request_limits
+    manifest = processor.manifest
     values = processor.generation_defaults.to_dict()["values"]
     family = manifest.model_type
     info: dict[str, Any] = {
         "general.architecture": family,
-        f"{family}.context_length": limits.max_len,
-        f"{family}.vocab_size": limits.vocab_size,
+        f"{family}.context_length": _max_model_len(engine, manifest),
     }
     for key, name in (
         ("hidden_size", "embedding_length"),
         ("num_hidden_layers", "block_count"),
         ("num_attention_heads", "attention.head_count"),
         ("num_key_value_heads", "attention.head_count_kv"),
+        ("vocab_size", "vocab_size"),
     ):
         if isinstance(manifest.config.get(key), int):
             info[f"{family}.{name}"] = manifest.config[key]
@@ -216,6 +215,11 @@ def show_model(engine: EngineClient) -> dict[str, Any]:
         "capabilities": capabilities(engine),
         "modified_at": timestamp(_modified_at(engine)),
     }
+
+
+def _max_model_len(engine: EngineClient, manifest: Manifest) -> int:
+    info = engine.engine_info
+    return manifest.max_model_len if info is None else info.max_model_len
 
 
 def capabilities(engine: EngineClient) -> list[str]:
@@ -253,9 +257,8 @@ def _identity(engine: EngineClient) -> dict[str, Any]:
 
 def _modified_at(engine: EngineClient) -> float:
     """When the engine was built; of an engine that is not open, when it was first served."""
-    if engine.engine_info is not None:
-        try:
-            return (Path(engine.engine_info.path) / MANIFEST_FILE).stat().st_mtime
-        except OSError:
-            pass
+    try:
+        return (engine.path / MANIFEST_FILE).stat().st_mtime
+    except OSError:
+        pass
     return float(engine.created_at)

@@ -11,6 +11,8 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.dialects.ollama_options import OllamaOptions
 from modelmill.serve.schema import (
     MAX_TOP_LOGPROBS,
@@ -26,7 +28,6 @@ from modelmill.serve.typed_objects import parse_object
 
 LongText = Annotated[str, Field(max_length=10 << 20)]
 Images = Annotated[list[str], FAIL_FAST, Field(max_length=64)]
-KeepAlive = str | int | float
 DEFAULT_TAG = ":latest"
 _IMAGE_TYPES = {"iVBOR": "png", "/9j/": "jpeg", "R0lGO": "gif", "UklGR": "webp"}
 """How the base64 of an image begins → its type."""
@@ -67,12 +68,8 @@ class OllamaModelFields(StrictModel):
 
     model: str = Field(max_length=1024)
     options: OllamaOptions | None = None
-    keep_alive: KeepAlive | None = Field(None, description="accepted: engines stay loaded")
-
-    @property
-    def unloads(self) -> bool:
-        """Whether the client wants the model unloaded."""
-        return self.keep_alive in (0, "0", "0s")
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
 
 
 class OllamaGenerationFields(OllamaModelFields):

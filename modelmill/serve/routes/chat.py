@@ -28,8 +28,8 @@ from modelmill.serve.request_options import (
     resolve_params,
 )
 from modelmill.serve.routes.common import (
+    acquire_engine,
     check_message_sizes,
-    find_engine,
     random_id,
     submit_requests,
 )
@@ -54,7 +54,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request) -> Any:
     """Answer a conversation through the engine's chat template."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(body.n or 1)
     _, handle = await submit_requests(

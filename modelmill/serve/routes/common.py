@@ -11,9 +11,19 @@ from starlette.requests import Request
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve import errors
+from modelmill.serve.access.request_use import NO_POLICY, RequestUse
+from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.service import Service
+from modelmill.serve.service import (
+    INTERNAL_KEY,
+    LEASES_KEY,
+    POLICY_KEY,
+    PRIORITY_KEY,
+    USE_KEY,
+    Service,
+)
+from modelmill.serve.stream import run_while_connected
 from modelmill.text_processor import TextProcessor
 
 T = TypeVar("T")
@@ -25,10 +35,50 @@ def get_service(request: Request) -> Service:
     return service
 
 
-def find_engine(request: Request, model: str | None) -> tuple[Service, EngineClient]:
-    """The service, and its engine with a model's name; raises ApiError for an unknown one."""
+async def acquire_engine(
+    request: Request, model: str | None, keep_alive: KeepAlive | None = None
+) -> tuple[Service, EngineClient]:
+    """The service, and its engine with a model's name, as ``lease_engine`` returns it.
+
+    Raises:
+        ApiError: there is no such engine.
+    """
     service = get_service(request)
-    return service, service.get_engine(model)
+    return service, await lease_engine(request, service.get_engine(model), keep_alive)
+
+
+async def lease_engine(
+    request: Request, engine: EngineClient, keep_alive: KeepAlive | None = None
+) -> EngineClient:
+    """Wait until an engine of the catalogue is loaded; it stays so until the request has ended.
+
+    Args:
+        request: the HTTP request; leaving ends the wait.
+        engine: one that is always loaded is returned at once.
+        keep_alive: how long it stays loaded after that, as in Ollama.
+
+    Raises:
+        KeyLimitReached: a limit of the request's key is reached.
+        RequestError: ``keep_alive`` is no duration, or the key may not send this priority.
+        ModelmillError: the engine cannot be loaded now.
+        ClientDisconnect: the client has disconnected.
+    """
+    seconds = None if keep_alive is None else parse_keep_alive(keep_alive)
+    if USE_KEY not in request.scope:
+        request.scope[USE_KEY] = get_service(request).begin_use(
+            request.scope.get(POLICY_KEY, NO_POLICY), request.scope.get(PRIORITY_KEY)
+        )
+    catalogue = get_service(request).catalogue
+    model = None if catalogue is None else catalogue.find(engine)
+    if catalogue is None or model is None or INTERNAL_KEY in request.scope:
+        return engine
+
+    async def take() -> EngineClient:
+        lease = await catalogue.acquire(model, seconds)
+        request.scope.setdefault(LEASES_KEY, []).append(lease)
+        return lease.engine
+
+    return await run_while_connected(request.receive, take())
 
 
 def random_id(prefix: str, separator: str = "-") -> str:
@@ -59,7 +109,10 @@ async def submit_requests(
 
     def prepare() -> tuple[T, list[bytes]]:
         result = make(engine.text_processor, *args)
-        return result, engine.encode_requests(get_states(result))
+        states = get_states(result)
+        use: RequestUse = request.scope[USE_KEY]
+        use.set_order(engine.fair_queue, states)
+        return result, engine.encode_requests(states)
 
     result, frames = await get_service(request).run_in_thread(prepare)
     handle = engine.submit(get_states(result), frames)
@@ -105,6 +158,14 @@ def _template_values(message: Mapping[str, Any]) -> Iterator[Any]:
             )
         else:
             yield value
+
+
+def has_images(message: Mapping[str, Any]) -> bool:
+    """Whether a message of a conversation contains pictures."""
+    content = message.get("content")
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and _is_image_part(part) for part in content
+    )
 
 
 def _is_image_part(part: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from modelmill.serve.request_options import (
     resolve_params,
 )
 from modelmill.serve.routes.common import (
-    find_engine,
+    acquire_engine,
     openai_finish_reason,
     random_id,
     submit_requests,
@@ -48,7 +48,7 @@ A single prompt of up to ``max_model_len`` tokens may exceed it.
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, several texts, or token ids."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(len(body.prompts()) * (body.n or 1))
     _, handle = await submit_requests(

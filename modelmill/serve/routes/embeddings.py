@@ -15,7 +15,7 @@ from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import MAX_OUTPUT_FLOATS, EmbeddingRequest, format_embedding
-from modelmill.serve.routes.common import find_engine, submit_requests
+from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
 
@@ -25,7 +25,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
     """The normed final hidden states of each input, pooled and scaled to length 1."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(body.inputs()))
     states, handle = await submit_requests(
         request, engine, embedding_request_states, body, engine.request_limits, get_states=list

@@ -8,10 +8,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from modelmill import __version__
+from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION, anthropic_model
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.routes.common import get_service
+from modelmill.serve.service import Service
 from modelmill.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -26,12 +28,12 @@ async def health(request: Request) -> JSONResponse:
     service = get_service(request)
     status = "ok" if service.ready else "draining" if service.draining else "unavailable"
     if status == "unavailable" and any(
-        engine.state is EngineState.LOADING for engine in service.unique_engines
+        engine.state is EngineState.LOADING for engine in service.always_loaded
     ):
         status = "loading"
     body = {
         "status": status,
-        "engines": [_engine_status(engine) for engine in service.unique_engines],
+        "engines": [_engine_status(service, engine) for engine in service.unique_engines],
     }
     return JSONResponse(
         body, 200 if service.ready else 503, None if service.ready else {"Retry-After": "2"}
@@ -60,7 +62,8 @@ async def metrics(request: Request) -> Response:
         for engine in service.unique_engines
         if (stats := await engine.stats()) is not None
     ]
-    return Response(service.metrics.render(stats_by_name), media_type=CONTENT_TYPE)
+    gauges = () if service.catalogue is None else service.catalogue.metric_families()
+    return Response(service.metrics.render(stats_by_name, gauges), media_type=CONTENT_TYPE)
 
 
 @router.get("/v1/models")
@@ -74,17 +77,18 @@ async def models(request: Request) -> dict[str, Any]:
         return {"data": cards, "has_more": False, **ends}
     return {
         "object": "list",
-        "data": [_model_card(name, engine) for name, engine in service.engines.items()],
+        "data": [_model_card(service, name, engine) for name, engine in service.engines.items()],
     }
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
     """Describe one served engine as an OpenAI model; with anthropic-version, as Anthropic's."""
-    engine = get_service(request).get_engine(name)
+    service = get_service(request)
+    engine = service.get_engine(name)
     if ANTHROPIC_VERSION in request.headers:
         return anthropic_model(name, engine)
-    return _model_card(name, engine)
+    return _model_card(service, name, engine)
 
 
 @router.get("/props")
@@ -113,25 +117,33 @@ def _token_text(tokenizer: Tokenizer | None, name: str) -> str:
     return "" if tokenizer is None else tokenizer.template_names.get(name, "")
 
 
-def _engine_status(engine: EngineClient) -> dict[str, Any]:
-    status: dict[str, Any] = {
-        "name": engine.name,
-        "state": engine.state.value,
-        "restarts": engine.restarts,
-    }
-    if engine.state is not EngineState.READY:
+def _engine_status(service: Service, engine: EngineClient) -> dict[str, Any]:
+    shown = model_status(engine, service.catalogue)
+    state = engine.state.value
+    if shown.on_demand and engine.state is not EngineState.RESTARTING:
+        state = EngineState.READY.value if shown.state == "loaded" else shown.state
+    status: dict[str, Any] = {"name": engine.name, "state": state, "restarts": engine.restarts}
+    if shown.state in ("loading", "failed"):
         progress = engine.progress
         status["progress"] = {
             "stage": progress.stage,
             "done": progress.done,
             "total": progress.total,
+            "fraction": progress.fraction,
         }
+    if shown.on_demand:
+        status |= {"pinned": shown.pinned, "waiting": shown.num_waiting}
+        status |= {"expires_at": None if shown.expires_at is None else int(shown.expires_at)}
+        status |= {} if shown.error is None else {"error": shown.error}
     return status
 
 
-def _model_card(name: str, engine: EngineClient) -> dict[str, Any]:
+def _model_card(service: Service, name: str, engine: EngineClient) -> dict[str, Any]:
     defaults, suggested = engine.sampling_defaults or (None, None)
-    longest = engine.engine_info.max_model_len or None if engine.engine_info is not None else None
+    shown = model_status(engine, service.catalogue)
+    longest = engine.manifest.max_model_len if engine.manifest is not None else None
+    if engine.engine_info is not None:
+        longest = engine.engine_info.max_model_len or None
     return {
         "id": name,
         "object": "model",
@@ -139,6 +151,10 @@ def _model_card(name: str, engine: EngineClient) -> dict[str, Any]:
         "owned_by": "modelmill",
         "root": engine.name,
         "max_model_len": longest,
+        "state": shown.state,
+        "progress": shown.progress,
+        "pinned": shown.pinned,
+        "expires_at": None if shown.expires_at is None else int(shown.expires_at),
         "kind": engine.engine_type,
         "engine_type": engine.engine_type,
         "input_modalities": engine.input_modalities,

@@ -15,7 +15,7 @@ from modelmill.serve.dialects.llama_cpp import (
     NativeAnswer,
     NativeCompletionRequest,
 )
-from modelmill.serve.routes.common import find_engine, submit_requests
+from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.schema import CompletionRequest
 from modelmill.text_processor import TextProcessor
@@ -36,7 +36,7 @@ async def infill(body: InfillRequest, request: Request) -> Any:
 
 
 async def _answer(body: NativeCompletionRequest | InfillRequest, request: Request) -> Any:
-    _, engine = find_engine(request, body.model)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     body.check()
     engine.check_capacity(1)
     (made, _), handle = await submit_requests(

@@ -17,7 +17,7 @@ from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import find_engine, submit_requests
+from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.schema import ChatRequest
 from modelmill.text_processor import TextProcessor
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    _, engine = find_engine(request, body.model)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     (chat, _), handle = await submit_requests(
         request,
@@ -45,7 +45,7 @@ async def messages(body: MessagesRequest, request: Request) -> Any:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, request: Request) -> Any:
     """The number of prompt tokens of a conversation with its tools."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     limit = max_tokenize_tokens(engine.request_limits.max_len)
     _, state = await service.run_in_thread(prepare_chat, engine.text_processor, body, limit)
     return Utf8JsonResponse({"input_tokens": len(state.request.prompt)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.catalogue.keep_alive import parse_keep_alive
 from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
 from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS,
@@ -21,6 +23,7 @@ from modelmill.serve.dialects.ollama_answer import (
     load_answer,
 )
 from modelmill.serve.dialects.ollama_models import (
+    NEVER_SECONDS,
     OLLAMA_ERRORS,
     model_entry,
     running_entry,
@@ -33,6 +36,7 @@ from modelmill.serve.dialects.ollama_schema import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaGenerationFields,
+    OllamaModelFields,
     OllamaShowRequest,
 )
 from modelmill.serve.dialects.thinking import with_thinking
@@ -41,7 +45,7 @@ from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import find_engine, get_service, submit_requests
+from modelmill.serve.routes.common import get_service, lease_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.schema import ChatRequest, CompletionRequest
@@ -58,18 +62,18 @@ listing = APIRouter(responses=OLLAMA_ERRORS)
 @router.post("/api/chat")
 async def chat(body: OllamaChatRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    _, engine = find_model(request, body.model)
     if not body.messages:
-        return _load_response(body, is_chat=True)
+        return await _load_response(request, body, is_chat=True)
+    _, engine = await acquire_model(request, body)
     return await _answer_chat(body, request, engine, is_chat=True)
 
 
 @router.post("/api/generate")
 async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
     """Answer a prompt through the chat template, or continue it with ``raw``."""
-    service, engine = find_model(request, body.model)
     if not (body.prompt or body.images or body.suffix):
-        return _load_response(body, is_chat=False)
+        return await _load_response(request, body, is_chat=False)
+    service, engine = await acquire_model(request, body)
     if not body.completes_text and await service.run_in_thread(_has_chat_format, engine):
         return await _answer_chat(body, request, engine, is_chat=False)
     engine.check_capacity(1)
@@ -91,7 +95,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
 @router.post("/api/embed")
 async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
     """Texts as vectors, as /v1/embeddings."""
-    _, engine = find_model(request, body.model)
+    _, engine = await acquire_model(request, body)
     states = await _run_embeddings(request, engine, body, truncate=body.truncate)
     vectors = [_vector(state, body.dimensions) for state in states]
     seconds = max((state.output.seconds or 0.0 for state in states), default=0.0)
@@ -112,7 +116,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Any:
 @router.post("/api/embeddings")
 async def embeddings(body: OllamaEmbeddingsRequest, request: Request) -> Any:
     """One text as a vector: the older form of /api/embed."""
-    _, engine = find_model(request, body.model)
+    _, engine = await acquire_model(request, body)
     many = OllamaEmbedRequest.model_validate(
         {"model": body.model, "input": body.prompt, "cache_salt": body.cache_salt}
     )
@@ -127,6 +131,7 @@ async def show(body: OllamaShowRequest, request: Request) -> Any:
     if name is None:
         raise invalid_request("model: field required", "model")
     service, engine = find_model(request, name)
+    await service.run_in_thread(engine.preload_text_processor)
     return Utf8JsonResponse(await service.run_in_thread(show_model, engine))
 
 
@@ -146,7 +151,7 @@ async def running_models(request: Request) -> dict[str, Any]:
     service = get_service(request)
     entries = await service.run_in_thread(
         lambda: [
-            running_entry(name, engine)
+            running_entry(name, engine, _expiry(service, engine))
             for name, engine in _text_engines(service)
             if engine.state is EngineState.READY
         ]
@@ -161,10 +166,29 @@ async def version() -> dict[str, str]:
 
 
 def find_model(request: Request, name: str) -> tuple[Service, EngineClient]:
-    """As ``find_engine``; the tag that Ollama's clients add to names without one is dropped."""
-    if name not in get_service(request).engines:
+    """An engine by name; the tag that Ollama's clients add to names without one is dropped.
+
+    Raises:
+        ApiError: there is no such engine.
+    """
+    service = get_service(request)
+    if name not in service.engines:
         name = name.removesuffix(DEFAULT_TAG)
-    return find_engine(request, name)
+    return service, service.get_engine(name)
+
+
+async def acquire_model(request: Request, body: OllamaModelFields) -> tuple[Service, EngineClient]:
+    """As ``acquire_engine``, with Ollama's names."""
+    service, engine = find_model(request, body.model)
+    return service, await lease_engine(request, engine, body.keep_alive)
+
+
+def _expiry(service: Service, engine: EngineClient) -> float:
+    """When a loaded engine is unloaded if nothing uses it, in seconds since 1970."""
+    model = None if service.catalogue is None else service.catalogue.find(engine)
+    if service.catalogue is None or model is None:
+        return NEVER_SECONDS
+    return min(time.time() + service.catalogue.seconds_to_expiry(model), NEVER_SECONDS)
 
 
 def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
@@ -175,8 +199,18 @@ def _text_engines(service: Service) -> list[tuple[str, EngineClient]]:
     ]
 
 
-def _load_response(body: OllamaGenerationFields, *, is_chat: bool) -> Response:
-    reason = "unload" if body.unloads else "load"
+async def _load_response(
+    request: Request, body: OllamaGenerationFields, *, is_chat: bool
+) -> Response:
+    """Load the model, or unload it with ``keep_alive`` 0."""
+    service, engine = find_model(request, body.model)
+    unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
+    model = None if service.catalogue is None else service.catalogue.find(engine)
+    if not unloads:
+        await lease_engine(request, engine, body.keep_alive)
+    elif service.catalogue is not None and model is not None and not model.pinned:
+        await service.catalogue.unload(model)
+    reason = "unload" if unloads else "load"
     line = json.dumps(load_answer(body.model, is_chat, reason)) + "\n"
     kind = OllamaAnswer.media_type if body.streams else "application/json"
     return Response(line, media_type=kind)

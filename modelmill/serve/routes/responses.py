@@ -23,7 +23,7 @@ from modelmill.serve.response_writer import ResponseWriter, earlier_items, store
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
 from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
 from modelmill.serve.routes.common import (
-    find_engine,
+    acquire_engine,
     openai_finish_reason,
     random_id,
     submit_requests,
@@ -39,7 +39,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/v1/responses")
 async def responses(body: ResponsesRequest, request: Request) -> Any:
     """Answer a conversation: the same text as /v1/chat/completions returns for it."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     earlier = earlier_items(request, body.previous_response_id)
     items = [*earlier, *input_items(body.input)] if body.previous_response_id else None

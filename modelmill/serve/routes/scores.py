@@ -12,7 +12,7 @@ from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.common import find_engine, random_id, submit_requests
+from modelmill.serve.routes.common import acquire_engine, random_id, submit_requests
 from modelmill.serve.routes.embeddings import embedding_request_states
 from modelmill.serve.scoring import (
     METHOD,
@@ -70,7 +70,7 @@ async def score(body: ScoreRequest, request: Request) -> Any:
 async def _embed(
     request: Request, body: RerankRequest | ScoreRequest, texts: list[str]
 ) -> list[RequestState]:
-    _, engine = find_engine(request, body.model)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(len(texts))
     made = EmbeddingRequest.model_validate(
         {"model": body.model, "input": texts, "cache_salt": body.cache_salt}

@@ -12,7 +12,7 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_text import dump_json
-from modelmill.serve.routes.common import get_service, random_id
+from modelmill.serve.routes.common import get_service, lease_engine, random_id
 from modelmill.serve.segment_client import FieldError, UnknownImage
 from modelmill.serve.segment_messages import SegmentResult
 from modelmill.serve.segment_schema import SegmentRequest, SegmentResponse, inline_blobs
@@ -25,7 +25,7 @@ router = APIRouter(route_class=BodyRoute)
 async def segment(body: SegmentRequest, request: Request) -> Any:
     """Masks for points, boxes, masks or several prompts, or of all objects in an image."""
     service = get_service(request)
-    engine = service.get_segment_engine(body.model)
+    engine = await lease_engine(request, service.get_segment_engine(body.model))
     try:
         engine.check_segments()
         job = await service.run_in_thread(body.to_job, random_id("seg"))

@@ -16,7 +16,7 @@ from modelmill.serve.response_store import input_items
 from modelmill.serve.response_writer import earlier_items, owner_of
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.routes.common import find_engine, get_service, random_id, submit_requests
+from modelmill.serve.routes.common import acquire_engine, get_service, random_id, submit_requests
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import wait_or_disconnect
 from modelmill.text_processor import TextProcessor
@@ -56,7 +56,7 @@ async def delete(request: Request, response_id: str) -> dict[str, Any]:
 @router.post("/v1/responses/compact")
 async def compact(body: CompactRequest, request: Request) -> Any:
     """Summarize a conversation: the items to go on with in place of it."""
-    _, engine = find_engine(request, body.model)
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     items = [*earlier_items(request, body.previous_response_id), *input_items(body.input or [])]
     if not items:

@@ -12,7 +12,7 @@ from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
-from modelmill.serve.routes.common import check_message_sizes, find_engine
+from modelmill.serve.routes.common import acquire_engine, check_message_sizes
 from modelmill.serve.schema import (
     DetokenizeRequest,
     TemplateRequest,
@@ -31,7 +31,7 @@ router = APIRouter(route_class=BodyRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Any:
     """Token ids of a text, or of a conversation through the chat template."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _tokenize, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -40,7 +40,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Any:
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: Request) -> Any:
     """The prompt of a conversation as text, without running it."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _render, engine.text_processor, body, engine.request_limits.max_len
     )
@@ -49,7 +49,7 @@ async def apply_template(body: TemplateRequest, request: Request) -> Any:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
     """The text of token ids."""
-    service, engine = find_engine(request, body.model)
+    service, engine = await acquire_engine(request, body.model)
     return await service.run_in_thread(
         _detokenize, engine.text_processor, body, engine.request_limits
     )
@@ -58,7 +58,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Any:
 def _tokenize(
     text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
 ) -> Utf8JsonResponse:
-    ids = _encode(text_processor, body, max_model_len)
+    ids = encode_prompt(text_processor, body, max_model_len)
     if len(ids) > max_tokenize_tokens(max_model_len):
         raise RequestError(
             f"the text has {len(ids)} tokens; the limit is {max_tokenize_tokens(max_model_len)}; "
@@ -91,7 +91,15 @@ def _detokenize(
     return Utf8JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special=False)})
 
 
-def _encode(text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int) -> list[int]:
+def encode_prompt(
+    text_processor: TextProcessor, body: TokenizeRequest, max_model_len: int
+) -> list[int]:
+    """Token ids of a text, or of a conversation through the chat template.
+
+    Raises:
+        TokenizerError: the engine has no tokenizer.
+        RequestError: not exactly one of them was sent, or it is too long.
+    """
     if text_processor.tokenizer is None:
         raise TokenizerError("this engine has no tokenizer")
     sources = [each for each in (body.prompt, body.content, body.messages) if each is not None]

@@ -1,0 +1,169 @@
+"""The models of ``modelmill serve`` that are loaded on demand: --models-dir and --catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modelmill.core.config import non_default_fields
+from modelmill.core.errors import UsageError
+from modelmill.core.memory_limits import available_memory
+
+if TYPE_CHECKING:
+    from modelmill.artifact.manifest import Manifest
+    from modelmill.cli.serve import Args
+    from modelmill.serve.catalogue.entries import CatalogueEntry
+    from modelmill.serve.catalogue.managed_model import ManagedModel
+    from modelmill.serve.catalogue.manager import ModelManager
+    from modelmill.serve.engine_client import EngineClient
+    from modelmill.serve.standby_worker import StandbyLauncher
+    from modelmill.serve.worker_messages import OpenEngine
+
+CPU_BUDGET_FRACTION = 0.8
+"""Of the memory that is free at the start, where no budget is set."""
+CACHE_FRACTION = 0.25
+"""Of the budget, for KV cache and states of an engine without a size of its own."""
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+
+def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEntry]:
+    """Read the catalogue; empty without one.
+
+    Args:
+        args: of the command line.
+        used_names: names and aliases of the engines that are always loaded.
+
+    Raises:
+        UsageError: it cannot be read, or does not go together with other flags.
+    """
+    from modelmill.serve.catalogue.entries import check_names, read_file, read_folder
+
+    entries = [] if args.models_dir is None else read_folder(args.models_dir)
+    entries += [] if args.catalogue is None else read_file(args.catalogue)
+    if not entries:
+        if args.memory_budget is not None:
+            raise UsageError("--memory-budget is for --models-dir or --catalogue")
+        return []
+    if args.ray:
+        raise UsageError("--ray serves engines that stay loaded; leave out the catalogue")
+    if args.memory_budget is not None and args.memory_budget < 1:
+        raise UsageError(f"--memory-budget must be at least 1, not {args.memory_budget}")
+    check_names(entries, used_names)
+    return entries
+
+
+def make_manager(
+    args: Args,
+    entries: Sequence[CatalogueEntry],
+    always_loaded: Sequence[tuple[EngineClient, int]],
+    launcher: StandbyLauncher | None,
+) -> ModelManager:
+    """Make the manager of the catalogue's models.
+
+    Args:
+        args: of the command line.
+        entries: the catalogue.
+        always_loaded: the other engines, each with the bytes of its weights.
+        launcher: starts workers; None: each is started when it is needed.
+
+    Raises:
+        UsageError: no memory budget is set and it cannot be derived.
+        ArtifactError: a manifest is damaged.
+    """
+    from modelmill.serve.catalogue.keep_alive import parse_keep_alive
+    from modelmill.serve.catalogue.manager import ModelManager
+    from modelmill.serve.catalogue.model_loader import ModelLoader
+
+    budget = args.memory_budget or _default_budget(args)
+    try:
+        keep_alive = parse_keep_alive(args.keep_alive)
+    except UsageError as error:
+        raise UsageError(str(error).replace("keep_alive", "--keep-alive")) from None
+    make = _ModelFactory(args, budget, keep_alive, launcher)
+
+    def fixed_bytes() -> int:
+        return sum(weights + engine.cache_bytes for engine, weights in always_loaded)
+
+    loader = ModelLoader(budget, fixed_bytes=fixed_bytes)
+    return ModelManager(
+        [make.model(entry) for entry in entries],
+        loader,
+        args.max_waiting + args.run.max_num_seqs,
+        lambda model, manifest: make.engine(model.entry, manifest),
+    )
+
+
+def _default_budget(args: Args) -> int:
+    if args.run.device != "cpu" and NVIDIA_DEVICE.exists():
+        raise UsageError(
+            "a catalogue on a GPU needs --memory-budget: the bytes that all loaded engines may take"
+        )
+    return int(available_memory().free * CPU_BUDGET_FRACTION)
+
+
+class _ModelFactory:
+    """Makes the models of a catalogue and their clients."""
+
+    def __init__(
+        self, args: Args, budget: int, keep_alive: float, launcher: StandbyLauncher | None
+    ) -> None:
+        self._args, self._budget = args, budget
+        self._keep_alive, self._launcher = keep_alive, launcher
+
+    def model(self, entry: CatalogueEntry) -> ManagedModel:
+        """A model that is not loaded.
+
+        Raises:
+            ArtifactError: its manifest is damaged.
+        """
+        from modelmill.serve.budget import segment_engine_bytes
+        from modelmill.serve.catalogue.entries import read_manifest, weight_file_bytes
+        from modelmill.serve.catalogue.managed_model import ManagedModel
+        from modelmill.serve.segment_messages import SEGMENTATION
+
+        manifest = read_manifest(entry.path)
+        weights = weight_file_bytes(manifest)
+        planned = weights + self._cache_bytes(entry, weights)
+        if manifest.engine_type == SEGMENTATION:
+            planned = segment_engine_bytes(weights, self._args.image_cache_bytes)
+        idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
+        return ManagedModel(entry, self.engine(entry, manifest), idle, planned, entry.pinned)
+
+    def engine(self, entry: CatalogueEntry, manifest: Manifest) -> EngineClient:
+        """A client that is not loaded."""
+        from modelmill.serve.catalogue.entries import weight_file_bytes
+        from modelmill.serve.engine_client import EngineClient
+        from modelmill.serve.worker_process import launch_worker
+
+        return EngineClient(
+            entry.name,
+            self._open_message(entry, weight_file_bytes(manifest)),
+            max_waiting=self._args.max_waiting,
+            launch=self._launcher or launch_worker,
+            manifest=manifest,
+        )
+
+    def _cache_bytes(self, entry: CatalogueEntry, weights: int) -> int:
+        """Bytes of KV cache and recurrent states of an engine."""
+        kv_bytes = entry.kv_cache_bytes or self._args.run.kv_cache_bytes
+        if kv_bytes is not None:
+            return kv_bytes + (self._args.run.state_cache_bytes or 0)
+        return max(min(int(self._budget * CACHE_FRACTION), self._budget - weights), 1)
+
+    def _open_message(self, entry: CatalogueEntry, weights: int) -> OpenEngine:
+        from modelmill.serve.worker_messages import OpenEngine
+
+        args = self._args
+        run = args.run
+        if run.state_cache_bytes is None:
+            # the worker divides the memory between KV pages and states
+            run = replace(run, kv_cache_bytes=None)
+        elif entry.kv_cache_bytes is not None:
+            run = replace(run, kv_cache_bytes=entry.kv_cache_bytes)
+        return OpenEngine(
+            str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
+            image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
+            watchdog_seconds=args.watchdog_timeout, cache_bytes=self._cache_bytes(entry, weights),
+        )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Files of saved sessions: a header in JSON, the pages, and a SHA-256 of all of it.
+
+A file is written beside its place and renamed when it is complete, so no half-written one is ever
+found under its name. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelmill.core.errors import UsageError
+from modelmill.runtime.session_pages import SessionPages
+
+MAGIC = b"modelmill session 1\n"
+DIGEST_BYTES = hashlib.sha256().digest_size
+MAX_HEADER_BYTES = 1 << 28
+_LENGTH = struct.Struct("<Q")
+
+
+def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) -> int:
+    """Write a session; return the bytes of the file.
+
+    Args:
+        path: of the file, in a folder that exists; another session there is replaced.
+        layout: as of ``session_pages.session_layout``.
+        session: the pages.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header = json.dumps({**layout, "tokens": session.tokens, "pages": len(session.data[0])})
+    buffers: list[bytes | memoryview] = [MAGIC, _LENGTH.pack(len(header)), header.encode()]
+    buffers += [np.ascontiguousarray(each).data for each in session.data]
+    digest = hashlib.sha256()
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for buffer in buffers:
+                digest.update(buffer)
+                file.write(buffer)
+            file.write(digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+            nbytes = file.tell()
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return nbytes
+
+
+def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
+    """Read a session.
+
+    Args:
+        path: of the file.
+        layout: of the engine core that will use it.
+
+    Raises:
+        UsageError: it is of another engine or of other KV pages, or damaged.
+        OSError: it cannot be read.
+    """
+    data = np.fromfile(path, np.uint8)
+    content = data[: max(len(data) - DIGEST_BYTES, 0)]
+    if not data[: len(MAGIC)].tobytes() == MAGIC:
+        raise UsageError("the file is not a saved session")
+    if hashlib.sha256(content.data).digest() != data[len(content) :].tobytes():
+        raise UsageError("the saved session is damaged (its sha256 differs); save it again")
+    start = len(MAGIC) + _LENGTH.size
+    (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
+    header = _header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
+    for key, what in (("engine", "engine"), ("page_size", "page size"), ("tensors", "KV dtype")):
+        if header.get(key) != layout[key]:
+            raise UsageError(f"the session was saved with another {what}; it cannot be restored")
+    return _pages(header, content[start + length :], layout)
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _inconsistent() from None
+    if not isinstance(header, dict):
+        raise _inconsistent()
+    return header
+
+
+def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any]) -> SessionPages:
+    """Cut the body into the pages of each tensor."""
+    tokens, count = header.get("tokens"), header.get("pages")
+    if not isinstance(tokens, list) or not isinstance(count, int) or count < 1:
+        raise _inconsistent()
+    if not all(type(each) is int and each >= 0 for each in tokens):
+        raise _inconsistent()
+    sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
+    if len(tokens) != count * layout["page_size"] or len(body) != count * sum(sizes):
+        raise _inconsistent()
+    data, start = [], 0
+    for size in sizes:
+        data.append(body[start : start + count * size].reshape(count, size))
+        start += count * size
+    return SessionPages(tuple(tokens), tuple(data))
+
+
+def _page_bytes(shape: list[int], dtype: str) -> int:
+    widths = {"float32": 4, "float16": 2, "bfloat16": 2}
+    return int(np.prod(shape)) * widths.get(dtype, 1)
+
+
+def _inconsistent() -> UsageError:
+    return UsageError("the saved session contradicts itself; save it again")

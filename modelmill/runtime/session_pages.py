@@ -1,0 +1,146 @@
+"""Copies the KV pages of a prefix out of the prefix cache and back into it, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.errors import CapacityError, UsageError
+from modelmill.runtime.engine_core import EngineCore
+
+
+@dataclass(frozen=True)
+class SessionPages:
+    """The pages of a prefix.
+
+    Attributes:
+        tokens: of the prefix; they fill the pages.
+        data: of each tensor of the KV cache [pages, bytes of a page] uint8.
+    """
+
+    tokens: tuple[int, ...]
+    data: tuple[np.ndarray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(each.nbytes for each in self.data)
+
+
+def session_layout(core: EngineCore) -> dict[str, Any]:
+    """What an engine core must have in common with the one that saved a session."""
+    return {
+        "engine": core.digest,
+        "page_size": core.page_size,
+        "tensors": [
+            [list(each.shape[1:]), str(each.dtype).removeprefix("torch.")]
+            for each in core.model_runner.kv.tensors
+        ],
+    }
+
+
+def export_session(
+    core: EngineCore, tokens: Seq[int], cache_salt: str, max_bytes: int
+) -> SessionPages:
+    """Copy the cached pages of a prefix.
+
+    Args:
+        core: between two steps.
+        tokens: of a prompt; its full pages are copied, as far as they are cached.
+        cache_salt: of the request that computed them.
+        max_bytes: of the copy.
+
+    Raises:
+        UsageError: the engine keeps more than KV pages for a sequence, or nothing is cached.
+        CapacityError: the copy would be larger than ``max_bytes``.
+    """
+    _check_supported(core)
+    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size)
+    pages: list[int] = []
+    for key in keys:
+        page = core.scheduler.pool.cached_page_for_key(key)
+        if page is None:
+            break
+        pages.append(page)
+    if not pages:
+        raise UsageError(
+            f"the session has no full page of {core.page_size} tokens in the prefix cache"
+        )
+    nbytes = len(pages) * core.page_bytes
+    if nbytes > max_bytes:
+        raise CapacityError(
+            f"the session takes {format_bytes(nbytes)}, and --session-bytes leaves "
+            f"{format_bytes(max(max_bytes, 0))}; delete saved sessions"
+        )
+    index = torch.tensor(pages, device=core.device)
+    data = tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
+    return SessionPages(tuple(tokens[: len(pages) * core.page_size]), data)
+
+
+def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> int:
+    """Put pages into the prefix cache, where they may be evicted as any others.
+
+    Args:
+        core: between two steps, with the layout of the one that saved them.
+        session: the pages.
+        cache_salt: of the requests that will use them.
+
+    Returns:
+        The number of tokens that are cached now.
+
+    Raises:
+        UsageError: the engine keeps more than KV pages for a sequence.
+        CapacityError: the free pages are too few.
+    """
+    _check_supported(core)
+    pool = core.scheduler.pool
+    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size)
+    if sum(pool.cached_page_for_key(key) is None for key in keys) > pool.num_available:
+        raise CapacityError(
+            f"the session needs {len(keys)} pages of the KV cache, and {pool.num_available} are "
+            "free; try again when fewer requests run, or raise --kv-cache-bytes"
+        )
+    pages: list[int] = []
+    try:
+        for number, key in enumerate(keys):
+            page = pool.cached_page_for_key(key)
+            if page is None:
+                page = pool.alloc()
+                if page is None:
+                    break
+                _write_page(core, page, [each[number] for each in session.data])
+                pool.cache(page, key)
+            else:
+                pool.incref(page)
+            pages.append(page)
+    finally:
+        # last pages first, so that the beginning is evicted last
+        for page in reversed(pages):
+            pool.decref(page)
+    return len(pages) * core.page_size
+
+
+def _check_supported(core: EngineCore) -> None:
+    if core.state_capacity is not None:
+        raise UsageError("sessions of models with recurrent state cannot be saved")
+    if core.model_runner.tp_group.size > 1:
+        raise UsageError("sessions of engines with --tp cannot be saved")
+    if not core.model_runner.kv.tensors or not core.config.enable_prefix_caching:
+        raise UsageError("this engine has no prefix cache to save sessions from")
+
+
+def _to_bytes(pages: torch.Tensor) -> np.ndarray:
+    """Pages [pages, …] as [pages, bytes] uint8 in RAM."""
+    flat = pages.reshape(len(pages), -1).contiguous()
+    return flat.view(torch.uint8).cpu().numpy()
+
+
+def _write_page(core: EngineCore, page: int, data: Seq[np.ndarray]) -> None:
+    for tensor, values in zip(core.model_runner.kv.tensors, data, strict=True):
+        source = torch.from_numpy(np.ascontiguousarray(values)).view(tensor.dtype)
+        tensor[page].copy_(source.view(tensor.shape[1:]))

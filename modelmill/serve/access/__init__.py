@@ -1,0 +1,1 @@
+"""What each API key may do: priority, share and limits."""

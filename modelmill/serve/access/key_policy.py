@@ -1,0 +1,104 @@
+"""API keys with a name, a priority, a share and limits, from a file in JSON or TOML."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelmill.core.errors import UsageError
+from modelmill.core.quoting import quote
+from modelmill.core.types import MAX_INT32
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
+_KEYS = {"name", "key", "priority", "weight", *_LIMITS}
+
+
+@dataclass(frozen=True)
+class KeyPolicy:
+    """An API key and what its requests may do.
+
+    Attributes:
+        name: in errors and metrics.
+        key: the key itself.
+        priority: added to the priority of its requests; lower is earlier.
+        weight: its share of the tokens, relative to the other keys with waiting requests.
+        requests_per_minute: limit of requests in any minute; None: none.
+        tokens_per_minute: limit of prompt and output tokens in any minute.
+        max_parallel_requests: limit of requests that run or wait at once.
+        raises_priority: whether a request may send a negative priority.
+    """
+
+    name: str
+    key: str = field(repr=False)
+    priority: int = 0
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_parallel_requests: int | None = None
+    raises_priority: bool = False
+
+
+def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
+    """Read a list ``keys`` of tables.
+
+    Raises:
+        UsageError: it cannot be read, or an entry is invalid; no message contains a key.
+    """
+    try:
+        text = file.read_text("utf-8")
+        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(f"--keys {file} cannot be read") from None
+    except (ValueError, RecursionError):
+        kind = "TOML" if file.suffix == ".toml" else "JSON"
+        raise UsageError(f"--keys {file} is not valid {kind}") from None
+    entries = raw.get("keys") if isinstance(raw, Mapping) else None
+    if not isinstance(entries, list) or not entries or set(raw) != {"keys"}:
+        raise UsageError(f"--keys {file} must have a list keys, and nothing else")
+    policies = [_policy(f"--keys {file}: keys[{i}]", each) for i, each in enumerate(entries)]
+    for what in ("name", "key"):
+        values = [getattr(each, what) for each in policies]
+        if len(set(values)) < len(values):
+            raise UsageError(f"--keys {file}: two entries have the same {what}")
+    return tuple(policies)
+
+
+def _policy(where: str, raw: Any) -> KeyPolicy:
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"{where} must be a table")
+    unknown = sorted(set(raw) - _KEYS)
+    if unknown:
+        raise UsageError(
+            f"{where}: unknown key {quote(unknown[0], 60)}; known are {', '.join(sorted(_KEYS))}"
+        )
+    name, key = raw.get("name"), raw.get("key")
+    if not isinstance(name, str) or not name.strip() or len(name) > 128:
+        raise UsageError(f"{where}: name must be a string of 1 to 128 characters")
+    if not isinstance(key, str) or not is_valid_key(key):
+        raise UsageError(f"{where}: key must be printable ASCII and not empty")
+    priority, weight = raw.get("priority", 0), raw.get("weight", 1.0)
+    if not _is_int(priority) or abs(priority) > MAX_INT32:
+        raise UsageError(f"{where}: priority must be an integer, not {quote(priority, 60)}")
+    is_number = _is_int(weight) or isinstance(weight, float)
+    if not is_number or not 0.001 <= weight <= 1000:
+        raise UsageError(
+            f"{where}: weight must be a number from 0.001 to 1000, not {quote(weight, 60)}"
+        )
+    limits = {limit: raw[limit] for limit in _LIMITS if limit in raw}
+    for limit, value in limits.items():
+        if not _is_int(value) or value < 1:
+            raise UsageError(f"{where}: {limit} must be at least 1, not {quote(value, 60)}")
+    return KeyPolicy(name, key.strip(), priority, float(weight), **limits)
+
+
+def is_valid_key(key: str) -> bool:
+    """Whether a key can be sent in a header."""
+    return bool(key.strip()) and key.isascii() and key.isprintable()
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

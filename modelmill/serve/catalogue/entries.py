@@ -1,0 +1,172 @@
+"""What a catalogue lists: engines by name, from a folder of engines or a file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
+from modelmill.core.errors import ArtifactError, UsageError
+from modelmill.core.quoting import quote
+from modelmill.serve.catalogue.keep_alive import parse_keep_alive
+
+WEIGHTS_PREFIX = "weights/"
+_KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """An engine that is loaded on demand.
+
+    Attributes:
+        name: in requests.
+        path: the engine folder.
+        pinned: loaded at the start, and never unloaded by time or memory.
+        idle_timeout: seconds that it stays loaded unused; None: the server's keep-alive.
+        aliases: further names.
+        kv_cache_bytes: for its KV cache and recurrent state; None: the server's rule.
+    """
+
+    name: str
+    path: Path
+    pinned: bool = False
+    idle_timeout: float | None = None
+    aliases: tuple[str, ...] = ()
+    kv_cache_bytes: int | None = None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of an engine folder.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+    """
+    try:
+        text = (path / MANIFEST_FILE).read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ArtifactError(f"{path} has no {MANIFEST_FILE} that can be read") from None
+    return Manifest.from_json(text, str(path))
+
+
+def manifest_fingerprint(path: Path) -> tuple[int, int, int] | None:
+    """What changes when an engine is rebuilt: its manifest is written last. None: it is gone."""
+    try:
+        status = (path / MANIFEST_FILE).stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def weight_file_bytes(manifest: Manifest) -> int:
+    """Bytes of an engine's weight files."""
+    return sum(
+        int(entry["bytes"])
+        for name, entry in manifest.files.items()
+        if name.startswith(WEIGHTS_PREFIX)
+    )
+
+
+def read_folder(folder: Path) -> list[CatalogueEntry]:
+    """List the engines in a folder: each sub-folder with a manifest, by name.
+
+    Raises:
+        UsageError: there is none, or two have the same name.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--models-dir {folder} is not a folder")
+    entries = [
+        CatalogueEntry(path.name.removesuffix(".engine"), path)
+        for path in sorted(folder.iterdir())
+        if (path / MANIFEST_FILE).is_file() and not path.name.startswith(".")
+    ]
+    if not entries:
+        raise UsageError(
+            f"--models-dir {folder} holds no engine: no sub-folder has a {MANIFEST_FILE}"
+        )
+    return entries
+
+
+def read_file(file: Path) -> list[CatalogueEntry]:
+    """Read a catalogue in JSON or TOML: a list ``models`` of tables.
+
+    Engine paths are relative to the file's folder.
+
+    Raises:
+        UsageError: it cannot be read, or an entry is invalid; the message names it.
+    """
+    try:
+        text = file.read_text("utf-8")
+        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, UnicodeDecodeError):
+        raise UsageError(f"--catalogue {file} cannot be read") from None
+    except (ValueError, RecursionError):
+        kind = "TOML" if file.suffix == ".toml" else "JSON"
+        raise UsageError(f"--catalogue {file} is not valid {kind}") from None
+    models = raw.get("models") if isinstance(raw, Mapping) else None
+    if not isinstance(models, list) or not models or set(raw) != {"models"}:
+        raise UsageError(f"--catalogue {file} must have a list models, and nothing else")
+    return [_entry(file, number, each) for number, each in enumerate(models)]
+
+
+def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
+    where = f"--catalogue {file}: models[{number}]"
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"{where} must be a table")
+    unknown = sorted(set(raw) - _KEYS)
+    if unknown:
+        raise UsageError(
+            f"{where}: unknown key {quote(unknown[0], 60)}; known are {', '.join(sorted(_KEYS))}"
+        )
+    engine = _checked(where, raw, "engine", str, None)
+    if not engine:
+        raise UsageError(f"{where}: engine is missing")
+    path = file.parent / engine
+    name = _checked(where, raw, "name", str, path.name.removesuffix(".engine"))
+    aliases = _checked(where, raw, "aliases", list, [])
+    if not name.strip() or not all(isinstance(each, str) and each.strip() for each in aliases):
+        raise UsageError(f"{where}: name and aliases must be strings that are not empty")
+    kv_cache_bytes = _checked(where, raw, "kv_cache_bytes", int, None)
+    if kv_cache_bytes is not None and kv_cache_bytes < 1:
+        raise UsageError(f"{where}: kv_cache_bytes must be at least 1")
+    idle = raw.get("idle_timeout")
+    if not isinstance(idle, str | int | float | None):
+        raise UsageError(f'{where}: idle_timeout must be seconds or a duration as "5m"')
+    try:
+        idle_timeout = None if idle is None else parse_keep_alive(idle)
+    except UsageError as error:
+        raise UsageError(f"{where}: {str(error).replace('keep_alive', 'idle_timeout')}") from None
+    pinned = _checked(where, raw, "pinned", bool, False)
+    return CatalogueEntry(name, path, pinned, idle_timeout, tuple(aliases), kv_cache_bytes)
+
+
+def _checked(where: str, raw: Mapping[str, Any], key: str, expected: type, default: Any) -> Any:
+    value = raw.get(key, default)
+    matches = isinstance(value, expected) and not (expected is int and isinstance(value, bool))
+    if key in raw and not matches:
+        names = {str: "a string", bool: "true or false", list: "a list", int: "an integer"}
+        raise UsageError(f"{where}: {key} must be {names[expected]}, not {quote(value, 60)}")
+    return value
+
+
+def check_names(entries: Sequence[CatalogueEntry], used_names: Sequence[str]) -> None:
+    """Check that every name is used once, and that every engine is there.
+
+    Args:
+        entries: of the catalogue.
+        used_names: names that are served otherwise.
+
+    Raises:
+        UsageError: a name is used twice, or a folder is no engine.
+    """
+    names = set(used_names)
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            if name in names:
+                raise UsageError(f"two engines would be served as {name}; give one another name")
+            names.add(name)
+        if not (entry.path / MANIFEST_FILE).is_file():
+            raise UsageError(f"{entry.path} of the catalogue is no engine folder")

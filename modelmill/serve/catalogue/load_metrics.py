@@ -1,0 +1,93 @@
+"""Metrics of loading and unloading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from modelmill.serve.segment_client import PREFIX
+
+LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+UNLOAD_REASONS = ("idle", "memory", "request", "reload")
+STATES = ("unloaded", "loading", "loaded", "unloading")
+
+
+class LoadMetrics:
+    """How often models were loaded and unloaded, and how long loading took."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = registry or CollectorRegistry()
+        self._seconds = Histogram(
+            PREFIX + "model_load_seconds",
+            "From the start of loading a model to its first possible request.",
+            ("model_name",),
+            buckets=LOAD_BUCKETS,
+            registry=registry,
+        )
+        self._failures = Counter(
+            PREFIX + "model_load_failures",
+            "Loads that failed.",
+            ("model_name",),
+            registry=registry,
+        )
+        self._unloads = Counter(
+            PREFIX + "model_unloads",
+            "Models that were unloaded.",
+            ("model_name", "reason"),
+            registry=registry,
+        )
+
+    def add_model(self, name: str) -> None:
+        """Show a model before it was loaded."""
+        self._seconds.labels(name)
+        self._failures.labels(name)
+        for reason in UNLOAD_REASONS:
+            self._unloads.labels(name, reason)
+
+    def record_load(self, name: str, seconds: float) -> None:
+        """Record a load."""
+        self._seconds.labels(name).observe(seconds)
+
+    def record_failure(self, name: str) -> None:
+        """Record a load that failed."""
+        self._failures.labels(name).inc()
+
+    def record_unload(self, name: str, reason: str) -> None:
+        """Record that a model was unloaded; ``reason``: one of UNLOAD_REASONS."""
+        self._unloads.labels(name, reason).inc()
+
+
+def state_families(
+    states: Iterable[tuple[str, str, int]], used_bytes: int, budget_bytes: int | None
+) -> list[Metric]:
+    """Gauges of the catalogue.
+
+    Args:
+        states: (name, state, waiting requests) of each model.
+        used_bytes: memory of all engines, as planned and reported.
+        budget_bytes: their limit; None: none.
+    """
+    state = GaugeMetricFamily(
+        PREFIX + "model_state", "1 for the model's state.", labels=["model_name", "state"]
+    )
+    waiting = GaugeMetricFamily(
+        PREFIX + "num_requests_waiting_for_load",
+        "Requests that wait until the model is loaded.",
+        labels=["model_name"],
+    )
+    for name, current, count in states:
+        waiting.add_metric([name], count)
+        for each in STATES:
+            state.add_metric([name, each], float(each == current))
+    memory = GaugeMetricFamily(
+        PREFIX + "engine_memory_bytes", "Weights, KV caches and states of the loaded engines."
+    )
+    memory.add_metric([], used_bytes)
+    families: list[Metric] = [state, waiting, memory]
+    if budget_bytes is not None:
+        budget = GaugeMetricFamily(PREFIX + "memory_budget_bytes", "As --memory-budget.")
+        budget.add_metric([], budget_bytes)
+        families.append(budget)
+    return families

@@ -1,0 +1,249 @@
+"""Loads and unloads the models of a catalogue within a memory budget."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from modelmill.core import log
+from modelmill.core.byte_size import format_bytes
+from modelmill.core.errors import ArtifactError, ModelmillError
+from modelmill.serve.catalogue.load_metrics import LoadMetrics
+from modelmill.serve.catalogue.managed_model import EngineInstance, ManagedModel
+from modelmill.serve.engine_client import EngineClient, EngineState
+
+_log = log.get_logger("serve")
+
+
+class ModelLoadFailed(ModelmillError):
+    """A model of the catalogue cannot be loaded; the text says why in one line."""
+
+
+class ModelLoader:
+    """Starts and ends the workers of models; one load at a time."""
+
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        *,
+        fixed_bytes: Callable[[], int] = lambda: 0,
+        metrics: LoadMetrics | None = None,
+    ) -> None:
+        """Start with no model loaded.
+
+        Args:
+            budget_bytes: memory of all engines together; None: no limit.
+            fixed_bytes: memory of the engines that are always loaded.
+            metrics: to count in.
+        """
+        self.budget_bytes = budget_bytes
+        self.metrics = metrics or LoadMetrics()
+        self._fixed_bytes = fixed_bytes
+        self._models: list[ManagedModel] = []
+        self._instances: list[EngineInstance] = []
+        self._changed = asyncio.Event()
+
+    def add(self, model: ManagedModel) -> None:
+        """Manage one more model."""
+        self._models.append(model)
+
+    def record_metrics(self, metrics: LoadMetrics) -> None:
+        """Count in these metrics from now on."""
+        self.metrics = metrics
+        for model in self._models:
+            metrics.add_model(model.name)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all workers, also of those that are being loaded or unloaded."""
+        return self._fixed_bytes() + sum(each.nbytes for each in self._instances)
+
+    def notify(self) -> None:
+        """Let a load that waits for room look again: a request has ended or left."""
+        self._changed.set()
+
+    # -- load
+
+    async def load(self, model: ManagedModel, is_needed: Callable[[], bool]) -> None:
+        """Load a model, after others were unloaded to make room.
+
+        Args:
+            model: unloaded.
+            is_needed: whether any request still waits for it; without any, waiting for room ends.
+
+        Raises:
+            ModelLoadFailed: it does not fit, cannot be opened, or is not needed any more.
+        """
+        try:
+            if model.files_changed:
+                model.engine.replace_manifest(model.read_files())
+        except ArtifactError as error:
+            raise self._failed(model, str(error)) from None
+        await self._make_room(model, model.planned_bytes, is_needed)
+        model.engine.reset()
+        await self._run(model, model.engine)
+
+    async def replace(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
+        """Load another worker of a loaded model beside it; the caller swaps and drains.
+
+        Raises:
+            ModelLoadFailed: it cannot be opened.
+        """
+        return await self._run(model, engine)
+
+    def fits_beside(self, nbytes: int) -> bool:
+        """Whether so much more memory is within the budget."""
+        return self.budget_bytes is None or self.used_bytes + nbytes <= self.budget_bytes
+
+    async def _run(self, model: ManagedModel, engine: EngineClient) -> EngineInstance:
+        """Start a worker and wait until it is ready.
+
+        Raises:
+            ModelLoadFailed: it does not become ready.
+        """
+        started = time.perf_counter()
+        instance = EngineInstance(engine, model.planned_bytes)
+        if model.instance is None:
+            model.attach(instance)
+        self._instances.append(instance)
+        engine.start_preload()
+        task = asyncio.create_task(self._supervise(model, instance))
+        instance.start(task)
+        _log.info("model loading", extra={"data": {"model": model.name}})
+        await engine.load_finished.wait()
+        seconds = time.perf_counter() - started
+        if engine.state is not EngineState.READY:
+            await task
+            raise self._failed(model, engine.error or "its worker ended")
+        instance.set_bytes(model.loaded_bytes(engine))
+        model.note_loaded(instance.nbytes)
+        self.metrics.record_load(model.name, seconds)
+        data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
+        _log.info("model loaded", extra={"data": data})
+        return instance
+
+    async def _supervise(self, model: ManagedModel, instance: EngineInstance) -> None:
+        """Run a worker to its end, restarts included."""
+        engine = instance.engine
+        try:
+            await engine.run()
+        finally:
+            self._instances.remove(instance)
+            if model.instance is instance:
+                model.detach()
+            if model.engine is engine:
+                engine.mark_unloaded()
+            self.notify()
+
+    def _failed(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
+        model.note_failure(reason)
+        self.metrics.record_failure(model.name)
+        _log.error("model failed to load", extra={"data": {"model": model.name, "reason": reason}})
+        return ModelLoadFailed(f"the model {model.name} cannot be loaded: {reason}")
+
+    # -- room
+
+    async def _make_room(
+        self, model: ManagedModel, nbytes: int, is_needed: Callable[[], bool]
+    ) -> None:
+        """Unload others, least recently used first, until ``nbytes`` fit the budget.
+
+        Raises:
+            ModelLoadFailed: they can never fit, or the model is not needed any more.
+        """
+        if self.budget_bytes is None:
+            return
+        kept = self._fixed_bytes() + sum(
+            each.planned_bytes for each in self._models if each.pinned and each is not model
+        )
+        if kept + nbytes > self.budget_bytes:
+            beside = f" beside {format_bytes(kept)} of pinned engines" if kept else ""
+            raise self._failed(
+                model,
+                f"it needs {format_bytes(nbytes)}{beside}, and --memory-budget is "
+                f"{format_bytes(self.budget_bytes)}",
+            )
+        while not self.fits_beside(nbytes):
+            victim = self._least_recently_used(model)
+            if victim is not None:
+                await self._evict(victim, is_needed)
+            elif self._instances:  # one that is being loaded, reloaded or unloaded
+                self._changed.clear()
+                await self._changed.wait()
+            else:
+                return
+            if not is_needed():
+                raise ModelLoadFailed(f"the model {model.name} is not needed any more")
+
+    def _least_recently_used(self, model: ManagedModel) -> ManagedModel | None:
+        """The model to unload next: an idle one if there is any, else one that answers."""
+        loaded = [
+            (each.instance.leases > 0, each.last_used, number, each)
+            for number, each in enumerate(self._models)
+            if each.instance is not None
+            and not (each is model or each.pinned or each.instance.draining)
+        ]
+        return min(loaded)[-1] if loaded else None
+
+    async def _evict(self, victim: ManagedModel, is_needed: Callable[[], bool]) -> None:
+        """Unload a model once its requests have ended; give up when that is not needed."""
+        instance = victim.instance
+        assert instance is not None
+        instance.set_draining(True)
+        while instance.leases and is_needed():
+            self._changed.clear()
+            await self._changed.wait()
+        if instance.leases:
+            instance.set_draining(False)
+            return
+        await self.unload(victim, "memory")
+
+    # -- unload
+
+    async def unload(self, model: ManagedModel, reason: str) -> None:
+        """Unload a model once its requests have ended; does nothing if it is not loaded.
+
+        Args:
+            model: to unload.
+            reason: of the log and the metrics: "idle", "memory" or "request".
+        """
+        instance = model.instance
+        if instance is None:
+            return
+        instance.set_draining(True)
+        unloading = model.unloading
+        if unloading is None:
+            unloading = asyncio.create_task(self._unload(model, instance, reason))
+            model.set_unloading(unloading)
+        await asyncio.shield(unloading)
+
+    async def _unload(self, model: ManagedModel, instance: EngineInstance, reason: str) -> None:
+        try:
+            seconds = await self.end(instance)
+        finally:
+            model.set_unloading(None)
+        self.metrics.record_unload(model.name, reason)
+        data = {"model": model.name, "reason": reason, "seconds": round(seconds, 3)}
+        _log.info("model unloaded", extra={"data": data})
+
+    async def end(self, instance: EngineInstance) -> float:
+        """End a draining worker after its last request; return the seconds that ending took."""
+        while instance.leases:
+            self._changed.clear()
+            await self._changed.wait()
+        started = time.perf_counter()
+        assert instance.task is not None
+        await instance.engine.close()
+        await instance.task
+        return time.perf_counter() - started
+
+    async def close(self, models: Sequence[ManagedModel]) -> None:
+        """End all workers now, with their requests."""
+        for model in models:
+            model.cancel_timer()
+        running = list(self._instances)
+        for instance in running:
+            await instance.engine.close()
+        tasks = [each.task for each in running if each.task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,115 @@
+"""POST /v1/sessions/save and /v1/sessions/restore: KV pages of a conversation on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import SamplingParams
+from modelmill.request_state import RequestState
+from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.errors import ApiError
+from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.routes.common import acquire_engine, get_service, has_images, submit_requests
+from modelmill.serve.routes.tokenize import encode_prompt
+from modelmill.serve.service import POLICY_KEY
+from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
+from modelmill.serve.stream import run_while_connected, wait_or_disconnect
+from modelmill.serve.worker_messages import SessionReply
+from modelmill.text_processor import TextProcessor
+
+router = APIRouter(route_class=BodyRoute)
+SUFFIX = ".session"
+
+
+@router.post("/v1/sessions/save")
+async def save(body: SaveSessionRequest, request: Request) -> Any:
+    """Compute a prompt and write its KV pages to a file of the session folder."""
+    folder = _owner_folder(request)
+    service, engine = await acquire_engine(request, body.model, body.keep_alive)
+    engine.check_capacity(1)
+    states, handle = await submit_requests(
+        request, engine, _prompt_states, body, engine.request_limits.max_len, get_states=list
+    )
+    await wait_or_disconnect(request, handle)
+    path = folder / (body.name + SUFFIX)
+    left = await service.run_in_thread(
+        _free_bytes, service.limits.session_dir, path, service.limits.session_bytes
+    )
+    tokens, salt = states[0].request.prompt, states[0].request.cache_salt
+    reply = await run_while_connected(
+        request.receive, engine.session_client.save(path, tokens, salt, left)
+    )
+    return _response(body.name, engine, reply)
+
+
+@router.post("/v1/sessions/restore")
+async def restore(body: RestoreSessionRequest, request: Request) -> Any:
+    """Put the KV pages of a saved session into the prefix cache."""
+    path = _owner_folder(request) / (body.name + SUFFIX)
+    if not await get_service(request).run_in_thread(path.is_file):
+        raise ApiError(
+            404, f"there is no session {body.name!r}", param="name", code="session_not_found"
+        )
+    _, engine = await acquire_engine(request, body.model, body.keep_alive)
+    assert engine.request_limits is not None  # raises for an engine that segments
+    reply = await run_while_connected(
+        request.receive, engine.session_client.restore(path, body.cache_salt or "")
+    )
+    return _response(body.name, engine, reply)
+
+
+def _owner_folder(request: Request) -> Path:
+    """The folder of the request's key, whose sessions other keys cannot restore.
+
+    Raises:
+        ApiError: 404, the server has no session folder.
+    """
+    root = get_service(request).limits.session_dir
+    if root is None:
+        raise ApiError(
+            404, "this server saves no sessions; start it with --session-dir", code="no_sessions"
+        )
+    policy = request.scope.get(POLICY_KEY)
+    if policy is None:
+        return root
+    owner = hashlib.sha256(b"modelmill session owner\0" + policy.key.encode()).hexdigest()
+    return root / owner[:32]
+
+
+def _free_bytes(root: Path, path: Path, max_bytes: int) -> int:
+    """Make the folder of a file, and return the bytes that it may take."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = (each for each in root.rglob("*") if each.is_file() and each != path)
+    return max_bytes - sum(each.stat().st_size for each in others)
+
+
+def _prompt_states(
+    text_processor: TextProcessor, body: SaveSessionRequest, max_model_len: int
+) -> list[RequestState]:
+    """A request that computes the prompt and generates nothing.
+
+    Raises:
+        RequestError: there is no prompt, or more than one.
+    """
+    prompts = (body.prompt, body.content, body.messages)
+    if body.tokens is not None and any(each is not None for each in prompts):
+        raise RequestError("prompt, messages or tokens: give one of them")
+    ids = encode_prompt(text_processor, body, max_model_len) if body.tokens is None else body.tokens
+    if any(has_images(each) for each in body.messages or ()):
+        raise RequestError("messages with pictures cannot be saved as a session")
+    if not ids:
+        raise RequestError("the session has no tokens; give at least one")
+    prompt = {"prompt_token_ids": ids, "cache_salt": body.cache_salt}
+    return [text_processor.request(prompt, SamplingParams(max_tokens=0))]
+
+
+def _response(name: str, engine: EngineClient, reply: SessionReply) -> Utf8JsonResponse:
+    return Utf8JsonResponse(
+        {"name": name, "model": engine.name, "tokens": reply.tokens, "bytes": reply.nbytes}
+    )

@@ -1,0 +1,41 @@
+"""Requests that save and restore sessions, and their response."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.response_model import ResponseModel
+from modelmill.serve.schema import TokenIds, TokenizeRequest
+from modelmill.serve.strict_models import StrictModel
+
+SESSION_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
+
+
+class RestoreSessionRequest(StrictModel):
+    """Request body of POST /v1/sessions/restore."""
+
+    model: str = Field(max_length=1024)
+    name: str = Field(pattern=SESSION_NAME, description="of the saved session")
+    cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+
+
+class SaveSessionRequest(TokenizeRequest):
+    """Request body of POST /v1/sessions/save: a prompt, ids, or messages as a chat."""
+
+    name: str = Field(pattern=SESSION_NAME, description="of the saved session")
+    tokens: TokenIds | None = Field(None, description="the prompt as token ids")
+    cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
+
+
+class SessionResponse(ResponseModel):
+    """Response body of both paths."""
+
+    name: str
+    model: str
+    tokens: int = Field(description="of the prefix whose KV pages were saved or restored")
+    bytes: int

@@ -1,0 +1,169 @@
+"""Sessions: pages of a prefix in a file, and back in the cache of a fresh engine, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelmill.core.errors import CapacityError, UsageError
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.session_file import MAGIC, read_session, write_session
+from modelmill.runtime.session_pages import (
+    SessionPages,
+    export_session,
+    import_session,
+    session_layout,
+)
+from tests.runtime import tiny
+
+PROMPT = tiny.prompts(1, 40, 40)[0]
+MANY = 1 << 30
+
+
+def answer(core: EngineCore, prompt: tuple[int, ...] = PROMPT) -> tuple[list[Any], int]:
+    """(ids with all their log-probabilities, cached tokens) of an answer."""
+    params = tiny.params(max_tokens=9, logprobs=5, ignore_eos=True)
+    core.add(tiny.requests([prompt], params, eos=())[0])
+    events = [event for event in tiny.drain(core) if event.token_id is not None]
+    return [(event.token_id, event.logprobs) for event in events], events[-1].cached_tokens
+
+
+def saved(core: EngineCore, path: Path) -> SessionPages:
+    """The session of PROMPT, in a file."""
+    session = export_session(core, PROMPT, "", MANY)
+    write_session(path, session_layout(core), session)
+    return session
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 16}])
+def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    core = tiny.make_engine(**options)
+    answer(core)
+    expected, cached = answer(core)
+    assert cached >= 32
+    session = saved(core, tmp_path / "s")
+    assert len(session.tokens) == 40 // core.page_size * core.page_size
+    fresh = tiny.make_engine(**options)
+    loaded = read_session(tmp_path / "s", session_layout(fresh))
+    assert import_session(fresh, loaded, "") == len(session.tokens)
+    assert answer(fresh) == (expected, cached)
+    assert answer(core) == (expected, cached)
+    tiny.assert_idle(fresh)
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+
+
+def test_a_restored_session_belongs_to_its_salt(tmp_path: Path) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    session = saved(core, tmp_path / "s")
+    with pytest.raises(UsageError, match="no full page of 8 tokens in the prefix cache"):
+        export_session(core, PROMPT, "other", MANY)
+    fresh = tiny.make_engine()
+    import_session(fresh, session, "other")
+    assert answer(fresh)[1] == 0
+
+
+def test_restoring_twice_takes_no_more_pages(tmp_path: Path) -> None:
+    core = tiny.make_engine(pages=16)
+    answer(core)
+    session = saved(core, tmp_path / "s")
+    fresh = tiny.make_engine(pages=16)
+    for _ in range(3):
+        assert import_session(fresh, session, "") == 40
+        assert (fresh.stats().cached_pages, fresh.stats().free_pages) == (5, 16)
+
+
+def test_a_session_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    session = saved(core, tmp_path / "s")
+    small = tiny.make_engine(pages=4)
+    with pytest.raises(CapacityError, match="needs 5 pages of the KV cache, and 4 are free"):
+        import_session(small, session, "")
+    assert small.stats().cached_pages == 0
+    with pytest.raises(CapacityError, match="--session-bytes leaves 10 bytes"):
+        export_session(core, PROMPT, "", 10)
+
+
+def test_models_with_recurrent_state_are_refused() -> None:
+    core = tiny.make_engine(tiny.hybrid())
+    answer(core)
+    with pytest.raises(UsageError, match="recurrent state cannot be saved"):
+        export_session(core, PROMPT, "", MANY)
+
+
+def test_another_engine_is_refused(tmp_path: Path) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    saved(core, tmp_path / "s")
+    layout = session_layout(core)
+    for key, value, what in (
+        ("engine", "other", "engine"),
+        ("page_size", 16, "page size"),
+        ("tensors", layout["tensors"][:-1], "KV dtype"),
+    ):
+        with pytest.raises(UsageError, match=f"saved with another {what}; it cannot be restored"):
+            read_session(tmp_path / "s", {**layout, key: value})
+
+
+def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    path, layout = tmp_path / "s", session_layout(core)
+    saved(core, path)
+    data = path.read_bytes()
+    draw = random.Random(0)
+    for _ in range(60):
+        position = draw.randrange(len(data))
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << draw.randrange(8)
+        for damaged in (bytes(flipped), data[:position], data[position:], data + b"\0"):
+            path.write_bytes(damaged)
+            if damaged == data:
+                continue
+            with pytest.raises(UsageError, match=r"is not a saved session|is damaged"):
+                read_session(path, layout)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}],
+)
+def test_a_forged_header_with_the_right_digest_is_refused(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    import hashlib
+    import struct
+
+    core = tiny.make_engine()
+    answer(core)
+    path, layout = tmp_path / "s", session_layout(core)
+    session = saved(core, path)
+    body = b"".join(each.tobytes() for each in session.data)
+    header = json.dumps({**layout, "tokens": list(session.tokens), "pages": 5, **change}).encode()
+    content = MAGIC + struct.pack("<Q", len(header)) + header + body
+    path.write_bytes(content + hashlib.sha256(content).digest())
+    with pytest.raises(UsageError, match="contradicts itself"):
+        read_session(path, layout)
+    content = MAGIC + struct.pack("<Q", 1 << 62) + header + body
+    path.write_bytes(content + hashlib.sha256(content).digest())
+    with pytest.raises(UsageError, match="contradicts itself"):
+        read_session(path, layout)
+
+
+def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    session = export_session(core, PROMPT, "", MANY)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_session(tmp_path / "s", session_layout(core), session)
+    assert list(tmp_path.iterdir()) == []
