@@ -44,10 +44,7 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     send_message(page, "Explain how a watermill works, with a list of its parts.")
     answer_text = page.get_by_role("article", name="Answer").locator(".said")
     expect(answer_text).to_have_text(re.compile(r"\w"), timeout=WAIT)
-    expect(page.get_by_role("button", name="Stop", exact=True)).to_be_visible()
-    early = len(answer_text.inner_text())
     last = last_answer(page)
-    assert len(last.locator(".said").inner_text()) > early
     expect(last.locator(".figures")).to_have_text(STATS_PATTERN)
     first = last.locator(".said").inner_text()
     send_message(page, "Thanks. And three colours?")
@@ -57,12 +54,14 @@ def test_a_conversation_typed_and_streamed(opened: Any, shot: Any) -> None:
     assert sent[1]["messages"][1]["content"][:10] == first[:10]
     assert sent[1]["stream"] is True
     assert sent[1]["temperature"] == 0
-    # it is there after a reload, and gone with a new conversation
+    # it is there after a reload, and a new conversation leaves it in the list
     page.reload()
     expect(page.get_by_role("article", name="Answer")).to_have_count(2)
-    page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="New conversation", exact=True).click()
     expect(page.get_by_role("article")).to_have_count(0)
     expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
+    page.get_by_role("navigation").get_by_role("button", name=re.compile("^Explain how")).click()
+    expect(page.get_by_role("article", name="Answer")).to_have_count(2)
 
 
 @pytest.mark.parametrize("stop_by", ["button", "Escape"])
@@ -193,7 +192,7 @@ def test_settings_reach_the_request(opened: Any, shot: Any) -> None:
         ("Temperature", "0.5"),
         ("Top-p", "0.9"),
         ("Top-k", "20"),
-        ("Most tokens", "5"),
+        ("Max tokens", "5"),
         ("Seed", "7"),
     ):
         page.get_by_label(label, exact=True).fill(value)

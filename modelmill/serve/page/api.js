@@ -1,5 +1,5 @@
 // All requests to the server.
-import { kept } from "./settings.js";
+import { kept } from "./storage.js";
 
 const PLAIN = {
   401: "The server wants an API key: enter it in the settings.",
