@@ -16,6 +16,7 @@ from tests.browser.page_actions import (
     send_message,
     wait_ready,
 )
+from tests.browser.stubbed_answers import stream_response
 from tests.serve.server_process import ServerProcess
 
 pytestmark = pytest.mark.browser
@@ -254,18 +255,6 @@ def test_a_phone_in_the_light_and_in_the_dark(opened: Any, shot: Any, scheme: st
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def stream(*pieces: str, end: str = "data: [DONE]\n\n") -> dict[str, Any]:
-    """A response of these pieces of text."""
-    import json
-
-    chunks = [
-        {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
-        for piece in pieces
-    ]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end
-    return {"status": 200, "content_type": "text/event-stream", "body": body}
-
-
 HOSTILE = """# Title <script>window.hacked = 1</script>
 
 <img src=x onerror="window.hacked = 2"> ![pixel](http://evil.example/pixel.png) **bold _and_ `code <b>`**
@@ -293,7 +282,7 @@ HOSTILE = """# Title <script>window.hacked = 1</script>
 def test_what_a_model_writes_stays_text(opened: Any, shot: Any) -> None:
     page = opened()
     wait_ready(page)
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(*HOSTILE)))
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream_response(*HOSTILE)))
     send_message(page, "x")
     answer_text = last_answer(page).locator(".said")
     assert page.evaluate("window.hacked") is None
@@ -326,7 +315,9 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
            "1. " * 200, "https://" * 100, "<think>why</think>because", "<think>unended", "\\*",
            "~~" * 99]  # fmt: skip
     messages: list[str] = []
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream(messages[-1])))
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(**stream_response(messages[-1]))
+    )
     for count, text in enumerate(odd, 1):
         messages.append(text)
         send_message(page, "x")
@@ -334,6 +325,9 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
     thought = page.get_by_role("article", name="Answer").nth(10)
     assert thought.locator("summary").inner_text() == "Thoughts"
     assert thought.locator(".answer").inner_text() == "because"
+
+
+RESTARTED = '{"error": {"code": "engine_restarted", "message": "m"}}'
 
 
 @pytest.mark.parametrize(
@@ -348,8 +342,8 @@ def test_odd_texts_break_nothing(opened: Any) -> None:
          "one."),
         ({"status": 400, "body": '{"error": {"code": null, "message": "top_k must be whole"}}'},
         "top_k must be whole"),
-        (stream("Half an", end=""), "The answer broke off: the connection was lost."),
-        (stream("Half", end='data: {"error": {"code": "engine_restarted", "message": "m"}}\n\n'),
+        (stream_response("Half an", end=""), "The answer broke off: the connection was lost."),
+        (stream_response("Half", end=f"data: {RESTARTED}\n\n"),
          "The model stopped while it answered, and is being started again."),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",

@@ -152,6 +152,8 @@ async function stream(body, article, waiting, keepIt) {
     if (near) follow();
   });
   let saved = performance.now();
+  const leave = () => { if (document.hidden) keepIt(); };
+  document.addEventListener("visibilitychange", leave);
   keepIt();
   try {
     const response = await call("/v1/chat/completions", body, running.signal);
@@ -166,6 +168,7 @@ async function stream(body, article, waiting, keepIt) {
   } catch (error) {
     failed(message, error);
   }
+  document.removeEventListener("visibilitychange", leave);
   painter.cancel();
   answer.end();
   $("pace").textContent = "";

@@ -70,8 +70,11 @@ class DatabaseStore {
     return all.sort((a, b) => b.updated - a.updated);
   }
 
-  /** @param {string} id of a conversation @returns {Promise<Message[]>} */
-  messages(id) { return done(this.#stores("readonly").messages.index("conversation").getAll(id)); }
+  /** @param {string} id of a conversation @returns {Promise<Message[]>} oldest first */
+  async messages(id) {
+    const all = await done(this.#stores("readonly").messages.index("conversation").getAll(id));
+    return all.sort((a, b) => a.created - b.created);
+  }
 
   /** @param {Conversation} conversation @param {Message[]} messages that are new or have changed */
   async put(conversation, messages = []) {

@@ -86,12 +86,13 @@ export class Tree {
     if (this.leaf === id) this.leaf = parent;
   }
 
-  /** Show the branch with this message, to its newest end. @param {string} id */
+  /** Show the branch with this message that was written to last. @param {string} id */
   select(id) { this.leaf = this.#newest(id); }
 
+  /** The newest message below this one, itself included. */
   #newest(from) {
-    let at = from;
-    for (let next = this.children(at).at(-1); next; next = this.children(at).at(-1)) at = next.id;
-    return at;
+    const below = (id) => from === null || id === from || (this.messages.has(id) && below(this.messages.get(id).parent));
+    const newestFirst = [...this.messages.values()].sort((a, b) => b.created - a.created);
+    return newestFirst.find((message) => below(message.id))?.id ?? from;
   }
 }
