@@ -71,10 +71,10 @@ def test_footnotes_lead_there_and_back(opened: Any, shot: Any) -> None:
     expect(notes).to_have_count(2)
     expect(notes.nth(0)).to_contain_text("Two thousand years.")
     expect(notes.nth(1).locator("strong")).to_have_text("flour")
-    answer.get_by_role("doc-noteref", name="Footnote 2").click()
+    answer.get_by_role("link", name="Footnote 2").click()
     expect(notes.nth(1)).to_be_focused()
-    notes.nth(1).get_by_role("doc-backlink").click()
-    expect(answer.get_by_role("doc-noteref", name="Footnote 2")).to_be_focused()
+    notes.nth(1).get_by_role("link", name="Back to the text").click()
+    expect(answer.get_by_role("link", name="Footnote 2")).to_be_focused()
     shot(page, "footnotes")
     assert "#" not in page.url
     # another answer has notes of its own
