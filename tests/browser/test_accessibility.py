@@ -138,12 +138,12 @@ def test_ids_are_unique_and_labels_lead_somewhere(opened: Any) -> None:
     wait_ready(page)
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map((each) => each.id)")
     assert len(ids) == len(set(ids))
-    wanted = page.evaluate(
+    references = page.evaluate(
         "[...document.querySelectorAll('[for], [aria-labelledby], [aria-describedby], "
         "[aria-controls]')].flatMap((each) => ['for', 'aria-labelledby', 'aria-describedby', "
         "'aria-controls'].flatMap((name) => (each.getAttribute(name) ?? '').split(' ')))"
     )
-    assert {name for name in wanted if name} <= set(ids)
+    assert {name for name in references if name} <= set(ids)
 
 
 def test_the_list_on_a_phone(opened: Any, shot: Any) -> None:

@@ -108,6 +108,9 @@ def test_search_in_titles_and_texts(opened: Any, shot: Any) -> None:
 def test_a_conversation_is_renamed(opened: Any) -> None:
     page = two_conversations(opened)
     options(page, "Write about weather")
+    page.get_by_label("Title", exact=True).fill("Given up")
+    page.keyboard.press("Escape")
+    options(page, "Write about weather")
     page.get_by_label("Title", exact=True).fill("Rain")
     page.keyboard.press("Enter")
     expect(listed(page)).to_have_text(["Rain", "How does a mill work?"])

@@ -55,9 +55,10 @@ def test_thinking_is_folded_and_timed(opened: Any, shot: Any) -> None:
     finish(page)
     last_answer(page)
     expect(answer.locator(".answer")).to_have_text("The first one.")
-    expect(answer.get_by_text("compare")).to_be_hidden()  # folded again
+    expect(answer.get_by_text("compare")).to_be_visible()  # as the user left it
     page.reload()
     expect(answer.locator("summary")).to_have_text(re.compile(r"^Thought for \d+(\.\d)? s$"))
+    expect(answer.get_by_text("compare")).to_be_hidden()
     send_message(page, "And the second?")
     sent = page.evaluate("window.bodies.at(-1).messages[1]")
     assert sent["reasoning_content"] == "Let me *compare* them."

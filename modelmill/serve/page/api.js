@@ -24,6 +24,7 @@ export class Refused extends Error {
 }
 
 export async function call(path, body, signal) {
+  /** @type {Record<string, string>} */
   const headers = {};
   const key = kept("key");
   if (key) headers.authorization = `Bearer ${key}`;

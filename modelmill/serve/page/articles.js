@@ -42,12 +42,13 @@ function toolArticle(message, siblings, actions) {
 const canContinue = ({ content, finish, bad, calls }) => Boolean(content) && !bad && !calls?.length && (finish === "length" || finish === "stopped");
 
 function foot(message, siblings, last, actions) {
+  const { text } = separate(message);
   return h("div", { class: "foot" },
-    act("Copy", "Copy this answer", async (event) => {
+    text || !message.calls?.length ? act("Copy", "Copy this answer", async (event) => {
       const button = event.currentTarget;
-      await navigator.clipboard?.writeText(separate(message).text);
+      await navigator.clipboard?.writeText(text);
       copied(button);
-    }),
+    }) : null,
     act("Regenerate", "Regenerate this answer", () => actions.regenerate(message), true),
     last && canContinue(message) ? act("Continue", "Continue this answer", () => actions.proceed(message), true) : null,
     branches(message, siblings, actions),

@@ -49,8 +49,9 @@ function refresh() {
   $("send").disabled = !model?.ready || !($("message").value.trim() || attachments.any());
   $("send").hidden = Boolean(running);
   $("stop").hidden = !running;
-  for (const button of document.querySelectorAll("#talk [data-asks]")) button.disabled = Boolean(running) || !model?.ready;
-  for (const button of document.querySelectorAll("#talk [data-arrow]")) button.disabled = Boolean(running) || button.dataset.end === "true";
+  const buttons = (selector) => /** @type {NodeListOf<HTMLButtonElement>} */ (document.querySelectorAll(selector));
+  for (const button of buttons("#talk [data-asks]")) button.disabled = Boolean(running) || !model?.ready;
+  for (const button of buttons("#talk [data-arrow]")) button.disabled = Boolean(running) || button.dataset.end === "true";
 }
 
 function grow() {
@@ -133,7 +134,10 @@ async function ask(fields, continued = null) {
   running = null;
   const near = isNear();
   const focused = document.activeElement;
+  const unfolded = article.view.details?.open;
   draw();
+  const details = document.querySelector("#talk article:last-of-type details.thinking");
+  if (details && unfolded) /** @type {HTMLDetailsElement} */ (details).open = true;
   if (near) follow();
   if (focused === $("stop") || focused === document.body) $("message").focus();
   await keepIt();

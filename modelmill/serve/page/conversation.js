@@ -8,7 +8,7 @@ import { Tree } from "./tree.js";
 
 const MAX_TITLE = 60; // characters
 
-/** The first line of a message. */
+/** The first line of a message. @param {Message} message */
 function titleOf({ content, files, pictures }) {
   const line = content.trim().split("\n")[0] || files?.[0]?.name || (pictures ? "Picture" : "Conversation");
   return line.length > MAX_TITLE ? `${line.slice(0, MAX_TITLE - 1).trimEnd()}…` : line;

@@ -162,13 +162,12 @@ export function focusSearch() {
 }
 
 function startOptions() {
-  $("rename").addEventListener("submit", (event) => { event.preventDefault(); $("options").close(); });
-  $("options").addEventListener("close", () => { rename(); });
+  $("rename").addEventListener("submit", (event) => { event.preventDefault(); rename(); $("options").close(); });
   $("export-markdown").addEventListener("click", () => exportAs(true));
   $("export-json").addEventListener("click", () => exportAs(false));
   $("delete").addEventListener("click", () => confirmDelete(true));
   $("delete-no").addEventListener("click", () => { confirmDelete(false); $("delete").focus(); });
-  $("delete-yes").addEventListener("click", () => { $("title").value = ""; $("options").close(); remove(picked.id); });
+  $("delete-yes").addEventListener("click", () => { $("options").close(); remove(picked.id); });
   closeByBackdrop($("options"));
   $("delete-all").addEventListener("click", () => { $("delete-every").showModal(); $("delete-every-no").focus(); });
   $("delete-every-no").addEventListener("click", () => $("delete-every").close());

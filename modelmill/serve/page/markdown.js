@@ -8,7 +8,7 @@ const MAX_NESTING = 60;
 const HAS_DEFINITIONS = /^ {0,3}\[[^\]\n]+\]:|\^\[/m; // of footnotes and links: they change blocks before them
 
 function makeParser() {
-  const parser = new MarkdownIt({ html: false, linkify: true, breaks: true, maxNesting: MAX_NESTING });
+  const parser = new /** @type {any} */ (MarkdownIt)({ html: false, linkify: true, breaks: true, maxNesting: MAX_NESTING });
   parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
   parser.validateLink = isWebLink;
   return parser.use(math);

@@ -1,5 +1,6 @@
 // Math in Markdown, as a plugin of markdown-it: $a$, $$a$$, \(a\) and \[a\]. It makes tokens; math.js draws them.
 
+/** @type {[string, string, boolean][]} begin, end, on a line of its own */
 const PAIRS = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false]];
 
 /** Whether the character at this place is escaped by an odd number of backslashes. */

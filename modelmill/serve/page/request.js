@@ -35,7 +35,7 @@ function toApi(message) {
   return { role: "user", content: [...parts, { type: "text", text: words(message) }] };
 }
 
-/** Answers that failed, or were stopped before their first token, are no turns. */
+/** Answers that failed, or were stopped before their first token, are no turns. @param {Message} message */
 const isTurn = ({ role, content, calls, bad }) => role !== "assistant" || (!bad && Boolean(content || calls?.length));
 
 /**

@@ -40,6 +40,7 @@ export function unsaid() {
 
 /** Only fields that are set: the server applies a model's own defaults. @returns {Record<string, number>} */
 export function sampling() {
+  /** @type {Record<string, number>} */
   const found = {};
   for (const [name] of KNOBS) {
     const input = $(`knob-${name}`);

@@ -26,12 +26,11 @@ export const cards = (calls, open) => calls.filter(Boolean).map(({ name, argumen
  * @returns {HTMLElement}
  */
 export function resultForm(calls, send) {
-  const fields = calls.map(({ name }, i) => h("textarea", {
-    rows: 3, id: `result-${i}`, placeholder: "What the tool returned", "aria-label": `Result of ${name}`,
-  }));
+  const fields = calls.map((_, i) => h("textarea", { rows: 3, id: `result-${i}`, placeholder: "What the tool returned" }));
+  const label = ({ name }, i) => `Result of ${name}${calls.length > 1 ? ` (${i + 1} of ${calls.length})` : ""}`;
   const button = h("button", { class: "solid", "data-asks": true }, calls.length > 1 ? "Send results" : "Send result");
   const form = h("form", { class: "tool-results" },
-    ...calls.map(({ name }, i) => h("div", {}, h("label", { for: `result-${i}` }, `Result of ${name}`), fields[i])), button);
+    ...calls.map((call, i) => h("div", {}, h("label", { for: `result-${i}` }, label(call, i)), fields[i])), button);
   form.addEventListener("submit", (event) => { event.preventDefault(); send(fields.map((field) => field.value)); });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); form.requestSubmit(button); }
