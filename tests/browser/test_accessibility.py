@@ -124,8 +124,8 @@ def test_the_order_of_the_focus(opened: Any) -> None:
         if inside:
             break
     order = [
-        "To the message field", "Conversations", "tab-chat", "New conversation", "Keyboard shortcuts", "Settings",
-        "New conversation in the list", "search",
+        "To the message field", "Conversations", "tab-chat", "New conversation",
+        "Keyboard shortcuts", "Settings", "New conversation in the list", "search",
         "Options of Hello", "import", "export-all", "delete-all",
         "Conversation", "Edit this message", "Copy this answer", "Regenerate this answer",
         "Add files", "message",
