@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.page_actions import expect, last_answer, send_message, wait_ready
+from tests.browser.page_actions import WAIT, expect, last_answer, send_message, wait_ready
 from tests.browser.stubbed_answers import answer_with, event, hold_answers, push
 
 pytestmark = pytest.mark.browser
@@ -65,6 +65,23 @@ def test_conversations_outlive_the_tab(opened: Any, shot: Any) -> None:
     other.get_by_role("button", name=re.compile("^How does a mill work")).click()
     expect(other.get_by_role("article", name="Answer")).to_contain_text("It turns a wheel.")
     expect(other.locator("#conversations [aria-current=true]")).to_contain_text("mill")
+
+
+@pytest.mark.parametrize("broken", ["throws", "never answers"])
+def test_a_browser_that_keeps_nothing_says_so(opened: Any, broken: str) -> None:
+    page = opened()
+    request = "throw new Error('no')" if broken == "throws" else "return {}"
+    page.context.add_init_script(f"IDBFactory.prototype.open = () => {{ {request} }}")
+    page.reload()
+    notice = page.get_by_text("This browser keeps nothing for this page")
+    expect(notice).to_be_visible(timeout=WAIT)
+    answer_with(page, "It turns.")
+    send_message(page, "How does a mill work?")
+    expect(last_answer(page)).to_contain_text("It turns.")
+    expect(listed(page)).to_have_text(["How does a mill work?"])
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export all").click()
+    assert "It turns." in Path(download.value.path()).read_text()
 
 
 def test_a_conversation_in_another_tab_appears(opened: Any) -> None:
@@ -208,6 +225,36 @@ def test_a_conversation_is_deleted_after_a_question(opened: Any) -> None:
     expect(page.get_by_role("article")).to_have_count(0)  # it was the one that was shown
     page.reload()
     expect(listed(page)).to_have_text(["How does a mill work?"])
+
+
+def test_an_answer_does_not_bring_a_deleted_conversation_back(opened: Any) -> None:
+    page = opened()
+    hold_answers(page)
+    send_message(page, "Tell me more")
+    push(page, event("The first half"))
+    expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
+    options(page, "Tell me more")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_role("button", name="Delete for good").click()
+    expect(page.get_by_role("article")).to_have_count(0)
+    expect(page.locator("#send")).to_be_visible()  # the request has ended
+    send_message(page, "Another one")
+    expect(listed(page)).to_have_text(["Another one"])
+    page.reload()
+    expect(listed(page)).to_have_text(["Another one"])
+
+
+def test_the_list_keeps_the_focus_when_it_changes(opened: Any) -> None:
+    page = two_conversations(opened)
+    row = page.get_by_role("button", name="Options of How does a mill work?")
+    row.focus()
+    other = page.context.new_page()
+    other.goto(page.url)
+    wait_ready(other)
+    answer_with(other, "Yes.")
+    send_message(other, "A third one")
+    expect(listed(page)).to_have_count(3)
+    expect(row).to_be_focused()
 
 
 def test_edits_and_regenerations_make_branches(opened: Any, shot: Any) -> None:

@@ -64,7 +64,6 @@ function startTabs() {
 
 settings.start(models.look, chat.prompted);
 models.start(update, chosen);
-await chat.start(models.look);
 segment.start();
 startTabs();
 help.start([
@@ -85,3 +84,4 @@ $("model").addEventListener("change", () => {
   models.look();
 });
 models.look();
+chat.start(models.look);

@@ -26,6 +26,7 @@ let talk = OpenConversation.fresh("");
 let running = null;
 /** @type {{id: string, ready: boolean, talks: boolean, pictures: boolean, suggested: any, length: number|null}|null} */
 let model = null;
+let restored = false; // whether the conversation that this tab showed before is shown again
 let asked = () => {}; // called when a request fails: looks at the server's state
 
 const isNear = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < NEAR;
@@ -46,7 +47,7 @@ export function use(found) {
 }
 
 function refresh() {
-  $("send").disabled = !model?.ready || !($("message").value.trim() || attachments.any());
+  $("send").disabled = !restored || !model?.ready || !($("message").value.trim() || attachments.any());
   $("send").hidden = Boolean(running);
   $("stop").hidden = !running;
   const buttons = (selector) => /** @type {NodeListOf<HTMLButtonElement>} */ (document.querySelectorAll(selector));
@@ -200,7 +201,7 @@ function failed(message, error) {
 
 function send() {
   const content = $("message").value.trim();
-  if (running || !model?.ready || !(content || attachments.any())) return;
+  if (running || !restored || !model?.ready || !(content || attachments.any())) return;
   trouble("");
   const fields = fieldsOf(false);
   if (!fields) return;
@@ -291,7 +292,9 @@ export function prompted() {
 
 /** @param {string|null} id of the conversation that was deleted; null: all */
 function removed(id) {
-  if (id === null || id === talk.info.id) fresh();
+  if (id !== null && id !== talk.info.id) return;
+  talk.deleted = true;
+  fresh();
 }
 
 function startKeys(field) {
@@ -322,10 +325,11 @@ export async function start(unwell) {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("stop").addEventListener("click", () => running?.abort());
   $("fresh").addEventListener("click", fresh);
+  library.start({ open, fresh, removed, renamed: (id, title) => { if (id === talk.info.id) talk.info.title = title; } });
   const last = await OpenConversation.last();
   talk = last ?? OpenConversation.fresh(systemPrompt());
   if (last) showSystemPrompt(last.info.system);
-  await library.start({ open, fresh, removed, renamed: (id, title) => { if (id === talk.info.id) talk.info.title = title; } });
+  restored = true;
   draw();
   follow();
   await library.showCurrent(talk.info.id);

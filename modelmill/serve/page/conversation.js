@@ -26,6 +26,7 @@ export class OpenConversation {
     this.info = info;
     this.tree = new Tree(messages, info.leaf);
     this.stored = stored; // a conversation without messages is not kept
+    this.deleted = false; // an answer that ends later does not bring it back
   }
 
   /** @param {string} system prompt @returns {OpenConversation} */
@@ -66,7 +67,7 @@ export class OpenConversation {
 
   /** Keep the conversation and messages that have changed. @param {...Message} messages */
   async save(...messages) {
-    if (!this.tree.messages.size) return;
+    if (this.deleted || !this.tree.messages.size) return;
     this.info.leaf = this.tree.leaf;
     if (messages.length) this.info.updated = Date.now();
     await (await store()).put(this.info, messages);

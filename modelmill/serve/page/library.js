@@ -24,6 +24,7 @@ let events;
 let current = null;
 let picked = null; // the conversation of the dialog
 let timer = 0;
+let turns = 0; // counts searches
 
 function dateOf(time) {
   const date = new Date(time);
@@ -46,14 +47,25 @@ function row({ conversation, excerpt }, word) {
     excerpt ? h("span", { class: "excerpt" }, ...marked(excerpt, word)) : null);
   const more = h("button", { type: "button", class: "icon", "aria-label": `Options of ${title}`, "aria-haspopup": "dialog",
     onclick: () => openOptions(conversation) }, icon("more"));
-  return h("li", {}, open, more);
+  return h("li", { "data-id": id }, open, more);
+}
+
+/** Replace the rows; a button that has the focus keeps it. */
+function showRows(rows) {
+  const focused = document.activeElement;
+  const id = /** @type {HTMLElement|null} */ (focused?.closest("#conversations li"))?.dataset.id;
+  const name = focused?.classList.contains("open") ? ".open" : ".icon";
+  $("conversations").replaceChildren(...rows);
+  if (id) /** @type {any} */ (document.querySelector(`#conversations li[data-id="${CSS.escape(id)}"] ${name}`))?.focus();
 }
 
 /** Show the list again. */
 export async function refresh() {
   const word = $("search").value.trim();
+  const turn = ++turns;
   const hits = await search(word);
-  $("conversations").replaceChildren(...hits.map((hit) => row(hit, word)));
+  if (turn !== turns) return; // a later search has begun
+  showRows(hits.map((hit) => row(hit, word)));
   $("nothing").hidden = hits.length > 0;
   $("nothing").textContent = word ? "No conversation has this text." : "Conversations appear here.";
   $("export-all").disabled = $("delete-all").disabled = !hits.length && !word;
@@ -120,10 +132,10 @@ async function rename() {
 
 async function remove(id) {
   const shelf = await store();
+  events.removed(id);
   if (id) await shelf.remove(id);
   else await shelf.clear();
   tellOtherTabs();
-  events.removed(id);
   await refresh();
   say(id ? "Conversation deleted" : "All conversations deleted");
   if (!NARROW.matches || isOpen()) $("search").focus();

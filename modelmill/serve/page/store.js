@@ -5,6 +5,7 @@
 
 const NAME = "modelmill";
 const VERSION = 1;
+const MAX_OPEN_MS = 5000; // a database that another page blocks would hold up everything
 
 /** @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
 const done = (request) => new Promise((resolve, reject) => {
@@ -19,7 +20,7 @@ const committed = (transaction) => new Promise((resolve, reject) => {
 });
 
 /** @returns {Promise<IDBDatabase>} */
-function openDatabase() {
+async function openDatabase() {
   const request = indexedDB.open(NAME, VERSION);
   request.onupgradeneeded = () => {
     request.result.createObjectStore("conversations", { keyPath: "id" });
@@ -120,6 +121,13 @@ class DatabaseStore {
   }
 }
 
+async function open() {
+  const late = new Promise((_, reject) => { setTimeout(reject, MAX_OPEN_MS); });
+  try {
+    return new DatabaseStore(await Promise.race([openDatabase(), late]));
+  } catch { return new MemoryStore(); } // disabled, or blocked
+}
+
 let opened = null;
 
 /**
@@ -127,7 +135,7 @@ let opened = null;
  * @returns {Promise<DatabaseStore|MemoryStore>}
  */
 export function store() {
-  opened ??= openDatabase().then((database) => new DatabaseStore(database), () => new MemoryStore());
+  opened ??= open();
   return opened;
 }
 
