@@ -25,6 +25,7 @@ def wait_ready(page: Any) -> None:
 
 def send_message(page: Any, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
+    expect(page.locator("#send")).to_be_enabled(timeout=WAIT)  # the page knows its model
     page.keyboard.press("Enter")
 
 

@@ -79,7 +79,7 @@ def test_a_picture_goes_with_the_message(
         lambda each: sent.append(each.post_data_json) if "chat/completions" in each.url else None,
     )
     if way == "button":
-        page.locator("#picture-file").set_input_files(
+        page.locator("#attachment-file").set_input_files(
             {"name": "photo.png", "mimeType": "image/png", "buffer": data}
         )
     else:
@@ -121,6 +121,20 @@ def test_a_picture_goes_with_the_message(
     assert part_types == ["image_url", "text"]
 
 
+def test_text_and_pictures_in_one_message(opened: Any, reader: ServerProcess) -> None:
+    page = opened(SAMPLING, reader.url)
+    wait_ready(page)
+    put(page, "drop", encode_image(random_photo(1, (32, 32))))
+    put(page, "drop", b"some words", "notes.txt", "text/plain")
+    expect(page.get_by_role("list", name="Files to send").locator("li")).to_have_count(2)
+    with page.expect_request("**/v1/chat/completions") as request_info:
+        send_message(page, "What is this?")
+    picture, words = request_info.value.post_data_json["messages"][-1]["content"]
+    assert picture["type"] == "image_url"
+    assert words["text"] == "notes.txt\n```\nsome words\n```\n\nWhat is this?"
+    last_answer(page)
+
+
 def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess) -> None:
     page = opened(SAMPLING, reader.url)
     wait_ready(page)
@@ -129,8 +143,8 @@ def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess)
         expect(page.get_by_alt_text(re.compile("to send$"))).to_have_count(seed + 1)
     page.get_by_role("button", name="Remove picture 1").click()
     expect(page.get_by_alt_text(re.compile("to send$"))).to_have_count(1)
-    put(page, "drop", b"not a picture", "notes.txt", "text/plain")
-    expect(page.locator("#trouble-text")).to_have_text("Only pictures can be added.")
+    put(page, "drop", b"\x00\x01", "notes.bin", "application/octet-stream")
+    expect(page.locator("#trouble-text")).to_have_text("notes.bin is not a text or a picture.")
     put(page, "drop", b"\x89PNG nothing behind it")
     expect(page.locator("#trouble-text")).to_have_text(
         "This file is not a picture that the browser can read."
@@ -141,7 +155,6 @@ def test_pictures_are_taken_back_and_bounded(opened: Any, reader: ServerProcess)
 def test_a_model_without_a_vision_encoder_says_so(opened: Any) -> None:
     page = opened()
     wait_ready(page)
-    expect(page.locator("#add-picture")).to_be_hidden()
     put(page, "drop", encode_image(random_photo(0, (32, 32))))
     expect(page.locator("#trouble-text")).to_have_text("This model does not read pictures.")
     expect(page.get_by_alt_text(re.compile("to send$"))).to_have_count(0)

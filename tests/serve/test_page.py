@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import shutil
@@ -20,6 +21,9 @@ from tests.serve.asgi_client import Client, Response
 from tests.serve.service_thread import ServiceThread
 
 HOSTS = ("http://www.w3.org/2000/svg",)  # a name, not an address
+VENDOR_DIR = PAGE_DIR / "vendor"
+OWN_FILES = sorted(file for file in PAGE_DIR.iterdir() if file.is_file())
+VENDOR_FILES = sorted(file for file in VENDOR_DIR.rglob("*") if file.is_file())
 
 
 def call(
@@ -50,12 +54,15 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(
     assert "unsafe" not in policy
     assert "*" not in policy
     assert "http" not in policy
+    assert "require-trusted-types-for 'script'; trusted-types 'none'" in policy
     assert response.headers["x-content-type-options"] == "nosniff"
     content_type = {
         ".js": "text/javascript",
         ".css": "text/css",
         ".svg": "image/svg+xml",
         ".html": "text/html",
+        ".txt": "text/plain",
+        ".woff2": "font/woff2",
     }
     assert response.headers["content-type"].startswith(content_type[FILES[path].suffix])
     again = call(running, path, **{"if-none-match": response.headers["etag"]})
@@ -81,7 +88,7 @@ def test_it_is_not_part_of_the_api(running: ServiceThread) -> None:
     assert head.status == 200
 
 
-@pytest.mark.parametrize("file", sorted(PAGE_DIR.iterdir()), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", OWN_FILES, ids=lambda file: file.name)
 def test_files_need_nothing_from_elsewhere(file: Path) -> None:
     """No other hosts, no scripts or styles in the page, no HTML made of text."""
     text = file.read_text("utf-8")
@@ -94,16 +101,48 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
         assert set(re.findall(r'(?:src|href)="(/[^"]*)"', text)) <= set(FILES)
     if file.suffix == ".js":
-        assert {f"/page/{name}" for name in re.findall(r'from "\./([\w.]+)"', text)} <= set(FILES)
+        imports = re.findall(r'(?:from|import|import\()\s*"\./([\w./-]+)"', text)
+        assert {f"/page/{name}" for name in imports} <= set(FILES)
+        assert text.startswith("// ")
     assert file.stat().st_size < 32 << 10
 
 
 def test_all_of_it_is_light_and_packed() -> None:
-    assert sum(file.stat().st_size for file in PAGE_DIR.iterdir()) < 80 << 10
-    assert {file.name for file in PAGE_DIR.iterdir()} == {file.name for file in FILES.values()}
+    assert sum(file.stat().st_size for file in OWN_FILES) < 192 << 10
+    assert sum(file.stat().st_size for file in VENDOR_FILES) < 1_200_000
+    assert {*OWN_FILES, *VENDOR_FILES} == set(FILES.values())
     assert b"/" in PAGE_PATHS
     project = tomllib.loads((PAGE_DIR.parent.parent.parent / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["modelmill.serve"] == ["page/*"]
+    patterns = project["tool"]["setuptools"]["package-data"]["modelmill.serve"]
+    carried = {file for pattern in patterns for file in PAGE_DIR.parent.glob(pattern)}
+    assert {*OWN_FILES, *VENDOR_FILES} <= carried
+
+
+def test_vendored_files_are_those_of_the_packages_that_are_named() -> None:
+    """Each with its licence, source and sha256; none that is not listed."""
+    text = (VENDOR_DIR / "LICENSES.txt").read_text()
+    listed = dict(re.findall(r"^([0-9a-f]{64})  ([\w./-]+)  [\w./-]+$", text, re.MULTILINE))
+    files = {
+        hashlib.sha256(file.read_bytes()).hexdigest(): file.relative_to(VENDOR_DIR).as_posix()
+        for file in VENDOR_FILES
+        if file.name != "LICENSES.txt"
+    }
+    assert files == listed
+    packages = re.findall(
+        r"^source: https://registry\.npmjs\.org/(.+)/-/.+\.tgz$", text, re.MULTILINE
+    )
+    archives = re.findall(r"^archive: [0-9a-f]{64}$", text, re.MULTILINE)
+    licences = re.findall(r"^licence: (.+)$", text, re.MULTILINE)
+    assert len(packages) == len(archives) == len(licences) == 4
+    assert all(re.match(r"MIT|BSD-3-Clause|Apache-2\.0", licence) for licence in licences)
+
+
+def test_libraries_for_code_and_math_are_not_part_of_the_first_load() -> None:
+    """They are imported by a call, when an answer has code or a formula."""
+    for name in ("highlight.min.js", "katex.min.js", "katex.min.css"):
+        users = [file for file in OWN_FILES if name in file.read_text("utf-8")]
+        assert [file.name for file in users] == ["math.js" if "katex" in name else "code.js"]
+        assert f'from "./vendor/{name}"' not in users[0].read_text()
 
 
 @pytest.mark.skipif(
@@ -172,24 +211,19 @@ def test_names_of_buttons_hold_their_text() -> None:
     page.feed((PAGE_DIR / "index.html").read_text())
     assert page.named
     scripts = {file.name: file.read_text() for file in PAGE_DIR.glob("*.js")}
-    made = re.findall(r'\bact\("([^"]+)", "([^"]+)"', scripts["chat.js"])
+    texts = "\n".join(scripts.values())
+    made = re.findall(r'\bact\("([^"]+)", "([^"]+)"', texts)
     assert len(made) >= 5
     pairs = [*page.named, *((name, text) for text, name in made)]
     assert [(name, text) for name, text in pairs if not name.lower().startswith(text.lower())] == []
-    # every other button of the scripts with a name: its text is an icon, or it is copied()'s
-    others = {
-        (name, label)
-        for text in scripts.values()
-        for name, label in re.findall(
-            r'h\("button", \{[^}]*?"aria-label": ["`]([^"`]+)["`].*?\} \}?,\s*(.+?)\)',
-            text,
-            re.DOTALL,
-        )
+    # every other button of the scripts with a name: its text is an icon, or copied()'s, or act()'s
+    attributes = re.findall(r'h\("button", \{(.*?)(?:onclick|\})', texts, re.DOTALL)
+    labels = {
+        label[1]
+        for each in attributes
+        if (label := re.search(r'"aria-label": ([^,]+),', each)) and 'class: "icon"' not in each
     }
-    assert others == {
-        ("Remove picture ${i + 1}", 'h("span", { "aria-hidden": "true" }, "×"'),
-        ("Copy the code", '"Copy"'),
-    }
+    assert labels == {'"Copy the code"', "label"}
     # a text that changes takes the name along
     changes = [name for name, text in scripts.items() if 'textContent = "Copied"' in text]
     assert changes == ["dom.js"]

@@ -1,5 +1,5 @@
 // All requests to the server.
-import { kept } from "./settings.js";
+import { kept } from "./storage.js";
 
 const PLAIN = {
   401: "The server wants an API key: enter it in the settings.",
@@ -24,6 +24,7 @@ export class Refused extends Error {
 }
 
 export async function call(path, body, signal) {
+  /** @type {Record<string, string>} */
   const headers = {};
   const key = kept("key");
   if (key) headers.authorization = `Bearer ${key}`;

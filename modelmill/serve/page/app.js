@@ -1,119 +1,87 @@
-// The served models, their state, and the tabs.
-import { $, h, say } from "./dom.js";
-import { call, Refused } from "./api.js";
+// The page: which model each tab uses, the tabs, and the keys.
+import { $ } from "./dom.js";
 import * as chat from "./chat.js";
+import * as help from "./help.js";
+import * as library from "./library.js";
+import * as models from "./models.js";
 import * as segment from "./segment.js";
 import * as settings from "./settings.js";
 
-const STAGES = { starting: "starting", checking: "checking its files", loading: "reading its weights", "warming up": "warming up" };
-
-let cards = []; // models of /v1/models
-let states = new Map(); // engine → state of /health
-let timer = 0;
+const TABS = ["chat", "segment"];
 const picked = { chat: "", segment: "" }; // selected model of each tab
 
-const sees = (card) => card.engine_type === "segmentation";
-const ready = (card) => states.get(card.root) === "ready";
-
-async function look() {
-  clearTimeout(timer);
-  let health = null;
-  try {
-    health = await (await call("/health")).json();
-    states = new Map(health.engines.map((engine) => [engine.name, engine.state]));
-    cards = (await (await call("/v1/models")).json()).data;
-  } catch (error) {
-    if (error instanceof Refused && error.status === 401) {
-      banner("The server wants an API key.");
-      if (!$("settings").open) settings.openSettings("key");
-      return;
-    }
-    if (!health) health = { status: "away", engines: [] };
-  }
-  told(health);
-  models();
-  if (health.status !== "ok") timer = setTimeout(look, health.status === "loading" ? 400 : 1500);
-}
-
-function told({ status, engines }) {
-  if (status === "ok") { banner(""); return; }
-  if (status === "away") { banner("The server cannot be reached. Trying again …"); return; }
-  if (status === "draining") { banner("The server is shutting down."); return; }
-  const one = engines.find((engine) => engine.state !== "ready");
-  if (!one || one.state === "failed") { banner(`${one?.name ?? "An engine"} has failed. The server's log says why.`); return; }
-  const { stage, done, total } = one.progress ?? { stage: "starting" };
-  const again = one.state === "restarting" ? "being started again" : "loading";
-  banner(`${one.name} is ${again}: ${STAGES[stage] ?? stage}`, total > 1 ? done / total : null);
-}
-
-function banner(text, share) {
-  const shown = !$("banner").hidden;
-  $("banner").hidden = !text;
-  if ($("banner-text").textContent !== text) $("banner-text").textContent = text;
-  $("banner-progress").hidden = share === undefined;
-  if (share == null) $("banner-progress").removeAttribute("value");
-  else $("banner-progress").value = share;
-  if (shown && !text) say("Ready");
-}
-
-function models() {
-  const segments = cards.filter(sees);
-  const writes = cards.filter((card) => card.engine_type && !sees(card)).sort((a, b) => (a.chat === false) - (b.chat === false));
-  const unknown = cards.filter((card) => !card.engine_type);
-  $("tabs").hidden = !(segments.length && (writes.length || unknown.length));
-  if (segments.length && !writes.length && !unknown.length) show("segment");
-  const tab = $("segment").hidden ? "chat" : "segment";
-  const writer = named([...writes, ...unknown], picked.chat);
-  const viewer = named(segments, picked.segment);
-  fill(tab === "chat" ? [...writes, ...unknown] : segments, (tab === "chat" ? writer : viewer)?.id);
-  chat.use(writer ? { id: writer.id, ready: ready(writer) && writer.chat !== false, talks: writer.chat !== false, pictures: writer.input_modalities?.includes("image"), suggested: writer.suggested_sampling } : null);
-  segment.use(viewer ? { id: viewer.id, ready: ready(viewer) } : null);
-}
-
+const segments = (card) => card.engine_type === "segmentation";
+const tab = () => ($("segment").hidden ? "chat" : "segment");
 const named = (list, id) => list.find((card) => card.id === id) ?? list[0];
 
-function fill(list, id) {
-  const select = $("model");
-  if ([...select.options].map((option) => option.value).join("\n") !== list.map((card) => card.id).join("\n")) {
-    select.replaceChildren(...list.map((card) => h("option", { value: card.id }, card.id)));
-  }
-  if (id) select.value = id;
-  select.disabled = list.length < 2;
-  select.title = select.value;
+/** Models of a tab; those that chat come first. */
+function listOf(name) {
+  if (name === "segment") return models.cards.filter(segments);
+  return models.cards.filter((card) => !segments(card)).sort((a, b) => Number(a.chat === false) - Number(b.chat === false));
+}
+
+const chosen = () => named(listOf(tab()), picked[tab()]) ?? null;
+
+/** Hand the chosen models to the tabs. */
+function update() {
+  const [writers, viewers] = TABS.map(listOf);
+  $("tabs").hidden = !(viewers.length && writers.length);
+  if (viewers.length && !writers.length) show("segment");
+  const writer = named(writers, picked.chat);
+  const viewer = named(viewers, picked.segment);
+  models.fill(listOf(tab()), chosen()?.id);
+  chat.use(writer ? {
+    id: writer.id, ready: models.ready(writer) && writer.chat !== false, talks: writer.chat !== false,
+    pictures: Boolean(writer.input_modalities?.includes("image")), suggested: writer.suggested_sampling, length: writer.max_model_len,
+  } : null);
+  segment.use(viewer ? { id: viewer.id, ready: models.ready(viewer) } : null);
 }
 
 function show(name) {
-  for (const each of ["chat", "segment"]) {
+  for (const each of TABS) {
     const on = each === name;
     $(each).hidden = !on;
     $(`tab-${each}`).setAttribute("aria-selected", String(on));
     $(`tab-${each}`).tabIndex = on ? 0 : -1;
   }
-  $("fresh").hidden = name !== "chat";
-  document.querySelector(".skip").href = name === "chat" ? "#message" : "#choose";
+  document.body.classList.toggle("segments", name === "segment");
+  $("fresh").hidden = $("toggle-library").hidden = name !== "chat";
+  /** @type {HTMLAnchorElement} */ (document.querySelector(".skip")).href = name === "chat" ? "#message" : "#choose";
 }
 
-function tabs() {
-  const all = ["chat", "segment"];
-  for (const name of all) {
-    $(`tab-${name}`).addEventListener("click", () => { show(name); models(); });
+function startTabs() {
+  const change = (name) => { show(name); update(); };
+  for (const name of TABS) {
+    $(`tab-${name}`).addEventListener("click", () => change(name));
     $(`tab-${name}`).addEventListener("keydown", (event) => {
       if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-      const other = all[1 - all.indexOf(name)];
-      show(other);
-      models();
+      const other = TABS[1 - TABS.indexOf(name)];
+      change(other);
       $(`tab-${other}`).focus();
     });
   }
 }
 
-settings.start(look);
-chat.start(look);
+settings.start(models.look, chat.prompted);
+models.start(update, chosen);
 segment.start();
-tabs();
+startTabs();
+help.start([
+  { keys: "Enter", text: "Send the message" },
+  { keys: "Shift Enter", text: "Break the line" },
+  { keys: "Esc", text: "Stop the answer; close a dialog or the list" },
+  { keys: "↑", text: "In an empty field: edit the last message" },
+  { keys: "Alt N", text: "New conversation", code: "KeyN", run: chat.fresh },
+  { keys: "Alt K", text: "Search conversations", code: "KeyK", run: library.focusSearch },
+  { keys: "Alt B", text: "Show or hide the conversations", code: "KeyB", run: library.toggle },
+  { keys: "Alt M", text: "To the message field", code: "KeyM", run: () => $("message").focus() },
+  { keys: "Alt R", text: "Regenerate the last answer", code: "KeyR", run: chat.again },
+  { keys: "Alt ,", text: "Settings", code: "Comma", run: () => settings.openSettings() },
+  { keys: "Alt /", text: "This help", code: "Slash", run: () => $("help").showModal() },
+]);
 $("model").addEventListener("change", () => {
-  picked[$("segment").hidden ? "chat" : "segment"] = $("model").value;
-  models();
+  picked[tab()] = $("model").value;
+  models.look();
 });
-document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
-look();
+models.look();
+chat.start(models.look);

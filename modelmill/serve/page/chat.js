@@ -1,41 +1,58 @@
-// A conversation: input, streaming, stop, edit, regenerate.
-import { $, copied, h, say, trouble } from "./dom.js";
+// A conversation: input, streaming, stop, edit, regenerate, continue, results of tools.
+import { $, h, say, sayMore, trouble } from "./dom.js";
+import { Answer } from "./answer.js";
+import { AnswerArticle, articleOf, editIn } from "./articles.js";
 import { call, events, Refused } from "./api.js";
-import { View } from "./markdown.js";
-import { keep, kept, openSettings, sampling, suggest, unsaid } from "./settings.js";
-import { Pace } from "./pace.js";
-import { prepared } from "./picture.js";
+import * as attachments from "./attachments.js";
+import { showContext } from "./context_meter.js";
+import { OpenConversation } from "./conversation.js";
+import * as library from "./library.js";
+import { Painter } from "./painter.js";
+import { showSystemPrompt, systemPrompt } from "./presets.js";
+import { bodyOf } from "./request.js";
+import { hasFormat, requestSettings, SettingError } from "./request_settings.js";
+import { sampling, suggest, unsaid } from "./sampling.js";
+import { openSettings } from "./settings.js";
+import { resultForm } from "./tool_cards.js";
+
+/** @typedef {import("./tree.js").Message} Message */
 
 const IDEAS = ["Explain how a watermill works", "Write a haiku about rain", "Name three uses of a paper clip"];
-const MOST_PICTURES = 8;
+const SAVE_EVERY_MS = 2000;
+const NEAR = 60; // pixels from the end, within which the view follows the answer
 
-let talk = []; // {role, content, pictures?, figures?, note?, bad?}
-let running = null; // AbortController of the running request
-let pictures = []; // data: URLs of the next message
-let model = null; // {id, ready, talks, pictures, suggested}: ready only if it can chat
-let asked = () => {}; // called when a request fails: checks /health
+let talk = OpenConversation.fresh("");
+/** @type {AbortController|null} of the running request */
+let running = null;
+/** @type {{id: string, ready: boolean, talks: boolean, pictures: boolean, suggested: any, length: number|null}|null} */
+let model = null;
+let restored = false; // whether the conversation that this tab showed before is shown again
+let asked = () => {}; // called when a request fails: looks at the server's state
 
-const bottom = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight;
+const isNear = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < NEAR;
 const follow = () => { $("talk").scrollTop = $("talk").scrollHeight; };
 
+/** The model that answers. @param {typeof model} found */
 export function use(found) {
   model = found;
   suggest(found?.suggested);
-  $("welcome-model").textContent = found ? `${found.id} answers` : "";
-  const silent = found && !found.talks;
+  $("welcome-model").textContent = found ? `Model: ${found.id}` : "";
+  const silent = Boolean(found && !found.talks);
   $("message").placeholder = silent ? "This model has no chat template: ask it at /v1/completions"
-    : found?.ready === false ? "The model is loading" : "Write a message";
+    : found?.ready === false ? "The model is not ready" : "Write a message";
   $("message").disabled = silent;
-  $("add-picture").hidden = !found?.pictures;
-  if (!found?.pictures) { pictures = []; showPictures(); }
+  attachments.allowPictures(Boolean(found?.pictures));
+  showContext(talk.tree.path(), model?.length);
   refresh();
 }
 
 function refresh() {
-  $("send").disabled = !model?.ready || !($("message").value.trim() || pictures.length);
+  $("send").disabled = !restored || !model?.ready || !($("message").value.trim() || attachments.any());
   $("send").hidden = Boolean(running);
   $("stop").hidden = !running;
-  for (const button of document.querySelectorAll("article .foot button[data-asks]")) button.disabled = Boolean(running) || !model?.ready;
+  const buttons = (selector) => /** @type {NodeListOf<HTMLButtonElement>} */ (document.querySelectorAll(selector));
+  for (const button of buttons("#talk [data-asks]")) button.disabled = Boolean(running) || !model?.ready;
+  for (const button of buttons("#talk [data-arrow]")) button.disabled = Boolean(running) || button.dataset.end === "true";
 }
 
 function grow() {
@@ -47,256 +64,273 @@ function grow() {
 
 // -- rendering
 
-function act(name, label, run, asks) {
-  return h("button", { type: "button", "aria-label": label, onclick: run, "data-asks": asks || false }, name);
-}
-
-function userArticle(index) {
-  const said = talk[index];
-  const shown = (said.pictures || []).map((src, i) => h("img", { src, alt: `Picture ${i + 1}` }));
-  return h("article", { class: "user", "aria-label": "You" },
-    shown.length ? h("div", { class: "pictures" }, ...shown) : null,
-    h("div", { class: "said" }, said.content),
-    h("div", { class: "foot" }, act("Edit", "Edit this message", () => edit(index), true)));
-}
-
-function assistantArticle(index) {
-  const said = talk[index];
-  const text = h("div", { class: "said" });
-  const made = h("article", { class: "assistant", "aria-label": "Answer" }, text);
-  made.view = new Thoughts(text);
-  made.view.show(said.content);
-  made.append(foot(index));
-  if (said.note) made.append(h("p", { class: said.bad ? "note bad" : "note" }, said.note));
-  return made;
-}
-
-function foot(index) {
-  const said = talk[index];
-  return h("div", { class: "foot" },
-    act("Copy", "Copy this answer", async (event) => {
-      const button = event.currentTarget;
-      await navigator.clipboard?.writeText(said.content);
-      copied(button);
-    }),
-    act("Regenerate", "Regenerate this answer", () => again(index), true),
-    said.figures ? h("span", { class: "figures" }, said.figures) : null);
-}
-
-// The reasoning before an answer is collapsed.
-class Thoughts {
-  constructor(root) {
-    this.root = root;
-    this.thought = null;
-    this.answer = new View(root.appendChild(h("div", { class: "answer" })));
-  }
-
-  show(text) {
-    const found = /^\s*<think>([\s\S]*?)(?:<\/think>([\s\S]*)|$)/.exec(text);
-    if (found && !this.thought) {
-      const inner = h("div");
-      this.root.prepend(h("details", {}, h("summary", {}, "Thoughts"), inner));
-      this.thought = new View(inner);
-    }
-    if (found) this.thought.show(found[1]);
-    this.answer.show(found ? found[2] || "" : text);
-  }
-}
+const actions = { edit, regenerate, proceed, select };
 
 function draw() {
-  for (const old of document.querySelectorAll("#talk article")) old.remove();
-  $("welcome").hidden = talk.length > 0;
-  talk.forEach((said, i) => $("talk").append(said.role === "user" ? userArticle(i) : assistantArticle(i)));
-  remember();
+  const path = talk.tree.path();
+  for (const old of document.querySelectorAll("#talk article, #talk .tool-results")) old.remove();
+  $("welcome").hidden = path.length > 0;
+  path.forEach((message, i) => $("talk").append(articleOf(message, talk.tree.siblings(message.id), i === path.length - 1, actions)));
+  const last = path.at(-1);
+  if (last?.role === "assistant" && last.calls?.length && !last.bad) $("talk").append(resultForm(last.calls, (results) => answerCalls(last, results)));
+  showContext(path, model?.length);
   refresh();
 }
 
-function remember() {
-  // if the pictures exceed the storage, save the text only
-  if (!keep("talk", talk)) keep("talk", talk.map((said) => ({ ...said, pictures: undefined })));
+/** Keep messages that have changed. @param {OpenConversation} conversation @param {...Message} messages */
+async function kept(conversation, ...messages) {
+  try {
+    await conversation.save(...messages);
+    if (talk === conversation) talk.remember();
+  } catch (error) {
+    trouble(error.name === "QuotaExceededError" ? "The browser's storage is full: this conversation is not kept. Delete others."
+      : "The browser did not keep this conversation. Export it before you close the page.");
+  }
+  await library.showCurrent(talk.info.id);
+}
+
+function select(id) {
+  if (running) return;
+  talk.tree.select(id);
+  draw();
+  kept(talk);
+  const article = [...document.querySelectorAll("#talk article")][talk.tree.path().findIndex((message) => message.id === id)];
+  /** @type {any} */ (article?.querySelector(".branches button:not(:disabled)"))?.focus();
+  const siblings = talk.tree.siblings(id);
+  say(`Version ${siblings.findIndex((message) => message.id === id) + 1} of ${siblings.length}`);
 }
 
 // -- requests
 
-function messages() {
-  const system = (kept("system") || "").trim();
-  // skip answers that failed or were stopped before their first token
-  const said = talk.filter(({ role, content, bad }) => role === "user" || (content && !bad));
-  const told = said.map(({ role, content, pictures: shown }) => {
-    if (!shown?.length) return { role, content };
-    const parts = shown.map((url) => ({ type: "image_url", image_url: { url } }));
-    return { role, content: [...parts, { type: "text", text: content }] };
-  });
-  return system ? [{ role: "system", content: system }, ...told] : told;
+/** The settings as fields; null after a message that says what is wrong with them. */
+function fieldsOf(continues) {
+  try {
+    return { ...unsaid(), ...sampling(), ...requestSettings(continues) };
+  } catch (error) {
+    if (!(error instanceof SettingError)) throw error;
+    trouble(error.message);
+    openSettings(error.field);
+    return null;
+  }
 }
 
-async function ask() {
-  const answer = { role: "assistant", content: "" };
-  const body = { model: model.id, messages: messages(), stream: true, return_token_ids: true, ...unsaid(), ...sampling() };
-  talk.push(answer);
+/** Ask for an answer to the branch that is shown, or for the rest of its last message. */
+async function ask(fields, continued = null) {
+  const conversation = talk; // another one may be opened before the answer ends
+  const body = bodyOf(model.id, talk.tree.path(), talk.info.system, fields, Boolean(continued));
+  const message = continued ?? talk.add({ role: "assistant", content: "", model: model.id });
+  for (const name of ["note", "bad", "finish"]) delete message[name];
   running = new AbortController();
   draw();
   follow();
-  const article = $("talk").lastElementChild;
-  article.setAttribute("aria-busy", "true");
-  article.querySelector(".foot").hidden = true;
+  const article = new AnswerArticle(message, sayMore);
+  article.show(true);
+  article.element.setAttribute("aria-busy", "true");
   const waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
-  article.prepend(waiting);
+  article.element.append(waiting);
+  document.querySelector("#talk article:last-of-type").replaceWith(article.element);
   say("Answering");
-  const pace = new Pace();
-  let frame = 0;
-  const paint = () => {
-    frame = 0;
-    const near = bottom() < 60;
-    article.view.show(answer.content);
-    $("pace").textContent = pace.told();
+  const keepIt = () => kept(conversation, message);
+  await stream(body, article, waiting, keepIt);
+  running = null;
+  const near = isNear();
+  const focused = document.activeElement;
+  const unfolded = article.view.details?.open;
+  draw();
+  const details = document.querySelector("#talk article:last-of-type details.thinking");
+  if (details && unfolded) /** @type {HTMLDetailsElement} */ (details).open = true;
+  if (near) follow();
+  if (focused === $("stop") || focused === document.body) $("message").focus();
+  await keepIt();
+}
+
+/** Show the answer as it comes. @param {() => void} keepIt keeps it now and then: the tab may be closed */
+async function stream(body, article, waiting, keepIt) {
+  const message = article.message;
+  const answer = new Answer(message);
+  const painter = new Painter(() => {
+    const near = isNear();
+    waiting.remove();
+    article.show(true, answer.thinking);
+    $("pace").textContent = answer.pace.told();
     $("keyhint").hidden = true;
     if (near) follow();
-  };
+  });
+  let saved = performance.now();
+  const leave = () => { if (document.hidden) keepIt(); };
+  document.addEventListener("visibilitychange", leave);
+  keepIt();
   try {
     const response = await call("/v1/chat/completions", body, running.signal);
     for await (const event of events(response)) {
-      const choice = event.choices?.[0];
-      if (!choice) continue;
-      const tokens = choice.token_ids?.length ?? (choice.delta?.content ? 1 : 0);
-      if (tokens) pace.more(tokens);
-      if (choice.delta?.content) {
-        waiting.remove();
-        answer.content += choice.delta.content;
-        frame ||= requestAnimationFrame(paint);
-      }
-      if (choice.finish_reason === "length") answer.note = "The answer was cut: it reached the most tokens it may have.";
+      if (answer.add(event)) painter.request();
+      if (performance.now() - saved > SAVE_EVERY_MS) { saved = performance.now(); keepIt(); }
     }
-    say(`Answer: ${answer.content}`);
+    if (message.finish === "length") message.note = cutNote(message);
+    painter.paint();
+    sayMore(article.view.answer.rest);
+    if (message.calls?.length) sayMore(`Calls ${message.calls.map(({ name }) => name).join(", ")}`);
   } catch (error) {
-    if (error.name === "AbortError") {
-      answer.note = "Stopped.";
-      say("Stopped");
-    } else {
-      answer.note = error.message;
-      answer.bad = true;
-      say(error.message);
-      if (error instanceof Refused && error.status === 401) openSettings("key");
-      asked();
-    }
+    failed(message, error);
   }
-  if (frame) cancelAnimationFrame(frame);
-  running = null;
-  answer.figures = pace.told();
+  document.removeEventListener("visibilitychange", leave);
+  painter.cancel();
+  answer.end();
   $("pace").textContent = "";
   $("keyhint").hidden = false;
-  const focused = document.activeElement;
-  const near = bottom() < 60;
-  draw();
-  if (near) follow();
-  if (focused === $("stop") || focused === document.body) $("message").focus();
+}
+
+function cutNote({ content }) {
+  return content ? "The answer was cut: it reached the maximum of tokens. Continue goes on where it ended."
+    : "The answer was cut before it began: raise Max tokens in the settings and regenerate it.";
+}
+
+function failed(message, error) {
+  if (error.name === "AbortError") {
+    message.note = "Stopped.";
+    message.finish = "stopped";
+    say("Stopped");
+    return;
+  }
+  message.note = error.message;
+  message.bad = true;
+  say(error.message);
+  if (error instanceof Refused && error.status === 401) openSettings("key");
+  asked();
 }
 
 function send() {
   const content = $("message").value.trim();
-  if (running || !model?.ready || !(content || pictures.length)) return;
+  if (running || !restored || !model?.ready || !(content || attachments.any())) return;
   trouble("");
-  talk.push({ role: "user", content, ...(pictures.length ? { pictures } : {}) });
-  pictures = [];
-  showPictures();
+  const fields = fieldsOf(false);
+  if (!fields) return;
+  talk.info.system = systemPrompt();
+  kept(talk, talk.add({ role: "user", content, ...attachments.take() }));
   $("message").value = "";
   grow();
-  ask();
+  ask(fields);
 }
 
-function again(index) {
+async function regenerate(message) {
   if (running || !model?.ready) return;
-  talk = talk.slice(0, index);
-  ask();
+  const fields = fieldsOf(false);
+  if (!fields) return;
+  if (message.bad && !message.content && !talk.tree.children(message.id).length) await talk.remove(message);
+  talk.tree.leaf = message.parent;
+  ask(fields);
 }
 
-function edit(index) {
+function proceed(message) {
+  if (running || !model?.ready) return;
+  if (hasFormat()) { trouble("An answer in a set format cannot be continued: raise Max tokens and regenerate it."); return; }
+  const fields = fieldsOf(true);
+  if (fields) ask(fields, message);
+}
+
+/** @param {Message} message of the assistant @param {string[]} results one for each call */
+function answerCalls(message, results) {
+  if (running || !model?.ready) return;
+  const fields = fieldsOf(false);
+  if (!fields) return;
+  kept(talk, ...message.calls.map(({ id, name }, i) => talk.add({ role: "tool", content: results[i], callId: id, toolName: name })));
+  ask(fields);
+}
+
+function edit(message) {
   if (running) return;
-  const article = document.querySelectorAll("#talk article")[index];
-  const field = h("textarea", { rows: Math.min(12, talk[index].content.split("\n").length + 1), "aria-label": "Edit the message" });
-  field.value = talk[index].content;
-  const back = () => { draw(); document.querySelectorAll("#talk article")[index].querySelector(".foot button").focus(); };
-  const done = () => {
-    const content = field.value.trim();
-    if (!content || !model?.ready) return;
-    talk = [...talk.slice(0, index), { ...talk[index], content }];
+  const at = talk.tree.path().indexOf(message);
+  const article = /** @type {HTMLElement} */ (document.querySelectorAll("#talk article")[at]);
+  const cancel = () => { draw(); /** @type {any} */ (document.querySelectorAll("#talk article")[at].querySelector(".foot button")).focus(); };
+  editIn(article, message.content, (content) => {
+    if (!(content || message.files || message.pictures) || !model?.ready) return;
+    const fields = fieldsOf(false);
+    if (!fields) return;
+    const { role, pictures, files, callId, toolName } = message;
+    const given = { role, content, pictures, files, callId, toolName };
+    kept(talk, talk.add(JSON.parse(JSON.stringify(given)), message.parent));
     $("message").focus();
-    ask();
-  };
-  field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") { event.stopPropagation(); back(); }
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); done(); }
-  });
-  article.replaceChildren(field, h("div", { class: "foot" }, act("Cancel", "Cancel the edit", back), act("Send", "Send the edited message", done)));
-  field.focus();
+    ask(fields);
+  }, cancel);
 }
 
-export function fresh() {
+// -- which conversation
+
+function showTalk(next) {
   running?.abort();
-  talk = [];
+  talk = next;
+  talk.remember();
   trouble("");
   draw();
+  follow();
+  library.showCurrent(talk.info.id);
   $("message").focus();
 }
 
-// -- pictures
+/** Begin a new conversation; the present one stays in the list. */
+export const fresh = () => showTalk(OpenConversation.fresh(systemPrompt()));
 
-function showPictures() {
-  $("pictures").hidden = !pictures.length;
-  $("pictures").replaceChildren(...pictures.map((src, i) => h("figure", {}, h("img", { src, alt: `Picture ${i + 1} to send` }),
-    h("button", { type: "button", class: "icon", "aria-label": `Remove picture ${i + 1}`, onclick: () => {
-      pictures.splice(i, 1);
-      showPictures();
-      $("message").focus();
-    } }, h("span", { "aria-hidden": "true" }, "×")))));
-  refresh();
+/** Show a conversation of the list. @param {string} id */
+export async function open(id) {
+  const found = await OpenConversation.load(id);
+  if (!found) { library.refresh(); return; }
+  showSystemPrompt(found.info.system);
+  showTalk(found);
 }
 
-async function addPictures(files) {
-  trouble("");
-  if (!model?.pictures) { trouble("This model does not read pictures."); return; }
-  for (const file of [...files]) { // a copy: clearing the input empties the list
-    if (!file.type.startsWith("image/")) { trouble("Only pictures can be added."); continue; }
-    if (pictures.length >= MOST_PICTURES) { trouble(`A message takes up to ${MOST_PICTURES} pictures.`); break; }
-    try { pictures.push((await prepared(file, 1344)).url); } catch (error) { trouble(error.message); }
-  }
-  showPictures();
+/** Regenerate the last answer. */
+export function again() {
+  const last = talk.tree.path().at(-1);
+  if (last?.role === "assistant") regenerate(last);
 }
 
-export function start(unwell) {
+/** The user has changed the system prompt: it belongs to this conversation from now on. */
+export function prompted() {
+  talk.info.system = systemPrompt();
+  if (talk.stored) talk.save();
+}
+
+/** @param {string|null} id of the conversation that was deleted; null: all */
+function removed(id) {
+  if (id !== null && id !== talk.info.id) return;
+  talk.deleted = true;
+  fresh();
+}
+
+function startKeys(field) {
+  field.addEventListener("input", grow);
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
+    if (event.key === "ArrowUp" && !field.value && !running) {
+      const last = talk.tree.path().findLast((message) => message.role === "user");
+      if (last) { event.preventDefault(); edit(last); }
+    }
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) running.abort();
+  });
+}
+
+/** @param {() => void} unwell is called when a request has failed */
+export async function start(unwell) {
   asked = unwell;
   const field = $("message");
-  talk = kept("talk") || [];
   $("ideas").append(...IDEAS.map((idea) => h("button", { type: "button", onclick: () => {
     field.value = idea;
     grow();
     field.focus();
   } }, idea)));
-  field.addEventListener("input", grow);
-  field.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
-    if (event.key === "ArrowUp" && !field.value && !running) {
-      const last = talk.findLastIndex((said) => said.role === "user");
-      if (last >= 0) { event.preventDefault(); edit(last); }
-    }
-  });
+  startKeys(field);
+  attachments.start(refresh);
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("stop").addEventListener("click", () => running?.abort());
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape" && running && !$("settings").open) running.abort();
-  });
   $("fresh").addEventListener("click", fresh);
-  $("add-picture").addEventListener("click", () => $("picture-file").click());
-  $("picture-file").addEventListener("change", (event) => { addPictures(event.target.files); event.target.value = ""; });
-  field.addEventListener("paste", (event) => { if (event.clipboardData.files.length) addPictures(event.clipboardData.files); });
-  const chat = $("chat");
-  chat.addEventListener("dragover", (event) => { event.preventDefault(); if (model?.pictures) $("composer").classList.add("over"); });
-  chat.addEventListener("dragleave", () => $("composer").classList.remove("over"));
-  chat.addEventListener("drop", (event) => {
-    event.preventDefault();
-    $("composer").classList.remove("over");
-    if (event.dataTransfer.files.length) addPictures(event.dataTransfer.files);
-  });
+  library.start({ open, fresh, removed, renamed: (id, title) => { if (id === talk.info.id) talk.info.title = title; } });
+  const last = await OpenConversation.last();
+  talk = last ?? OpenConversation.fresh(systemPrompt());
+  if (last) showSystemPrompt(last.info.system);
+  restored = true;
   draw();
   follow();
+  await library.showCurrent(talk.info.id);
 }

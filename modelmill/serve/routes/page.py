@@ -15,11 +15,15 @@ CONTENT_TYPES = {
     ".css": "text/css",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+    ".woff2": "font/woff2",
 }
-# only this server's scripts and styles, no requests to other hosts, no framing
+# only this server's scripts, styles and fonts, no requests to other hosts, no framing; no text
+# becomes HTML or a script: the page makes elements one by one, and so do its libraries
 SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-    "connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
+    "img-src 'self' data: blob:; connect-src 'self'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
@@ -35,8 +39,11 @@ HEADERS = {
 
 def _find_files() -> dict[str, Path]:
     """Map request paths to files. Read once: only these files are ever sent."""
-    files = sorted(file for file in PAGE_DIR.iterdir() if file.suffix in CONTENT_TYPES)
-    return {"/" if file.name == "index.html" else f"/page/{file.name}": file for file in files}
+    files = sorted(file for file in PAGE_DIR.rglob("*") if file.suffix in CONTENT_TYPES)
+    paths = [file.relative_to(PAGE_DIR).as_posix() for file in files]
+    return {
+        "/" if path == "index.html" else f"/page/{path}": file for path, file in zip(paths, files)
+    }
 
 
 FILES = _find_files()
