@@ -517,6 +517,59 @@ def test_activations_at_the_ends_of_the_range(dtype: torch.dtype, isa: str) -> N
     _check("silu_mul", {"gate_up": torch.cat((x, torch.ones_like(x)), 1)}, dtype)
 
 
+def _integers(rows: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random x [rows, K], int8 weights [N, K] and scales [N]."""
+    torch.manual_seed(rows + k)
+    return torch.randn(rows, k), torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 576), (3, 200), (7, 130)])
+def test_sums_of_near_magnitudes_are_exact(rows: int, k: int, isa: str) -> None:
+    """Numbers within 2^7 of each other lose nothing: one rounding, that of the output, remains."""
+    x, weight, scale = _integers(rows, k, 21)
+    x = (x.clamp(-1, 1).abs() + 0.05).to(torch.bfloat16) * 2.0**-40
+    scale = scale.mul(64).round().add(1).mul(2.0**30)
+    got = KERNELS["int8_linear"].run(x, weight, scale)
+    exact = (x.double() @ weight.double().t()) * scale.double()
+    assert torch.allclose(got.double(), exact, rtol=2.0**-8, atol=float(exact.abs().max()) * 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_large_activation_costs_its_block_16_bits_of_it(dtype: torch.dtype, isa: str) -> None:
+    """The others of its 128 columns are within 2^-15 of it, and other blocks as exact as before."""
+    x, weight, scale = _integers(2, 384, 16)
+    x = x.to(dtype)
+    x[1, 200] = 3e4
+    weight[:, 200] = 0  # so that only what the others lose is seen
+    got = KERNELS["int8_linear"].run(x, weight, scale).double()
+    want = (x.double() @ weight.double().t()) * scale.double()
+    lost = 3e4 * 2.0**-15 * weight[:, 128:256].double().abs().sum(1) * scale.double()
+    rounding = want.abs() * 2.0**-7 + 1e-3
+    assert ((got[1] - want[1]).abs() <= lost + rounding[1]).all()
+    assert ((got[0] - want[0]).abs() <= rounding[0]).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_no_number_is_marked(value: float, isa: str) -> None:
+    x, weight, scale = _integers(5, 300, 9)
+    weight[weight == 0] = 1
+    x = x.to(torch.bfloat16)
+    x[3, 290] = value
+    got = KERNELS["int8_linear"].run(x, weight, scale)
+    assert not got[3].isfinite().any()
+    assert got[[0, 1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-33, 1e-38, 1e-40])
+def test_activations_near_zero(tiny: float, isa: str) -> None:
+    """They lose at most half of the smallest normal float each."""
+    x, weight, scale = _integers(1, 128, 8)
+    got = KERNELS["int8_linear"].run((x * tiny).to(torch.bfloat16), weight, scale)
+    want = ((x * tiny).to(torch.bfloat16).double() @ weight.double().t()) * scale.double()
+    lost = weight.double().abs().sum(1).max() * 2.0**-127
+    assert torch.allclose(got.double(), want, rtol=2.0**-7, atol=float(lost))
+
+
 def test_empty_batches() -> None:
     empty = torch.zeros(0, 64)
     assert KERNELS["linear"].run(empty, torch.zeros(5, 64)).shape == (0, 5)

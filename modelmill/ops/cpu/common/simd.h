@@ -4,8 +4,8 @@
 //     float32, bfloat16, float16 and int8; exp, horizontal sums and maxima
 // Range: W = 16 (AVX-512), 8 (AVX2 + FMA + F16C) or 4 (portable C++)
 // Technique: AVX-512, AVX2 + FMA + F16C, portable C++ vectors
-// Used by: activation.h, decode.cpp, flash_attention.h, gemm_small_m.h, norm.h, rptq_linear.cpp,
-//     runtime.cpp, upsample_masks.cpp, w8a8_linear.cpp
+// Used by: activation.h, block_floating_point.h, decode.cpp, flash_attention.h, gemm_small_m.h,
+//     norm.h, rptq_linear.cpp, runtime.cpp, upsample_masks.cpp, w8a8_linear.cpp
 //
 // A kernel is written once with these functions. The compiler's ISA macros select the
 // implementation, so that any -march is correct.
@@ -311,6 +311,13 @@ inline vf zero_below(vf x, float limit, vf v) { MILL_LANES(x.lane[i] < limit ? 0
 #endif
 
 #if !defined(MILL_AVX512)
+#    if defined(MILL_AVX2)
+inline __m256i first(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline vf load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+inline void store_n(float* p, vf v, int n) { _mm256_maskstore_ps(p, first(n), v); }
+#    endif
 template <class T> inline vf load_n(const T* p, int n) {
     T lanes[W];
     std::memset(lanes, 0, sizeof lanes);

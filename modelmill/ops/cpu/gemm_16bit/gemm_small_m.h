@@ -11,15 +11,19 @@
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by
-// 8 weight rows; weights are streamed with software prefetch (prefetch.h).
+// 8 weight rows; weights are streamed with software prefetch (prefetch.h), or on AVX2 from rows far
+// apart (far_rows.h).
 #pragma once
 #include "common/simd.h"
 #include "common/prefetch.h"
 #include "common/parallel_for.h"
+#include "common/far_rows.h"
 
 namespace mill {
 
 constexpr int64_t kInputBlock = 192 << 10;  // bytes of activations per block (L2)
+constexpr bool kFarRows = W == 8;           // up to kFarRowsLimit rows of activations
+constexpr int64_t kFarRowsLimit = 16;
 
 // Dot product traits: weights of type T and activations as floats. A step covers kStep columns in
 // kParts vectors. FloatFma: what those with float products share.
@@ -122,10 +126,10 @@ inline const typename H::Input* pack_inputs(Scratch& scratch, const X* x, int64_
     return out;
 }
 
-// MB activation rows x NB weight rows. sums: [MB][NB].
+// MB activation rows x NB weight rows, `pitch` elements apart. sums: [MB][NB].
 template <class H, int MB, int NB>
 __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x, int64_t stride,
-                                         const typename H::Weight* w, int64_t k) {
+                                         const typename H::Weight* w, int64_t k, int64_t pitch) {
     constexpr int kLine = 64 / sizeof(typename H::Weight);
     vf acc[MB][NB];
     for (int m = 0; m < MB; m++)
@@ -138,15 +142,15 @@ __attribute__((noinline)) void dot_block(float* sums, const typename H::Input* x
             typename H::Vector xs[MB];
             for (int m = 0; m < MB; m++) xs[m] = H::input(x + m * stride + i + part * W);
             for (int n = 0; n < NB; n++) {
-                const auto weight = H::weight(w + n * k + i, count, part);
+                const auto weight = H::weight(w + n * pitch + i, count, part);
                 for (int m = 0; m < MB; m++) acc[m][n] = H::accumulate(weight, xs[m], acc[m][n]);
             }
         }
         i += H::kStep;
     };
     while (i + kLine <= k) {
-        for (int n = 0; n < NB; n++)
-            prefetch_line<MB>(reinterpret_cast<const char*>(w + n * k + i) + distance);
+        for (int n = 0; n < NB && !kFarRows; n++)
+            prefetch_line<MB>(reinterpret_cast<const char*>(w + n * pitch + i) + distance);
         for (int j = 0; j < kLine / H::kStep; j++) step(H::kStep);
     }
     while (i + H::kStep <= k) step(H::kStep);
@@ -159,7 +163,7 @@ inline void dot_columns(const typename H::Input* x, const typename H::Weight* w,
                         int64_t m0, int64_t n0, const StoreOut& store_out) {
     float sums[MB * NB];
     const int64_t stride = padded<H>(k);
-    dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k);
+    dot_block<H, MB, NB>(sums, x + m0 * stride, stride, w + n0 * k, k, k);
     for (int m = 0; m < MB; m++) store_out(m0 + m, n0, sums + m * NB, NB);
 }
 
@@ -204,6 +208,37 @@ inline void dot_range(const typename H::Input* x, int64_t m, int64_t last,
     for (; begin < to; begin++) dot_rows<H, 1>(x, m, last, w, k, begin, store_out);
 }
 
+// Weight rows [from, to) for all of a few activation rows: rows far apart at a time.
+template <class H, class StoreOut>
+inline void dot_far_rows(const typename H::Input* x, int64_t rows, const typename H::Weight* w,
+                         int64_t k, int64_t from, int64_t to, const StoreOut& store_out) {
+    thread_local Scratch scratch;
+    const int64_t columns = to - from, stride = padded<H>(k);
+    float* sums = scratch.get<float>(rows * columns);
+    const auto dot_rows_at = [&](int64_t j, int64_t pitch, auto count) {
+        constexpr int NB = decltype(count)::value;
+        const auto block = [&](int64_t m, auto row_count) {
+            constexpr int MB = decltype(row_count)::value;
+            float some[MB * NB];
+            dot_block<H, MB, NB>(some, x + m * stride, stride, w + (from + j) * k, k, pitch * k);
+            for (int i = 0; i < MB * NB; i++)
+                sums[(m + i / NB) * columns + j + i % NB * pitch] = some[i];
+        };
+        int64_t m = 0;
+        if constexpr (NB < 8) {
+            for (; m + 4 <= rows; m += 4) block(m, std::integral_constant<int, 4>{});
+            for (; m + 2 <= rows; m += 2) block(m, std::integral_constant<int, 2>{});
+        }
+        if (m < rows) block(m, std::integral_constant<int, 1>{});
+    };
+    if (rows == 1)
+        for_far_rows<8>(columns, dot_rows_at);
+    else
+        for_far_rows<2>(columns, dot_rows_at);
+    for (int64_t m = 0; m < rows; m++)
+        store_out(m, from, sums + m * columns, static_cast<int>(columns));
+}
+
 // The whole GEMM over all threads, in blocks of activation rows by weight rows; adjacent blocks
 // share the activations. X: type of the activations.
 template <class H, class X, class StoreOut>
@@ -212,6 +247,15 @@ inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int6
     thread_local Scratch scratch;
     const auto* input = pack_inputs<H>(scratch, x, rows, k);
     const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
+    if (kFarRows && rows <= kFarRowsLimit) {
+        const int64_t step = far_chunk_rows(n, bytes, 1);
+        parallel_for(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t end) {
+            for (; from < end; from += step)
+                dot_far_rows<H>(input, rows, w, k, from, from + step < end ? from + step : end,
+                                store_out);
+        });
+        return;
+    }
     const int64_t block = block_rows<H>(k), blocks = (rows + block - 1) / block;
     int64_t chunk_bytes = rows > 16 ? 256 << 10 : 64 << 10;
     const int64_t max_chunk_bytes = n * bytes * blocks / 16;  // enough blocks for load balancing

@@ -8,7 +8,7 @@
 //     groups]
 // Range: any M
 // Technique: AVX-512 table lookup (permutexvar) or AVX2 shifts for nibbles, FMA, software prefetch
-// Used by: int4_linear.cpp, int8_group_linear.cpp, mxfp4_linear.cpp
+// Used by: int4_linear.cpp, int8_group_linear.cpp, int8_linear.cpp, mxfp4_linear.cpp
 //
 // Codes become floats in registers; scales are applied once per group, and offsets multiply the
 // group sums of x.
@@ -16,10 +16,11 @@
 #include <limits>
 
 #include "gemm_16bit/gemm_small_m.h"
+#include "weight_only_gemm/block_floating_point.h"
 
 namespace mill {
 
-constexpr int64_t kPackColumns = 32;
+constexpr int64_t kPackColumns = kRunColumns;
 
 // How scales are stored.
 enum ScaleType { kFloatScale = 0, kHalfScale = 1, kE8M0Scale = 2 };
@@ -53,14 +54,17 @@ inline void unpack_nibbles(const uint8_t* p, vf& low, vf& high) {
     low = _mm256_cvtepi32_ps(_mm256_and_si256(wide, _mm256_set1_epi32(15)));
     high = _mm256_cvtepi32_ps(_mm256_srli_epi32(wide, 4));
 }
+// Twice the values of codes, which are integers.
+inline __m128i doubled_e2m1(__m128i codes) {
+    return _mm_shuffle_epi8(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+                            codes);
+}
 inline void unpack_e2m1(const uint8_t* p, vf& low, vf& high) {
-    // twice the values, which are integers
-    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     const __m128i mask = _mm_set1_epi8(15);
     const vf half = set1(0.5f);
     const auto values = [&](__m128i codes) {
-        const __m128i doubled = _mm_shuffle_epi8(table, _mm_and_si128(codes, mask));
+        const __m128i doubled = doubled_e2m1(_mm_and_si128(codes, mask));
         return mul(half, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(doubled)));
     };
     low = values(bytes);
@@ -91,6 +95,15 @@ struct Int4Codes {
     static void pair(const uint8_t* run, int b, vf& low, vf& high) {
         unpack_nibbles(run + b, low, high);
     }
+#if defined(MILL_AVX2)
+    static constexpr float kUnit = 1.0f;  // that a word of 1 stands for
+    static void words(const uint8_t* run, vw& low, vw& high) {
+        const vw wide =
+            _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(run)));
+        low = _mm256_and_si256(wide, _mm256_set1_epi16(15));
+        high = _mm256_srli_epi16(wide, 4);
+    }
+#endif
 };
 
 // As Int4Codes, of 4-bit floats (E2M1).
@@ -100,6 +113,15 @@ struct E2M1Codes {
     static void pair(const uint8_t* run, int b, vf& low, vf& high) {
         unpack_e2m1(run + b, low, high);
     }
+#if defined(MILL_AVX2)
+    static constexpr float kUnit = 0.5f;
+    static void words(const uint8_t* run, vw& low, vw& high) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(run));
+        const __m128i mask = _mm_set1_epi8(15);
+        low = _mm256_cvtepi8_epi16(doubled_e2m1(_mm_and_si128(bytes, mask)));
+        high = _mm256_cvtepi8_epi16(doubled_e2m1(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+    }
+#endif
 };
 
 // 32 columns in 32 bytes, signed.
@@ -110,6 +132,14 @@ struct Int8Codes {
         low = load(reinterpret_cast<const int8_t*>(run) + b);
         high = load(reinterpret_cast<const int8_t*>(run) + 16 + b);
     }
+#if defined(MILL_AVX2)
+    static constexpr float kUnit = 1.0f;
+    static void words(const uint8_t* run, vw& low, vw& high) {
+        const auto* p = reinterpret_cast<const __m128i*>(run);
+        low = _mm256_cvtepi8_epi16(_mm_loadu_si128(p));
+        high = _mm256_cvtepi8_epi16(_mm_loadu_si128(p + 1));
+    }
+#endif
 };
 
 // A weight [n, k]: rows of `bytes` bytes, `groups` scales and offsets a row, of one ScaleType;
@@ -234,6 +264,33 @@ inline void dequant_run(T* out, const uint8_t* p, vf s, vf o, int64_t count) {
     for_each_vector(count, [&](int64_t i, int c) { put(out + i, take(wide + i, c), c); });
 }
 
+#if defined(MILL_AVX2)
+// As group_linear, of activations in 16 bits.
+template <class Code, class T, class StoreOut>
+void fixed_point_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
+                              int64_t k, int64_t n, const StoreOut& store_out) {
+    const bool has_offsets = w.offset || Code::kZeroPoint != 0.0f;
+    const FixedPointRows input =
+        pack_rows(scratch, x, rows, k, has_offsets ? w.runs : 0, Code::kUnit);
+    const auto grids_of = [&](int64_t row, int64_t count) {
+        thread_local Scratch grid_scratch;
+        const float* grids = w.grids(row, count, grid_scratch);
+        return WeightGrids{grids, has_offsets ? grids + count * w.groups : nullptr, w.groups,
+                           w.runs, w.groups};
+    };
+    const auto multiply_by = [&](auto runs_of_a_scale) {
+        fixed_point_gemm<decltype(runs_of_a_scale)::value, true, Code>(
+            input, rows, w.codes, w.bytes, w.bytes / Code::kBytes, n, grids_of, store_out);
+    };
+    if (w.runs % 4 == 0)
+        multiply_by(std::integral_constant<int, 4>{});
+    else if (w.runs % 2 == 0)
+        multiply_by(std::integral_constant<int, 2>{});
+    else
+        multiply_by(std::integral_constant<int, 1>{});
+}
+#endif
+
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias. scale, offset: [n, groups]; group: columns, a
 // multiple of 32.
 template <class Code>
@@ -246,7 +303,20 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
         codes, scale, offset, scale_type, runs * Code::kBytes, groups, group / kPackColumns};
     by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
+        T* target = static_cast<T*>(out);
+        const T* bias_values = static_cast<const T*>(bias);
+        const auto store_out = [=](int64_t m, int64_t j, const float* sums, int count) {
+            for_each_vector(count, [&](int64_t i, int c) {
+                const vf result = take(sums + i, c);
+                put(target + m * n + j + i,
+                    bias_values ? add(result, take(bias_values + j + i, c)) : result, c);
+            });
+        };
         thread_local Scratch scratch;
+        if constexpr (kBlockFloatingPoint<T>) {
+            fixed_point_group_linear(scratch, static_cast<const T*>(x), w, rows, k, n, store_out);
+            return;
+        }
         float* input = scratch.get<float>(rows * (stride + groups));
         float* group_sums = input + rows * stride;
         const T* input_rows = static_cast<const T*>(x);
@@ -262,15 +332,6 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
                 group_sums[m * groups + g] = sum(total);
             }
         }
-        T* target = static_cast<T*>(out);
-        const T* bias_values = static_cast<const T*>(bias);
-        const auto store_out = [=](int64_t m, int64_t j, const float* sums, int count) {
-            for_each_vector(count, [&](int64_t i, int c) {
-                const vf result = take(sums + i, c);
-                put(target + m * n + j + i,
-                    bias_values ? add(result, take(bias_values + j + i, c)) : result, c);
-            });
-        };
         const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12,
                       blocks = (rows + block - 1) / block;
         int64_t chunk_bytes = rows > 16 ? 128 << 10 : 32 << 10;

@@ -6,9 +6,11 @@
 // Layout: row-major
 // Range: any M (from 17 rows on torch's product: of bfloat16 where it is faster, of every type
 //     without AVX2)
-// Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, software prefetch
+// Technique: AVX-512 FMA, AVX512_BF16 dot products, software prefetch; AVX2 products of 16-bit
+//     integers (block_floating_point.h), or FMA for float32
 // Ops: int8_linear, decode
 #include "gemm_16bit/gemm_small_m.h"
+#include "weight_only_gemm/groupwise.h"
 #include "common/ops.h"
 
 // out[rows, n] = (x[rows, k] · weight[n, k]ᵀ) · scale[n] + bias: the integers become floats, or
@@ -27,6 +29,17 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
                           added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
             });
         };
+#if defined(MILL_AVX2)
+        if constexpr (mill::kBlockFloatingPoint<T>) {
+            thread_local mill::Scratch scratch;
+            const auto input = mill::pack_rows(scratch, static_cast<const T*>(x), rows, k, 0);
+            const auto no_grids = [](int64_t, int64_t) { return mill::WeightGrids{}; };
+            mill::fixed_point_gemm<mill::kBlockRuns, false, mill::Int8Codes>(
+                input, rows, reinterpret_cast<const uint8_t*>(weight), k,
+                (k + mill::kRunColumns - 1) / mill::kRunColumns, n, no_grids, put_out);
+            return;
+        }
+#endif
         mill::multiply<mill::Int8DotTraits<T>>(static_cast<const T*>(x), weight, rows, k, n,
                                                put_out);
     });
