@@ -126,7 +126,7 @@ FAULTS = (
     ),
     Fault(
         "cuda: decode window one key too narrow",
-        "modelmill/ops/cuda/attention/paged_decode16.cu",
+        "modelmill/ops/cuda/attention/paged_decode.cuh",
         "max(length - w.window, 0)",
         "max(length - w.window + 1, 0)",
         ("tests/ops/test_paged_decode_emulated.py",),
@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "serve: a wrong API key is let in",
         "modelmill/serve/middleware.py",
-        "return any(matches)",
-        "return bool(matches)",
+        "for known, each in policies if hmac.compare_digest(digest, known)]",
+        "for known, each in policies if len(digest) == len(known)]",
         ("tests/trust/test_serving.py",),
     ),
     Fault(

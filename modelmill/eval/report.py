@@ -114,7 +114,9 @@ def make_row(
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows, each with its provenance, to a jsonl file and create its folder.
+    """Append rows to a jsonl file and create its folder.
+
+    A row that has no provenance gets that of now.
 
     Raises UsageError if the file cannot be written.
     """
@@ -123,7 +125,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.writelines(
-                json.dumps({**each, **origin}, ensure_ascii=False) + "\n" for each in rows
+                json.dumps({**origin, **each}, ensure_ascii=False) + "\n" for each in rows
             )
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; choose another file") from None

@@ -180,4 +180,4 @@ def _spec_sizes(sizes: Any, defaults: Any) -> dict[str, int]:
         raise CheckpointError(
             f"image_embedder has no size {unknown[0]!r}; known are {', '.join(sorted(names))}"
         )
-    return {name: positive_int(sizes, name) for name in sizes}
+    return {name: positive_int(sizes, name, default=getattr(defaults, name)) for name in names}

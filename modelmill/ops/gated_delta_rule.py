@@ -59,7 +59,8 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
     tokens = _prepare(inputs)
-    out = torch.zeros_like(tokens[2])
+    _, _, v, _, _ = tokens
+    out = torch.zeros_like(v)
     state, rows = inputs.state, inputs.rows
     return advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked).flatten(1)
 

@@ -112,6 +112,24 @@ def spec_of(raw: dict[str, Any]) -> Blip2VisionSpec:
     return minigpt4.config_from_hf(raw_config).image_embedder
 
 
+def test_sizes_that_a_config_leaves_out_are_the_published_ones() -> None:
+    text = {
+        "model_type": "minigpt4",
+        "hidden_size": 40,
+        "vocab_size": 9,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 8,
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-6,
+    }
+    parts = {"vision_encoder": {"depth": 3}, "qformer": {}}
+    spec = minigpt4.config_from_hf({**text, "image_embedder": parts}).image_embedder
+    encoder, qformer = spec.vision_encoder, spec.qformer
+    assert (encoder.width, encoder.depth, encoder.heads, encoder.inner) == (1408, 3, 16, 6144)
+    assert (qformer.width, qformer.depth, qformer.heads, qformer.inner) == (768, 12, 12, 3072)
+
+
 def make_embedder(spec: Blip2VisionSpec, tensors: dict[str, torch.Tensor]) -> Blip2ImageEmbedder:
     resolved = plan_renames(
         _blip2_vision.rules(spec),

@@ -529,9 +529,11 @@ def test_sums_of_near_magnitudes_are_exact(rows: int, k: int, isa: str) -> None:
     x, weight, scale = _integers(rows, k, 21)
     x = (x.clamp(-1, 1).abs() + 0.05).to(torch.bfloat16) * 2.0**-40
     scale = scale.mul(64).round().add(1).mul(2.0**30)
-    got = KERNELS["int8_linear"].run(x, weight, scale)
+    actual = KERNELS["int8_linear"].run(x, weight, scale)
     exact = (x.double() @ weight.double().t()) * scale.double()
-    assert torch.allclose(got.double(), exact, rtol=2.0**-8, atol=float(exact.abs().max()) * 1e-6)
+    assert torch.allclose(
+        actual.double(), exact, rtol=2.0**-8, atol=float(exact.abs().max()) * 1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -541,12 +543,12 @@ def test_a_large_activation_costs_its_block_16_bits_of_it(dtype: torch.dtype, is
     x = x.to(dtype)
     x[1, 200] = 3e4
     weight[:, 200] = 0  # so that only what the others lose is seen
-    got = KERNELS["int8_linear"].run(x, weight, scale).double()
-    want = (x.double() @ weight.double().t()) * scale.double()
+    actual = KERNELS["int8_linear"].run(x, weight, scale).double()
+    expected = (x.double() @ weight.double().t()) * scale.double()
     lost = 3e4 * 2.0**-15 * weight[:, 128:256].double().abs().sum(1) * scale.double()
-    rounding = want.abs() * 2.0**-7 + 1e-3
-    assert ((got[1] - want[1]).abs() <= lost + rounding[1]).all()
-    assert ((got[0] - want[0]).abs() <= rounding[0]).all()
+    rounding = expected.abs() * 2.0**-7 + 1e-3
+    assert ((actual[1] - expected[1]).abs() <= lost + rounding[1]).all()
+    assert ((actual[0] - expected[0]).abs() <= rounding[0]).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -555,19 +557,19 @@ def test_a_row_that_is_no_number_is_marked(value: float, isa: str) -> None:
     weight[weight == 0] = 1
     x = x.to(torch.bfloat16)
     x[3, 290] = value
-    got = KERNELS["int8_linear"].run(x, weight, scale)
-    assert not got[3].isfinite().any()
-    assert got[[0, 1, 2, 4]].isfinite().all()
+    actual = KERNELS["int8_linear"].run(x, weight, scale)
+    assert not actual[3].isfinite().any()
+    assert actual[[0, 1, 2, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-33, 1e-38, 1e-40])
 def test_activations_near_zero(tiny: float, isa: str) -> None:
     """They lose at most half of the smallest normal float each."""
     x, weight, scale = _integers(1, 128, 8)
-    got = KERNELS["int8_linear"].run((x * tiny).to(torch.bfloat16), weight, scale)
-    want = ((x * tiny).to(torch.bfloat16).double() @ weight.double().t()) * scale.double()
+    actual = KERNELS["int8_linear"].run((x * tiny).to(torch.bfloat16), weight, scale)
+    expected = ((x * tiny).to(torch.bfloat16).double() @ weight.double().t()) * scale.double()
     lost = weight.double().abs().sum(1).max() * 2.0**-127
-    assert torch.allclose(got.double(), want, rtol=2.0**-7, atol=float(lost))
+    assert torch.allclose(actual.double(), expected, rtol=2.0**-7, atol=float(lost))
 
 
 def test_empty_batches() -> None:

@@ -14,6 +14,7 @@ import torch
 from modelmill.ops import qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
+from modelmill.ops.state_rows import StateRows
 from tests.ops.paged_batches import ragged_inputs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -183,6 +184,8 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             value = value.cpu() if size < 1 << 20 else value
             # scale is float32 by contract; the reference accepts float64
             value = value.double() if value.is_floating_point() else value.clone()
+        elif isinstance(value, StateRows) and size < 1 << 20:
+            value = StateRows(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in value))
         args64[name] = value
     result = registry.by_name(op, registry.reference(op))(**args64)
     return result, [args64[n] for n in ("k_cache", "v_cache")] if op in (

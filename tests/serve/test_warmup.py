@@ -41,8 +41,10 @@ def test_the_warm_up_does_what_a_first_request_would(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    ids = tokenize._encode
-    monkeypatch.setattr(tokenize, "_encode", lambda *args: (made.append(ids(*args)), made[-1])[1])
+    ids = tokenize.encode_prompt
+    monkeypatch.setattr(
+        tokenize, "encode_prompt", lambda *args: (made.append(ids(*args)), made[-1])[1]
+    )
     counted = running.run(running.engine.stats())
     running.run(warmup.warm_up_engine(running.client.app, "stories"))
     assert len(made) == 2

@@ -133,6 +133,12 @@ FIELDS: dict[str, dict[str, bytes]] = {
     "/api/embed": {"input": b'"x"', "options": b"null"},
     "/api/embeddings": {"prompt": b'"x"', "options": b"null"},
     "/api/show": {"name": b'"stories"', "verbose": b"null"},
+    "/v1/models/load": {"wait": b"null"},
+    "/v1/models/unload": {"unknown": b"1"},
+    "/v1/models/pin": {"pinned": b"null"},
+    "/v1/models/reload": {"unknown": b"1"},
+    "/v1/sessions/save": {"name": b'"a"', "tokens": b"[1]", "messages": b"null"},
+    "/v1/sessions/restore": {"name": b'"a"', "cache_salt": b"null"},
     "/apply-template": {"messages": b'[{"role":"user","content":"x"}]', "tools": b"null"},
     "/v1/embeddings": {"input": b'"x"', "dimensions": b"1"},
     "/v1/segment": {

@@ -153,10 +153,10 @@ def _count_above_pivots(
             for first in range(0, PIVOTS, 8):
                 index = first + tl.arange(0, 8)
                 above = x[None, :] >= (lo + step * index.to(tl.float32))[:, None]
-                mass = (tl.sum(tl.where(above, token_mass[None, :], 0.0), axis=1) * scale).to(
-                    tl.int64
-                )
-                tl.atomic_add(levels + LEVEL * PIVOTS + index, mass, mask=mass > 0, sem="relaxed")
+                masses = tl.sum(tl.where(above, token_mass[None, :], 0.0), axis=1) * scale
+                counts = masses.to(tl.int64)
+                at_level = levels + LEVEL * PIVOTS + index
+                tl.atomic_add(at_level, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["vocab"])
