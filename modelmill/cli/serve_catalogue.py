@@ -14,6 +14,7 @@ from modelmill.core.memory_limits import available_memory
 if TYPE_CHECKING:
     from modelmill.artifact.manifest import Manifest
     from modelmill.cli.serve import Args
+    from modelmill.core.config import RunConfig
     from modelmill.serve.catalogue.entries import CatalogueEntry
     from modelmill.serve.catalogue.managed_model import ManagedModel
     from modelmill.serve.catalogue.manager import ModelManager
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 CPU_BUDGET_FRACTION = 0.8
 """Of the memory that is free at the start, where no budget is set."""
 CACHE_FRACTION = 0.25
-"""Of the budget, for KV cache and states of an engine without a size of its own."""
+"""Of the budget, at least, for KV cache and states of an engine without a size of its own."""
+KV_SCALE_BYTES = 4
+"""Of a head's keys or values of a token in 8 bits (float32)."""
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
@@ -103,6 +106,32 @@ def _default_budget(args: Args) -> int:
     return int(available_memory().free * CPU_BUDGET_FRACTION)
 
 
+def sequence_kv_bytes(manifest: Manifest, run: RunConfig) -> int:
+    """Estimate the KV cache of the longest sequence, from the names that most configs use.
+
+    The worker computes it exactly; here no tensors are at hand. 0: the config has other names.
+    """
+    config = manifest.config
+    config = config.get("text_config") or config
+
+    def first(*names: str) -> int:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+    heads = first("num_attention_heads", "n_head")
+    kv_heads = first("num_key_value_heads") or heads
+    dim = first("head_dim") or (first("hidden_size", "n_embd") // heads if heads else 0)
+    tokens = run.max_model_len or manifest.max_model_len or 0
+    kv_dtype = run.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = manifest.build.get("kv_cache_dtype", "auto")
+    if kv_dtype in ("int8", "fp8"):
+        head_bytes = dim + KV_SCALE_BYTES
+    else:
+        head_bytes = dim * (4 if manifest.build["dtype"] == "float32" else 2)
+    per_token = 2 * first("num_hidden_layers", "n_layer") * kv_heads * head_bytes
+    return per_token * (-(-tokens // run.page_size) + 1) * run.page_size
+
+
 class _ModelFactory:
     """Makes the models of a catalogue and their clients."""
 
@@ -125,7 +154,7 @@ class _ModelFactory:
 
         manifest = read_manifest(entry.path)
         weights = weight_file_bytes(manifest)
-        planned = weights + self._cache_bytes(entry, weights)
+        planned = weights + self._cache_bytes(entry, manifest, weights)
         if manifest.engine_type == SEGMENTATION:
             planned = segment_engine_bytes(weights, self._args.image_cache_bytes)
         idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
@@ -139,20 +168,23 @@ class _ModelFactory:
 
         return EngineClient(
             entry.name,
-            self._open_message(entry, weight_file_bytes(manifest)),
+            self._open_message(entry, manifest, weight_file_bytes(manifest)),
             max_waiting=self._args.max_waiting,
             launch=self._launcher or launch_worker,
             manifest=manifest,
         )
 
-    def _cache_bytes(self, entry: CatalogueEntry, weights: int) -> int:
-        """Bytes of KV cache and recurrent states of an engine."""
+    def _cache_bytes(self, entry: CatalogueEntry, manifest: Manifest, weights: int) -> int:
+        """Bytes of KV cache and recurrent states of an engine: one sequence fits if it can."""
         kv_bytes = entry.kv_cache_bytes or self._args.run.kv_cache_bytes
         if kv_bytes is not None:
             return kv_bytes + (self._args.run.state_cache_bytes or 0)
-        return max(min(int(self._budget * CACHE_FRACTION), self._budget - weights), 1)
+        wanted = max(
+            int(self._budget * CACHE_FRACTION), sequence_kv_bytes(manifest, self._args.run)
+        )
+        return max(min(wanted, self._budget - weights), 1)
 
-    def _open_message(self, entry: CatalogueEntry, weights: int) -> OpenEngine:
+    def _open_message(self, entry: CatalogueEntry, manifest: Manifest, weights: int) -> OpenEngine:
         from modelmill.serve.worker_messages import OpenEngine
 
         args = self._args
@@ -165,5 +197,6 @@ class _ModelFactory:
         return OpenEngine(
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
-            watchdog_seconds=args.watchdog_timeout, cache_bytes=self._cache_bytes(entry, weights),
+            watchdog_seconds=args.watchdog_timeout,
+            cache_bytes=self._cache_bytes(entry, manifest, weights),
         )  # fmt: skip

@@ -73,6 +73,9 @@ def _forget() -> None:
 @functools.cache
 def _library(name: str) -> build.Library:
     flags, width = INSTRUCTION_SETS[name]
+    native = build.load()
+    if name == "avx2" and not isinstance(native, str) and native.vector_width == width:
+        return native  # the same instructions: half a minute of compilation less
     library = build.open_library(build.compile_library((*build.machine_flags(), *flags)))
     assert width is None or library.vector_width <= width
     return library

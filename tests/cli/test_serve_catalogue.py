@@ -1,0 +1,38 @@
+"""Memory that the server plans for a model that is loaded on demand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.artifact.store import open_artifact
+from modelmill.cli.serve_catalogue import sequence_kv_bytes
+from modelmill.core.config import RunConfig
+from modelmill.loader.capacity import activation_dtype
+from modelmill.loader.model_loader import build_rank_model
+from modelmill.parallel.tp_group import SINGLE_RANK
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_model_len": 100}, {"page_size": 32}, {"kv_cache_dtype": "int8"}]
+)
+def test_the_estimate_is_what_a_worker_needs(stories: Path, options: dict[str, Any]) -> None:
+    run = RunConfig(**options)
+    artifact = open_artifact(stories)
+    model = build_rank_model(artifact, SINGLE_RANK)
+    dtype = torch.int8 if run.kv_cache_dtype == "int8" else activation_dtype(model)
+    tokens = run.max_model_len or artifact.manifest.max_model_len
+    pages = -(-tokens // run.page_size) + 1
+    actual = pages * model.kv.page_bytes(run.page_size, dtype)
+    assert sequence_kv_bytes(artifact.manifest, run) == actual
+
+
+def test_a_config_of_other_names_has_no_estimate() -> None:
+    manifest: Any = SimpleNamespace(
+        config={"d_model": 64}, build={"dtype": "bfloat16"}, max_model_len=128
+    )
+    assert sequence_kv_bytes(manifest, RunConfig()) == 0
