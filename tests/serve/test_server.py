@@ -105,7 +105,7 @@ def test_loading_is_reported_and_requests_are_refused_meanwhile(stories: Path) -
         refused = serving.request("/v1/completions", {**LONG, "max_tokens": 1})
         if serving.request("/health")[0] == 503:  # it was loading all the time
             assert (status, body["status"]) == (503, "loading")
-            assert body["engines"][0]["progress"].keys() == {"stage", "done", "total"}
+            assert body["engines"][0]["progress"].keys() == {"stage", "done", "total", "fraction"}
             status, body, headers = refused
             assert (status, body["error"]["code"]) == (503, "not_ready")
             assert "retry-after" in headers
