@@ -179,10 +179,10 @@ class _ModelFactory:
         kv_bytes = entry.kv_cache_bytes or self._args.run.kv_cache_bytes
         if kv_bytes is not None:
             return kv_bytes + (self._args.run.state_cache_bytes or 0)
-        wanted = max(
+        cache_bytes = max(
             int(self._budget * CACHE_FRACTION), sequence_kv_bytes(manifest, self._args.run)
         )
-        return max(min(wanted, self._budget - weights), 1)
+        return max(min(cache_bytes, self._budget - weights), 1)
 
     def _open_message(self, entry: CatalogueEntry, manifest: Manifest, weights: int) -> OpenEngine:
         from modelmill.serve.worker_messages import OpenEngine

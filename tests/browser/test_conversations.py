@@ -54,6 +54,16 @@ def two_conversations(opened: Any) -> Any:
     return page
 
 
+def with_half_an_answer(opened: Any) -> Any:
+    """A page whose answer has begun and goes on."""
+    page = opened()
+    hold_answers(page)
+    send_message(page, "Tell me more")
+    push(page, event("The first half"))
+    expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
+    return page
+
+
 def test_conversations_outlive_the_tab(opened: Any, shot: Any) -> None:
     page = two_conversations(opened)
     shot(page, "conversations")
@@ -95,11 +105,7 @@ def test_a_conversation_in_another_tab_appears(opened: Any) -> None:
 
 
 def test_an_unfinished_answer_is_kept_when_the_tab_closes(opened: Any) -> None:
-    page = opened()
-    hold_answers(page)
-    send_message(page, "Tell me more")
-    push(page, event("The first half"))
-    expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
+    page = with_half_an_answer(opened)
     page.evaluate(UNTIL_KEPT, "The first half")
     page.reload()
     expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
@@ -228,11 +234,7 @@ def test_a_conversation_is_deleted_after_a_question(opened: Any) -> None:
 
 
 def test_an_answer_does_not_bring_a_deleted_conversation_back(opened: Any) -> None:
-    page = opened()
-    hold_answers(page)
-    send_message(page, "Tell me more")
-    push(page, event("The first half"))
-    expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
+    page = with_half_an_answer(opened)
     options(page, "Tell me more")
     page.get_by_role("button", name="Delete", exact=True).click()
     page.get_by_role("button", name="Delete for good").click()

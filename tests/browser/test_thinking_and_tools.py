@@ -38,6 +38,18 @@ def settings(page: Any, **fields: str) -> None:
     page.get_by_role("button", name="Done").click()
 
 
+def answer_in_turn(page: Any, answers: list[list[Any]]) -> list[Any]:
+    """Answer each request by the next list of events; returns the bodies, as they come."""
+    bodies: list[Any] = []
+
+    def fulfill(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(**stream_of(*answers[len(bodies) - 1]))
+
+    page.route(CHAT, fulfill)
+    return bodies
+
+
 def test_thinking_is_folded_and_timed(opened: Any, shot: Any) -> None:
     page = opened()
     hold_answers(page)
@@ -82,7 +94,6 @@ def test_calls_are_shown_and_answered(opened: Any, shot: Any) -> None:
     page = opened()
     wait_ready(page)
     settings(page, tools=json.dumps([WEATHER]))
-    bodies: list[Any] = []
     answers = [
         [
             event("I will look."),
@@ -103,11 +114,7 @@ def test_calls_are_shown_and_answered(opened: Any, shot: Any) -> None:
         [event("Rain in Ulm, sun in Bern."), event(finish="stop")],
     ]
 
-    def fulfill(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(**stream_of(*answers[len(bodies) - 1]))
-
-    page.route(CHAT, fulfill)
+    bodies = answer_in_turn(page, answers)
     send_message(page, "How is the weather?")
     answer = last_answer(page)
     assert bodies[0]["tools"] == [{"type": "function", "function": WEATHER}]
@@ -191,17 +198,12 @@ def test_a_real_server_takes_these_settings(opened: Any) -> None:
 def test_an_answer_that_was_cut_is_continued(opened: Any) -> None:
     page = opened()
     wait_ready(page)
-    bodies: list[Any] = []
     answers = [
         [event("The wheel "), event(finish="length")],
         [event("turns."), event(finish="stop")],
     ]
 
-    def fulfill(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(**stream_of(*answers[len(bodies) - 1]))
-
-    page.route(CHAT, fulfill)
+    bodies = answer_in_turn(page, answers)
     send_message(page, "What does it do?")
     answer = last_answer(page)
     expect(answer.locator(".note")).to_contain_text("reached the maximum of tokens")

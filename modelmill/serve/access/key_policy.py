@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from modelmill.core.errors import UsageError
 from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_INT32
+from modelmill.serve.table_file import read_tables
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
 _KEYS = {"name", "key", "priority", "weight", *_LIMITS}
@@ -48,17 +47,7 @@ def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
     Raises:
         UsageError: it cannot be read, or an entry is invalid; no message contains a key.
     """
-    try:
-        text = file.read_text("utf-8")
-        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except (OSError, UnicodeDecodeError):
-        raise UsageError(f"--keys {file} cannot be read") from None
-    except (ValueError, RecursionError):
-        kind = "TOML" if file.suffix == ".toml" else "JSON"
-        raise UsageError(f"--keys {file} is not valid {kind}") from None
-    entries = raw.get("keys") if isinstance(raw, Mapping) else None
-    if not isinstance(entries, list) or not entries or set(raw) != {"keys"}:
-        raise UsageError(f"--keys {file} must have a list keys, and nothing else")
+    entries = read_tables("--keys", file, "keys")
     policies = [_policy(f"--keys {file}: keys[{i}]", each) for i, each in enumerate(entries)]
     for what in ("name", "key"):
         values = [getattr(each, what) for each in policies]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import ArtifactError, UsageError
 from modelmill.core.quoting import quote
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
+from modelmill.serve.table_file import read_tables
 
 WEIGHTS_PREFIX = "weights/"
 _KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
@@ -98,18 +97,8 @@ def read_file(file: Path) -> list[CatalogueEntry]:
     Raises:
         UsageError: it cannot be read, or an entry is invalid; the message names it.
     """
-    try:
-        text = file.read_text("utf-8")
-        raw = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except (OSError, UnicodeDecodeError):
-        raise UsageError(f"--catalogue {file} cannot be read") from None
-    except (ValueError, RecursionError):
-        kind = "TOML" if file.suffix == ".toml" else "JSON"
-        raise UsageError(f"--catalogue {file} is not valid {kind}") from None
-    models = raw.get("models") if isinstance(raw, Mapping) else None
-    if not isinstance(models, list) or not models or set(raw) != {"models"}:
-        raise UsageError(f"--catalogue {file} must have a list models, and nothing else")
-    return [_entry(file, number, each) for number, each in enumerate(models)]
+    tables = read_tables("--catalogue", file, "models")
+    return [_entry(file, number, each) for number, each in enumerate(tables)]
 
 
 def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,30 @@ async def chat_completions(body: ChatRequest, request: Request) -> Any:
     return await service.run_in_thread(
         lambda: openai_format.Utf8JsonResponse(builder.full_response())
     )
+
+
+def checked_request_state(
+    text_processor: TextProcessor,
+    chat: ChatRequest,
+    max_model_len: int,
+    rename_fields: Callable[[str], str],
+) -> RequestState:
+    """Check a conversation of another API, and convert it to a request of an engine.
+
+    Args:
+        text_processor: of the engine.
+        chat: the conversation.
+        max_model_len: tokens that the engine takes.
+        rename_fields: turns an error about the chat request into one about that API's fields.
+
+    Raises:
+        RequestError: the request is invalid.
+    """
+    chat.check()
+    try:
+        return chat_request_state(text_processor, chat, max_model_len)
+    except RequestError as error:
+        raise RequestError(rename_fields(str(error))) from None
 
 
 def chat_request_state(

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
@@ -16,7 +15,7 @@ from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, Messag
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
-from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.chat import checked_request_state
 from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.schema import ChatRequest
 from modelmill.text_processor import TextProcessor
@@ -61,11 +60,7 @@ def prepare_chat(
     """
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = with_thinking(body.to_chat_request(), text_processor, body.thinks, budget)
-    chat.check()
-    try:
-        return chat, chat_request_state(text_processor, chat, max_model_len)
-    except RequestError as error:
-        raise RequestError(_map_field_name(str(error))) from None
+    return chat, checked_request_state(text_processor, chat, max_model_len, _map_field_name)
 
 
 def _map_field_name(text: str) -> str:

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from modelmill import __version__
-from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
@@ -44,7 +43,7 @@ from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
-from modelmill.serve.routes.chat import chat_request_state
+from modelmill.serve.routes.chat import checked_request_state
 from modelmill.serve.routes.common import get_service, lease_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.routes.embeddings import embedding_request_states
@@ -251,11 +250,12 @@ def _prepare_chat(
     max_model_len: int,
 ) -> tuple[ChatRequest, RequestState]:
     chat_body = with_thinking(body.to_chat_request(), text_processor, body.thinks)
-    chat_body.check()
-    try:
-        return chat_body, chat_request_state(text_processor, chat_body, max_model_len)
-    except RequestError as error:
-        raise RequestError(str(error).replace("response_format", "format")) from None
+    return chat_body, checked_request_state(
+        text_processor,
+        chat_body,
+        max_model_len,
+        lambda text: text.replace("response_format", "format"),
+    )
 
 
 def _prepare_completion(

@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
@@ -21,7 +20,7 @@ from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.response_store import input_items
 from modelmill.serve.response_writer import ResponseWriter, earlier_items, stores
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
-from modelmill.serve.routes.chat import chat_request_state, is_truncated, make_chat_tool_parser
+from modelmill.serve.routes.chat import checked_request_state, is_truncated, make_chat_tool_parser
 from modelmill.serve.routes.common import (
     acquire_engine,
     openai_finish_reason,
@@ -69,11 +68,7 @@ def _make_chat_request(
     text_processor: TextProcessor, body: ResponsesRequest, max_model_len: int
 ) -> tuple[ChatRequest, RequestState]:
     chat = body.to_chat_request()
-    chat.check()
-    try:
-        return chat, chat_request_state(text_processor, chat, max_model_len)
-    except RequestError as error:
-        raise RequestError(_map_field_name(str(error))) from None
+    return chat, checked_request_state(text_processor, chat, max_model_len, _map_field_name)
 
 
 def _map_field_name(text: str) -> str:

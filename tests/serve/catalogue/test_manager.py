@@ -33,6 +33,15 @@ def run(path: Path, check: Check, *names: str, **options: Any) -> None:
     asyncio.run(main())
 
 
+async def two_want_room_for_one(models: Models) -> tuple[Any, Any]:
+    """The lease of model a, which is being unloaded, and the request for b that waits for it."""
+    await models.limit_to_one()
+    lease = await models.manager.acquire(models["a"])
+    second = models.acquire("b")
+    await models.until(lambda: models["a"].state == "unloading")
+    return lease, second
+
+
 def test_a_model_is_loaded_once_for_all_requests_that_wait(stories: Path) -> None:
     async def check(models: Models) -> None:
         models.launchers["a"].gate.clear()
@@ -118,10 +127,7 @@ def test_the_budget_unloads_the_least_recently_used(stories: Path) -> None:
 
 def test_a_model_in_use_is_unloaded_only_after_its_last_request(stories: Path) -> None:
     async def check(models: Models) -> None:
-        await models.limit_to_one()
-        lease = await models.manager.acquire(models["a"])
-        second = models.acquire("b")
-        await models.until(lambda: models["a"].state == "unloading")
+        lease, second = await two_want_room_for_one(models)
         late = models.acquire("a")  # it would keep the model loaded forever
         handle = lease.engine.submit([make_request(lease.engine, (1, 2, 3))])
         await handle.finish()
@@ -136,10 +142,7 @@ def test_a_model_in_use_is_unloaded_only_after_its_last_request(stories: Path) -
 
 def test_waiting_for_room_ends_with_the_request(stories: Path) -> None:
     async def check(models: Models) -> None:
-        await models.limit_to_one()
-        lease = await models.manager.acquire(models["a"])
-        second = models.acquire("b")
-        await models.until(lambda: models["a"].state == "unloading")
+        lease, second = await two_want_room_for_one(models)
         second.cancel()
         await models.until(lambda: models["a"].state == "loaded")
         (await models.manager.acquire(models["a"])).release()
