@@ -25,8 +25,10 @@ def test_ratios_are_of_one_run_and_values_medians_over_cards() -> None:
         row("modelmill", 99.0, "b0"), row("vLLM", 1.0, "b0"),
     ]  # fmt: skip
     lines = suite_table(rows)
-    assert lines[0] == "**llama-3-8b, NVIDIA H200**"
-    assert lines[4] == ("| decode-1x128 | 3.00 | **4.50** | 5.25 | 40.0 | **1.18** | 1.10 | 2 |")
+    assert lines[0] == "**NVIDIA H200**"
+    assert lines[4] == (
+        "| llama-3-8b | decode-1x128 | 3.00 | **4.50** | 5.25 | 40.0 | 1.18 | 1.10 | 2 |"
+    )
     assert "commit abc1234 (age" in lines[6]
 
 
@@ -40,7 +42,10 @@ def test_runs_without_a_card_all_count_and_the_fastest_of_ours_is_compared() -> 
     [[line]] = suite_lines([each for each in rows if each is not None]).values()
     assert line.ratios == [1.5, 0.5]
     assert len(line.runs) == 2
-    assert "| **1.00** | 0.50 | 2 |" in suite_table(rows)[4]
+    assert "| 1.00 | 0.50 | 2 |" in suite_table(rows)[4]
+    newer = [row(name, 2.0, "c2", **cpu, commit="def5678") for name in ("modelmill keep", "vLLM")]
+    [[line]] = suite_lines([*rows, *newer]).values()
+    assert line.ratios == [1.0], "code has changed since the other runs"
 
 
 @pytest.mark.parametrize("changed", [{"commit": None}, {"commit": "a-dirty"}, {"device_id": ""}])

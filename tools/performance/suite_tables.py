@@ -64,34 +64,39 @@ def suite_lines(rows: Iterable[Row]) -> dict[tuple[str, str], list[SuiteLine]]:
 
 
 def newest_of_each_card(by_run: Mapping[str, Sides]) -> list[Sides]:
-    """The last run of each card; a run without a card's id counts by itself."""
+    """The last run of each card; without a card, every run of the newest commit."""
+    commit = next(iter(list(by_run.values())[-1].values()))["commit"]
     chosen: dict[str, Sides] = {}
     for run, sides in by_run.items():
-        chosen[str(next(iter(sides.values())).get("device_id") or run)] = sides
+        row = next(iter(sides.values()))
+        card = row.get("device_id")
+        if card or row["commit"] == commit:
+            chosen[str(card or run)] = sides
     return list(chosen.values())
 
 
 def suite_table(rows: Sequence[Row]) -> list[str]:
-    """A table for each device and shape."""
-    parts: list[str] = []
+    """A table for each device and each set of sides; a shape is named in front of its works."""
+    tables: dict[tuple[str, tuple[str, ...]], list[tuple[str, SuiteLine]]] = {}
     for (device, shape), lines in suite_lines(rows).items():
-        subjects = list(
-            dict.fromkeys(name for line in lines for sides in line.runs for name in sides)
-        )
-        heads = ["ms", "floor", *subjects, "best peer ÷ ours", "least", "runs"]
+        sides = (name for line in lines for sides in line.runs for name in sides)
+        named = [(shape if i == 0 else "", line) for i, line in enumerate(lines)]
+        tables.setdefault((device, tuple(dict.fromkeys(sides))), []).extend(named)
+    parts: list[str] = []
+    for (device, subjects), named in tables.items():
+        several = any(len(line.runs) > 1 for _, line in named)
+        heads = ["ms", "", "floor", *subjects, "best peer ÷ ours"]
+        heads += ["least", "cards"] if several else []
+        parts += [f"**{device}**", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         parts += [
-            f"**{shape}, {device}**",
-            "",
-            f"| {' | '.join(heads)} |",
-            "|---" * len(heads) + "|",
+            f"| {' | '.join([shape, *_cells(line, subjects, several)])} |" for shape, line in named
         ]
-        parts += [f"| {' | '.join(_cells(line, subjects))} |" for line in lines]
-        used = [row for line in lines for sides in line.runs for row in sides.values()]
+        used = [row for _, line in named for sides in line.runs for row in sides.values()]
         parts += ["", provenance_line(used), ""]
     return parts[:-1]
 
 
-def _cells(line: SuiteLine, subjects: Sequence[str]) -> list[str]:
+def _cells(line: SuiteLine, subjects: Sequence[str], several: bool) -> list[str]:
     fastest = min((v for s in subjects if is_ours(s) and (v := line.value(s))), default=None)
     values = []
     for subject in subjects:
@@ -99,5 +104,7 @@ def _cells(line: SuiteLine, subjects: Sequence[str]) -> list[str]:
         text = "–" if value is None else number(value)
         values.append(f"**{text}**" if value is not None and value == fastest else text)
     ratios = line.ratios
-    compared = [f"**{median(ratios):.2f}**", f"{min(ratios):.2f}"] if ratios else ["–", "–"]
-    return [line.work, number(line.floor), *values, *compared, str(len(line.runs))]
+    compared = [f"{median(ratios):.2f}" if ratios else "–"]
+    if several:
+        compared += [f"{min(ratios):.2f}" if ratios else "–", str(len(line.runs))]
+    return [line.work, number(line.floor), *values, *compared]
