@@ -20,6 +20,19 @@ from tests.serve.thread_worker import ThreadLauncher, served_engine
 COMPLETION = {"model": "tiny", "temperature": 0, "max_tokens": 2, "ignore_eos": True}
 
 
+class EndedInOrder(dict[str, Any]):
+    """An engine's requests; responses end in an order that the event loop chooses."""
+
+    def __init__(self, requests: dict[str, Any]) -> None:
+        super().__init__(requests)
+        self.ended: list[str] = []
+
+    def pop(self, id: str, default: Any = None) -> Any:
+        if id in self:
+            self.ended.append(id)
+        return super().pop(id, default)
+
+
 @dataclass
 class QueueService:
     """A service of an engine that runs one sequence at a time."""
@@ -34,24 +47,26 @@ class QueueService:
         return asyncio.ensure_future(client.post("/v1/completions", body))
 
     async def order(self, requests: list[tuple[str | None, dict[str, Any]]]) -> list[int]:
-        """In which order requests end that wait behind a running one."""
-        worker, order = self.launcher.children[-1], list[int]()
+        """In which order the engine ends requests that wait behind a running one."""
+        worker = self.launcher.children[-1]
         worker.allow_steps.clear()
-        running = self.post(requests[0][0], 1)
-        tasks = []
         engine = self.service.unique_engines[0]
-        for number, (key, more) in enumerate(requests):
-            tasks.append(self.post(key, number + 2, **more))
-            tasks[-1].add_done_callback(lambda _, number=number: order.append(number))
+        active = engine._active_requests = EndedInOrder(engine._active_requests)
+        tasks = []
+        # its steps give the worker time to read all that is sent behind it
+        running = (requests[0][0], {"max_tokens": 24})
+        for number, (key, more) in enumerate([running, *requests]):
+            tasks.append(self.post(key, number + 1, **more))
             async with asyncio.timeout(50):
-                while len(engine._active_requests) < number + 2:
+                while len(active) <= number:
                     await asyncio.sleep(0.001)
+        sent = list(active)
         worker.allow_steps.set()
-        for task in (running, *tasks):
+        for task in tasks:
             response = await task
             assert response.status == 200, response.body
-        await asyncio.sleep(0)  # for the callback of the last
-        return order
+        assert active.ended[0] == sent[0], "it was running"
+        return [sent.index(each) - 1 for each in active.ended[1:]]
 
 
 @contextlib.asynccontextmanager

@@ -295,14 +295,14 @@ def merge_splits_kernel(
     acc = tl.load(parts_ptr + part[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     used = (s < SPLITS) & (begin < end) & (row_end - row == 1)
     split_max = tl.where(used, split_max, -1.0e30)
+    exp_sum = tl.where(used, exp_sum, 0.0)
+    acc = tl.where(used[:, None], acc, 0.0)
     max_all = tl.max(split_max, axis=0)
     share = tl.exp2(split_max - max_all)
-    total = tl.sum(tl.where(used, exp_sum * share, 0.0), axis=0)
+    total = tl.sum(exp_sum * share, axis=0)
     if SINKS:
         total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
-    out = tl.sum(tl.where(used[:, None], acc * share[:, None], 0.0), axis=0) / tl.where(
-        total > 0.0, total, 1.0
-    )
+    out = tl.sum(acc * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     if row_end - row == 1:
         tl.store(
             out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM
