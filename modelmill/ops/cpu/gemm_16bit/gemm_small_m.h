@@ -247,14 +247,16 @@ inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int6
     thread_local Scratch scratch;
     const auto* input = pack_inputs<H>(scratch, x, rows, k);
     const int64_t bytes = (k > 0 ? k : 1) * static_cast<int64_t>(sizeof(typename H::Weight));
-    if (kFarRows && rows <= kFarRowsLimit) {
-        const int64_t step = far_chunk_rows(n, bytes, 1);
-        parallel_for(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t end) {
-            for (; from < end; from += step)
-                dot_far_rows<H>(input, rows, w, k, from, from + step < end ? from + step : end,
-                                store_out);
-        });
-        return;
+    if constexpr (kFarRows) {
+        if (rows <= kFarRowsLimit) {
+            const int64_t step = far_chunk_rows(n, bytes, 1);
+            parallel_for(n, step, n * bytes * (rows + 3) / 4, [&](int64_t from, int64_t end) {
+                for (; from < end; from += step)
+                    dot_far_rows<H>(input, rows, w, k, from, from + step < end ? from + step : end,
+                                    store_out);
+            });
+            return;
+        }
     }
     const int64_t block = block_rows<H>(k), blocks = (rows + block - 1) / block;
     int64_t chunk_bytes = rows > 16 ? 256 << 10 : 64 << 10;

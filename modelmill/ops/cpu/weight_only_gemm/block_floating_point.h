@@ -130,16 +130,10 @@ struct WordTile {
     static constexpr bool kPacked = false;
     const int16_t* words;
     int64_t stride;
-    void run(int n, int64_t r, vw& low, vw& high) const {
-        const auto* p = reinterpret_cast<const vw*>(words + n * stride + r * kRunColumns);
-        low = _mm256_loadu_si256(p);
-        high = _mm256_loadu_si256(p + 1);
-    }
     vw half_run(int n, int64_t r, int half) const {
         return _mm256_loadu_si256(
             reinterpret_cast<const vw*>(words + n * stride + r * kRunColumns) + half);
     }
-    void last_run(int n, int64_t r, vw& low, vw& high) const { run(n, r, low, high); }
 };
 
 // Packed weights: rows of `bytes` bytes, `pitch` bytes apart. Reads beyond a row's last byte never
@@ -207,17 +201,16 @@ struct WeightGrids {
 // integers are summed before a scale is applied; SCALED: whether there are scales of groups.
 template <int MB, int NB, int RUNS, bool SCALED, class Weights>
 __attribute__((noinline)) void fixed_point_block(float* sums, const FixedPointRows& x, int64_t m0,
-                                                 const Weights& w, int64_t runs, int64_t whole_runs,
-                                                 const WeightGrids& grids) {
+                                                 const Weights& w, int64_t runs,
+                                                 int64_t whole_blocks, const WeightGrids& grids) {
     const int16_t* rows = x.mantissas + m0 * x.stride;
     const float* powers = x.scales + m0 * x.blocks;
     vf total[MB][NB];
     for (int m = 0; m < MB; m++)
         for (int n = 0; n < NB; n++) total[m][n] = zero();
-    const int64_t whole_blocks = whole_runs / kBlockRuns;
     vf part[MB][NB];
-    // `count` runs from `first`, the s-th segment of a block
-    const auto segment = [&](int s, int64_t first, int64_t count, const auto& run_of) {
+    // `count` runs from `first`, the s-th segment of a block; whole: none is cut by the row's end
+    const auto segment = [&](int s, int64_t first, int64_t count, auto whole) {
         vw sum[MB][NB];
         for (int m = 0; m < MB; m++)
             for (int n = 0; n < NB; n++) sum[m][n] = _mm256_setzero_si256();
@@ -230,7 +223,10 @@ __attribute__((noinline)) void fixed_point_block(float* sums, const FixedPointRo
                         xs[m][half] = _mm256_loadu_si256(at + m * (x.stride / 16) + half);
                 for (int n = 0; n < NB; n++) {
                     vw words[2];
-                    run_of(n, r, words[0], words[1]);
+                    if constexpr (decltype(whole)::value)
+                        w.run(n, r, words[0], words[1]);
+                    else
+                        w.last_run(n, r, words[0], words[1]);
                     for (int m = 0; m < MB; m++)
                         for (int half = 0; half < 2; half++)
                             sum[m][n] = in_register(_mm256_add_epi32(
@@ -268,20 +264,14 @@ __attribute__((noinline)) void fixed_point_block(float* sums, const FixedPointRo
         const int64_t first = b * kBlockRuns;
         if (b < whole_blocks) {
             for (int s = 0; s < kBlockRuns / RUNS; s++)
-                segment(s, first + s * RUNS, RUNS,
-                        [&](int n, int64_t r, vw& low, vw& high) { w.run(n, r, low, high); });
+                segment(s, first + s * RUNS, RUNS, std::true_type{});
         } else {
             for (int m = 0; m < MB; m++)
                 for (int n = 0; n < NB; n++) part[m][n] = zero();
             for (int s = 0; s < kBlockRuns / RUNS && first + s * RUNS < runs; s++) {
                 const int64_t from = first + s * RUNS,
                               count = from + RUNS < runs ? RUNS : runs - from;
-                segment(s, from, count, [&](int n, int64_t r, vw& low, vw& high) {
-                    if (r < whole_runs)
-                        w.run(n, r, low, high);
-                    else
-                        w.last_run(n, r, low, high);
-                });
+                segment(s, from, count, std::false_type{});
             }
         }
         for (int m = 0; m < MB; m++) {
@@ -306,7 +296,7 @@ template <int NB, int RUNS, bool SCALED, class Code>
 inline void fixed_point_rows(float* sums, int64_t stride, int64_t pitch, const FixedPointRows& x,
                              int64_t m, int64_t last, const CodeRows<Code>& w, int64_t runs,
                              const WeightGrids& grids) {
-    const int64_t whole_runs = w.bytes / Code::kBytes;
+    const int64_t whole_blocks = w.bytes / (kBlockRuns * Code::kBytes);
     const auto each_pair = [&](const auto& weights) {
         using Weights = std::decay_t<decltype(weights)>;
         float block[2 * NB];
@@ -317,11 +307,11 @@ inline void fixed_point_rows(float* sums, int64_t stride, int64_t pitch, const F
         if constexpr (NB <= 4)
             for (; m + 2 <= last; m += 2) {
                 fixed_point_block<2, NB, RUNS, SCALED, Weights>(block, x, m, weights, runs,
-                                                                whole_runs, grids);
+                                                                whole_blocks, grids);
                 put_sums(2);
             }
         if (m == last) return;
-        fixed_point_block<1, NB, RUNS, SCALED, Weights>(block, x, m, weights, runs, whole_runs,
+        fixed_point_block<1, NB, RUNS, SCALED, Weights>(block, x, m, weights, runs, whole_blocks,
                                                         grids);
         put_sums(1);
     };

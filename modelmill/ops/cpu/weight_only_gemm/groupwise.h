@@ -291,14 +291,54 @@ void fixed_point_group_linear(Scratch& scratch, const T* x, const Grouped<Code>&
 }
 #endif
 
+// As group_linear, with float products.
+template <class Code, class T, class StoreOut>
+void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
+                        int64_t k, int64_t n, const StoreOut& store_out) {
+    const int64_t stride = w.bytes / Code::kBytes * kPackColumns, groups = w.groups,
+                  group = w.runs * kPackColumns;
+    float* input = scratch.get<float>(rows * (stride + groups));
+    float* group_sums = input + rows * stride;
+    for (int64_t m = 0; m < rows; m++) {
+        float* row = input + m * stride;
+        for_each_vector(k, [&](int64_t i, int c) { put(row + i, take(x + m * k + i, c), c); });
+        std::memset(row + k, 0, static_cast<size_t>(stride - k) * sizeof(float));
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t end = (g + 1) * group < stride ? (g + 1) * group : stride;
+            vf total = zero();
+            for (int64_t i = g * group; i < end; i += W) total = add(total, load(row + i));
+            group_sums[m * groups + g] = sum(total);
+        }
+    }
+    const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12,
+                  blocks = (rows + block - 1) / block;
+    int64_t chunk_bytes = rows > 16 ? 128 << 10 : 32 << 10;
+    const int64_t max_chunk_bytes = n * w.bytes * blocks / 16;
+    if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
+    const int64_t step = (chunk_bytes / (w.bytes > 0 ? w.bytes : 1) / 8 + 1) * 8,
+                  n_blocks = (n + step - 1) / step;
+    parallel_for(blocks * n_blocks, 1, n * w.bytes * (rows + 3) / 4,
+                 [&](int64_t first, int64_t last) {
+                     for (int64_t i = first; i < last; i++) {
+                         const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
+                         const int64_t m1 = m + block < rows ? m + block : rows,
+                                       to = from + step < n ? from + step : n;
+                         int64_t j = from;
+                         for (; j + 4 <= to; j += 4)
+                             group_rows<Code, 4>(input, group_sums, stride, w, m, m1, j, store_out);
+                         for (; j < to; j++)
+                             group_rows<Code, 1>(input, group_sums, stride, w, m, m1, j, store_out);
+                     }
+                 });
+}
+
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias. scale, offset: [n, groups]; group: columns, a
 // multiple of 32.
 template <class Code>
 void group_linear(void* out, const void* x, const uint8_t* codes, const void* scale,
                   const void* offset, const void* bias, int64_t rows, int64_t k, int64_t n,
                   int64_t group, int dtype, int scale_type) {
-    const int64_t runs = (k + kPackColumns - 1) / kPackColumns, stride = runs * kPackColumns,
-                  groups = (k + group - 1) / group;
+    const int64_t runs = (k + kPackColumns - 1) / kPackColumns, groups = (k + group - 1) / group;
     const Grouped<Code> w{
         codes, scale, offset, scale_type, runs * Code::kBytes, groups, group / kPackColumns};
     by_dtype(dtype, [&](auto* type) {
@@ -313,45 +353,11 @@ void group_linear(void* out, const void* x, const uint8_t* codes, const void* sc
             });
         };
         thread_local Scratch scratch;
-        if constexpr (kBlockFloatingPoint<T>) {
-            fixed_point_group_linear(scratch, static_cast<const T*>(x), w, rows, k, n, store_out);
-            return;
-        }
-        float* input = scratch.get<float>(rows * (stride + groups));
-        float* group_sums = input + rows * stride;
-        const T* input_rows = static_cast<const T*>(x);
-        for (int64_t m = 0; m < rows; m++) {
-            float* row = input + m * stride;
-            for_each_vector(
-                k, [&](int64_t i, int c) { put(row + i, take(input_rows + m * k + i, c), c); });
-            std::memset(row + k, 0, static_cast<size_t>(stride - k) * sizeof(float));
-            for (int64_t g = 0; g < groups; g++) {
-                const int64_t end = (g + 1) * group < stride ? (g + 1) * group : stride;
-                vf total = zero();
-                for (int64_t i = g * group; i < end; i += W) total = add(total, load(row + i));
-                group_sums[m * groups + g] = sum(total);
-            }
-        }
-        const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12,
-                      blocks = (rows + block - 1) / block;
-        int64_t chunk_bytes = rows > 16 ? 128 << 10 : 32 << 10;
-        const int64_t max_chunk_bytes = n * w.bytes * blocks / 16;
-        if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
-        const int64_t step = (chunk_bytes / (w.bytes > 0 ? w.bytes : 1) / 8 + 1) * 8,
-                      n_blocks = (n + step - 1) / step;
-        parallel_for(
-            blocks * n_blocks, 1, n * w.bytes * (rows + 3) / 4, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; i++) {
-                    const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
-                    const int64_t m1 = m + block < rows ? m + block : rows,
-                                  to = from + step < n ? from + step : n;
-                    int64_t j = from;
-                    for (; j + 4 <= to; j += 4)
-                        group_rows<Code, 4>(input, group_sums, stride, w, m, m1, j, store_out);
-                    for (; j < to; j++)
-                        group_rows<Code, 1>(input, group_sums, stride, w, m, m1, j, store_out);
-                }
-            });
+        const T* input = static_cast<const T*>(x);
+        if constexpr (kBlockFloatingPoint<T>)
+            fixed_point_group_linear(scratch, input, w, rows, k, n, store_out);
+        else
+            float_group_linear(scratch, input, w, rows, k, n, store_out);
     });
 }
 

@@ -37,11 +37,10 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
             mill::fixed_point_gemm<mill::kBlockRuns, false, mill::Int8Codes>(
                 input, rows, reinterpret_cast<const uint8_t*>(weight), k,
                 (k + mill::kRunColumns - 1) / mill::kRunColumns, n, no_grids, put_out);
-            return;
-        }
+        } else
 #endif
-        mill::multiply<mill::Int8DotTraits<T>>(static_cast<const T*>(x), weight, rows, k, n,
-                                               put_out);
+            mill::multiply<mill::Int8DotTraits<T>>(static_cast<const T*>(x), weight, rows, k, n,
+                                                   put_out);
     });
 }
 
