@@ -157,16 +157,13 @@ class LLM(OpenedEngine[EngineCore]):
         if self._opened is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
         core, manifest = self._opened, self.language.manifest
-        sizes = [
-            entry["bytes"] for name, entry in manifest.files.items() if name.startswith("weights/")
-        ]
         facts = {
             "model_type": manifest.model_type,
             "dtype": str(core.dtype).removeprefix("torch."),
             "quantization": manifest.build.get("quantization", "none"),
             "device": str(core.device),
             **({"tp": core.config.tp} if core.config.tp > 1 else {}),
-            "weights": format_bytes(sum(sizes)),
+            "weights": format_bytes(manifest.weight_bytes),
             "max_model_len": core.max_model_len,
         }
         fields = ", ".join(f"{name}={value!r}" for name, value in facts.items())

@@ -111,10 +111,7 @@ class Segmenter(OpenedEngine[SamModel]):
     def __repr__(self) -> str:
         if self._opened is None:
             return f"{type(self).__name__}({str(self.path)!r}, closed)"
-        build, files = self.manifest.build, self.manifest.files
-        weights = format_bytes(
-            sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights/"))
-        )
+        build, weights = self.manifest.build, format_bytes(self.manifest.weight_bytes)
         fields = (
             f"dtype={build['dtype']!r}, quantization={build['quantization']!r}, "
             f"device={self.device!r}"

@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         "serve: tenants share the prefix cache",
         "modelmill/serve/middleware.py",
-        "self._secret, _key_digest(headers), hashlib.sha256",
+        "self._secret, digest, hashlib.sha256",
         'self._secret, b"", hashlib.sha256',
         ("tests/trust/test_serving.py",),
     ),

@@ -20,6 +20,7 @@ from modelmill.core.quoting import quote
 SCHEMA = 1
 PACKING = "rows/2"
 MANIFEST_FILE = "manifest.json"
+WEIGHTS_PREFIX = "weights/"  # of the weight files' names
 MAX_MODEL_LEN = 1 << 24
 # engine types, and the command that uses each
 ENGINE_TYPES = {
@@ -59,6 +60,15 @@ class Manifest:
     def digest(self) -> str:
         """Return the sha256 over the canonical JSON, the engine's identity in prefix cache keys."""
         return hashlib.sha256(_canonical_json(asdict(self)).encode()).hexdigest()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight files."""
+        return sum(
+            int(entry["bytes"])
+            for name, entry in self.files.items()
+            if name.startswith(WEIGHTS_PREFIX)
+        )
 
     def to_json(self) -> str:
         """Return the file's text, which contains its own digest, so that changes are detected."""

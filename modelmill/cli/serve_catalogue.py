@@ -148,33 +148,31 @@ class _ModelFactory:
             ArtifactError: its manifest is damaged.
         """
         from modelmill.serve.budget import segment_engine_bytes
-        from modelmill.serve.catalogue.entries import read_manifest, weight_file_bytes
+        from modelmill.serve.catalogue.entries import read_manifest
         from modelmill.serve.catalogue.managed_model import ManagedModel
         from modelmill.serve.segment_messages import SEGMENTATION
 
         manifest = read_manifest(entry.path)
-        weights = weight_file_bytes(manifest)
-        planned = weights + self._cache_bytes(entry, manifest, weights)
+        planned = manifest.weight_bytes + self._cache_bytes(entry, manifest)
         if manifest.engine_type == SEGMENTATION:
-            planned = segment_engine_bytes(weights, self._args.image_cache_bytes)
+            planned = segment_engine_bytes(manifest.weight_bytes, self._args.image_cache_bytes)
         idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
         return ManagedModel(entry, self.engine(entry, manifest), idle, planned, entry.pinned)
 
     def engine(self, entry: CatalogueEntry, manifest: Manifest) -> EngineClient:
         """A client that is not loaded."""
-        from modelmill.serve.catalogue.entries import weight_file_bytes
         from modelmill.serve.engine_client import EngineClient
         from modelmill.serve.worker_process import launch_worker
 
         return EngineClient(
             entry.name,
-            self._open_message(entry, manifest, weight_file_bytes(manifest)),
+            self._open_message(entry, manifest),
             max_waiting=self._args.max_waiting,
             launch=self._launcher or launch_worker,
             manifest=manifest,
         )
 
-    def _cache_bytes(self, entry: CatalogueEntry, manifest: Manifest, weights: int) -> int:
+    def _cache_bytes(self, entry: CatalogueEntry, manifest: Manifest) -> int:
         """Bytes of KV cache and recurrent states of an engine: one sequence fits if it can."""
         kv_bytes = entry.kv_cache_bytes or self._args.run.kv_cache_bytes
         if kv_bytes is not None:
@@ -182,9 +180,9 @@ class _ModelFactory:
         cache_bytes = max(
             int(self._budget * CACHE_FRACTION), sequence_kv_bytes(manifest, self._args.run)
         )
-        return max(min(cache_bytes, self._budget - weights), 1)
+        return max(min(cache_bytes, self._budget - manifest.weight_bytes), 1)
 
-    def _open_message(self, entry: CatalogueEntry, manifest: Manifest, weights: int) -> OpenEngine:
+    def _open_message(self, entry: CatalogueEntry, manifest: Manifest) -> OpenEngine:
         from modelmill.serve.worker_messages import OpenEngine
 
         args = self._args
@@ -198,5 +196,5 @@ class _ModelFactory:
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
             watchdog_seconds=args.watchdog_timeout,
-            cache_bytes=self._cache_bytes(entry, manifest, weights),
+            cache_bytes=self._cache_bytes(entry, manifest),
         )  # fmt: skip

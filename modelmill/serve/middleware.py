@@ -114,13 +114,14 @@ class RequestMiddleware:
         service = self._service
         _check_framing(headers)
         name = _host_name(headers.get(b"host", b"").decode("latin-1"))
-        admin = _find_policy(headers, self._admin_keys)
-        policy = admin or _find_policy(headers, self._keys)
+        digest = _key_digest(headers)
+        admin = _find_policy(digest, self._admin_keys)
+        policy = admin or _find_policy(digest, self._keys)
         scope[ADMIN_KEY] = admin is not None or not (self._admin_keys or self._keys)
         if not self._keys:
             self._check_host(name)
         elif policy is not None:
-            self._set_tenant(scope, headers)
+            self._set_tenant(scope, digest)
             scope[POLICY_KEY] = policy
         elif path not in PUBLIC_PATHS:
             raise ApiError(
@@ -153,12 +154,12 @@ class RequestMiddleware:
         if not length.isdigit() or len(digits) > 18 or int(digits) > limit.max_bytes:
             raise limit.too_large_error()
 
-    def _set_tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _set_tenant(self, scope: Scope, digest: bytes) -> None:
         """Store the tenant and owner of a request, which separate what different keys may see.
 
         It is an HMAC of the key with a random secret, so it cannot be guessed.
         """
-        owner = hmac.new(self._secret, _key_digest(headers), hashlib.sha256).hexdigest()
+        owner = hmac.new(self._secret, digest, hashlib.sha256).hexdigest()
         scope[OWNER_KEY] = owner
         if not self._service.limits.share_cache:
             scope[TENANT_KEY] = owner
@@ -192,11 +193,8 @@ def _by_digest(policies: Sequence[KeyPolicy]) -> list[tuple[bytes, KeyPolicy]]:
     return [(hashlib.sha256(each.key.encode()).digest(), each) for each in policies]
 
 
-def _find_policy(
-    headers: dict[bytes, bytes], policies: Sequence[tuple[bytes, KeyPolicy]]
-) -> KeyPolicy | None:
-    """The policy of the request's key; None for an unknown one."""
-    digest = _key_digest(headers)
+def _find_policy(digest: bytes, policies: Sequence[tuple[bytes, KeyPolicy]]) -> KeyPolicy | None:
+    """The policy of the key with this digest; None for an unknown one."""
     # compare with every key, so that the time reveals nothing
     matches = [each for known, each in policies if hmac.compare_digest(digest, known)]
     return matches[0] if matches else None

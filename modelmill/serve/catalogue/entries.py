@@ -13,7 +13,6 @@ from modelmill.core.quoting import quote
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
 from modelmill.serve.table_file import read_tables
 
-WEIGHTS_PREFIX = "weights/"
 _KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
 
 
@@ -58,15 +57,6 @@ def manifest_fingerprint(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def weight_file_bytes(manifest: Manifest) -> int:
-    """Bytes of an engine's weight files."""
-    return sum(
-        int(entry["bytes"])
-        for name, entry in manifest.files.items()
-        if name.startswith(WEIGHTS_PREFIX)
-    )
 
 
 def read_folder(folder: Path) -> list[CatalogueEntry]:

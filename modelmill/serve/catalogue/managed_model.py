@@ -13,7 +13,6 @@ from modelmill.serve.catalogue.entries import (
     CatalogueEntry,
     manifest_fingerprint,
     read_manifest,
-    weight_file_bytes,
 )
 from modelmill.serve.engine_client import EngineClient, EngineState
 from modelmill.serve.segment_messages import SEGMENTATION
@@ -151,18 +150,12 @@ class ManagedModel:
         self.fingerprint = fingerprint
         return manifest
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of its weights."""
-        manifest = self.engine.manifest
-        return 0 if manifest is None else weight_file_bytes(manifest)
-
     def loaded_bytes(self, engine: EngineClient) -> int:
         """Bytes of weights, KV pages and recurrent state, as the worker reported its limits."""
         if engine.engine_type == SEGMENTATION:
             return self.planned_bytes
         assert engine.manifest is not None
-        return weight_file_bytes(engine.manifest) + engine.cache_bytes
+        return engine.manifest.weight_bytes + engine.cache_bytes
 
     def attach(self, instance: EngineInstance) -> None:
         """Use a worker, whose client takes the place of the one before."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.catalogue.entries import read_manifest, weight_file_bytes
+from modelmill.serve.catalogue.entries import read_manifest
 from tests.serve.dialect_calls import MODEL
 from tests.serve.server_process import FLAGS, ServerProcess
 from tests.wait import wait_until
@@ -30,7 +30,7 @@ def models_dir(stories: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(models_dir: Path, stories: Path) -> Iterator[ServerProcess]:
     """A server of both."""
-    budget = weight_file_bytes(read_manifest(stories)) * 3 // 2 + KV_BYTES
+    budget = read_manifest(stories).weight_bytes * 3 // 2 + KV_BYTES
     words = ("--models-dir", models_dir, "--memory-budget", budget, "--log-level", "info")
     with ServerProcess(*words, flags=FLAGS) as serving:
         yield serving
