@@ -59,14 +59,22 @@ def gated_delta_rule(inputs: GatedDeltaInputs) -> torch.Tensor:
     Whole chunks at multiples of ``rows.chunk`` are computed at once, all other tokens one by one.
     """
     tokens = _prepare(inputs)
-    _, _, v, _, _ = tokens
-    out = torch.zeros_like(v)
+    out = torch.zeros_like(tokens.v)
     state, rows = inputs.state, inputs.rows
     return advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked).flatten(1)
 
 
-def _prepare(inputs: GatedDeltaInputs) -> Tokens:
-    """Tokens in float32: q, k [T, H, dk], v [T, H, dv], log α and β [T, H] float64."""
+class DeltaTokens(NamedTuple):
+    """q, k [T, H, dk], v [T, H, dv] float32; log α and β [T, H] float64."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_decay: torch.Tensor
+    beta: torch.Tensor
+
+
+def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     heads, dk, dv = inputs.state.shape[1:]
     x = inputs.qkv.to(inputs.state.dtype)
     key_width = (x.shape[1] - heads * dv) // 2
@@ -76,7 +84,8 @@ def _prepare(inputs: GatedDeltaInputs) -> Tokens:
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
-    return q * dk**-0.5, k, v.unflatten(1, (heads, dv)), log_decay, b.sigmoid()
+    v = v.unflatten(1, (heads, dv))
+    return DeltaTokens(q=q * dk**-0.5, k=k, v=v, log_decay=log_decay, beta=b.sigmoid())
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

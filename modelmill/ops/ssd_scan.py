@@ -54,14 +54,23 @@ DECLARATION = OpDeclaration(inputs=SSDScanInputs)
 def ssd_scan(inputs: SSDScanInputs) -> torch.Tensor:
     """Advance the states by the step's tokens; returns y [T, H·P] float32."""
     tokens = _prepare(inputs)
-    x, state, rows = tokens[0], inputs.state, inputs.rows
+    x, state, rows = tokens.x, inputs.state, inputs.rows
     out = torch.zeros_like(x)
     out = advance_states(state, rows, tokens, out, step=recurrent_step, chunks=chunked)
     return (out + inputs.skip.to(x.dtype)[:, None] * x).flatten(1)
 
 
-def _prepare(inputs: SSDScanInputs) -> Tokens:
-    """Tokens: x [T, H, P], B, C [T, H, N] float32; log decay and Δ [T, H] float64."""
+class SSDTokens(NamedTuple):
+    """x [T, H, P], B, C [T, H, N] float32; log decay and Δ [T, H] float64."""
+
+    x: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    log_decay: torch.Tensor
+    delta: torch.Tensor
+
+
+def _prepare(inputs: SSDScanInputs) -> SSDTokens:
     heads, dim, size = inputs.state.shape[1:]
     values = inputs.xbc.to(inputs.state.dtype)
     shared = (values.shape[1] - heads * dim) // 2
@@ -70,7 +79,8 @@ def _prepare(inputs: SSDScanInputs) -> Tokens:
     b, c = (each.unflatten(1, (-1, size)).repeat_interleave(group, 1) for each in (b, c))
     delta = F.softplus(inputs.dt.double() + inputs.dt_bias.double()).clamp(*inputs.dt_limit)
     log_decay = -inputs.a_log.double().exp() * delta
-    return x.unflatten(1, (heads, dim)), b, c, log_decay, delta
+    x = x.unflatten(1, (heads, dim))
+    return SSDTokens(x=x, b=b, c=c, log_decay=log_decay, delta=delta)
 
 
 def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:

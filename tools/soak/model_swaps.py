@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.progress import Progress
-from modelmill.serve.catalogue.entries import read_manifest, weight_file_bytes
+from modelmill.serve.catalogue.entries import read_manifest
 from tools.soak.client import send_request
 from tools.soak.memory_trend import fit_trend
 from tools.soak.server import SoakFailure, SoakServer
@@ -45,7 +45,7 @@ def swap_models(
     with tempfile.TemporaryDirectory(prefix="modelmill-soak-") as folder:
         for number, path in enumerate(paths):
             (Path(folder) / f"model{number}").symlink_to(path.resolve())
-        sizes = [weight_file_bytes(read_manifest(path)) + CACHE_BYTES for path in paths]
+        sizes = [read_manifest(path).weight_bytes + CACHE_BYTES for path in paths]
         budget = max(sizes) + min(sizes) // 2
         words = ["--models-dir", folder, "--memory-budget", str(budget)]
         words += ["--kv-cache-bytes", str(CACHE_BYTES), *flags]
