@@ -1,4 +1,4 @@
-"""The README's chart is what the rows give, and only pairs of one run count."""
+"""The README's chart is what the rows give, and only pairs with commit and card count."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
+
 from tools import readme_chart
 from tools.generated_page import stale_pages
+from tools.performance.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _row(subject: str, value: float, run: str = "a", **more: Any) -> dict[str, Any]:
+def _row(subject: str, value: float, card: str = "a", **more: Any) -> dict[str, Any]:
     facts = {"work": "decode-1x128", "device": "NVIDIA H200", "commit": "c", "unit": "ms/token"}
-    return {**facts, "subject": subject, "value": value, "run": run, **more}
+    facts |= {"bench": "table", "part": "marks", "date": "2026-11-01", "device_id": card}
+    return {**facts, "subject": subject, "value": value, "run": f"run on {card}", **more}
+
+
+def _pair(ours: float, peer: float, card: str = "a", **more: Any) -> list[dict[str, Any]]:
+    return [_row("modelmill", ours, card, **more), _row("vLLM", peer, card, **more)]
 
 
 def test_the_chart_of_the_repository_is_fresh() -> None:
@@ -23,31 +31,42 @@ def test_the_chart_of_the_repository_is_fresh() -> None:
     )
 
 
-def test_the_median_is_over_runs_with_both_sides() -> None:
-    rows = [_row("modelmill", 2, "a"), _row("vLLM", 3, "a"), _row("modelmill", 4, "b")]
-    rows += [_row("vLLM", 5, "b"), _row("modelmill", 1, "c"), _row("vLLM", 9, "d")]
-    (pair,) = readme_chart.read_pairs(rows)
-    assert pair.values == {"modelmill": 3, "vLLM": 4}
-    assert pair.ratios == (1.25, 1.5)
-    assert pair.ratio == 1.375
+def test_the_readme_says_what_the_chart_says() -> None:
+    summaries = readme_chart.chart_summaries(read_rows(ROOT / readme_chart.RESULTS))
+    assert set(summaries) == set(readme_chart.WORKS)
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert readme_chart.caption(summaries) in readme
 
 
-def test_rows_of_another_device_or_without_a_commit_do_not_count() -> None:
-    rows = [_row("modelmill", 2), _row("vLLM", 3, device="NVIDIA H100")]
-    assert not readme_chart.read_pairs(rows)
-    without = {key: value for key, value in _row("vLLM", 3).items() if key != "commit"}
-    assert not readme_chart.read_pairs([rows[0], without])
+def test_the_median_is_over_cards_with_both_sides() -> None:
+    rows = [*_pair(2, 3, "a"), *_pair(4, 5, "b"), _row("modelmill", 1, "c"), _row("vLLM", 9, "d")]
+    (summary,) = readme_chart.chart_summaries(rows).values()
+    assert (summary.engine_value, summary.peer_value, summary.ratio) == (3, 4, 1.375)
+    assert readme_chart.caption({"decode-1x128": summary}) == (
+        "geometric mean 1.38× as fast, least favourable run 1.25×; medians over 2 cards"
+    )
+
+
+@pytest.mark.parametrize("missing", ["commit", "device_id"])
+def test_rows_without_commit_or_card_do_not_count(missing: str) -> None:
+    rows = [{key: value for key, value in row.items() if key != missing} for row in _pair(2, 3)]
+    assert readme_chart.chart_summaries(_pair(2, 3))
+    assert not readme_chart.chart_summaries(rows)
+
+
+def test_rows_of_another_device_do_not_count() -> None:
+    assert not readme_chart.chart_summaries(_pair(2, 3, device="NVIDIA H100"))
 
 
 def test_a_trace_counts_in_the_order_of_arrival_only() -> None:
-    trace = {"work": "trace-500", "unit": "s"}
-    engine, peer = _row("modelmill", 2, **trace), _row("vLLM", 3, **trace)
-    assert not readme_chart.read_pairs([engine, peer])
-    assert readme_chart.read_pairs([{**engine, "order": "arrival"}, {**peer, "order": "arrival"}])
+    trace = {"work": "trace-500", "unit": "s", "part": "trace"}
+    assert not readme_chart.chart_summaries(_pair(2, 3, **trace))
+    assert not readme_chart.chart_summaries(_pair(2, 3, **trace, order="longest-first"))
+    assert readme_chart.chart_summaries(_pair(2, 3, **trace, order="arrival"))
 
 
 def test_the_drawing_is_valid_svg_with_both_times() -> None:
-    pairs = readme_chart.read_pairs([_row("modelmill", 2), _row("vLLM", 3)])
-    texts = [each.text for each in ElementTree.fromstring(readme_chart.draw(pairs)).iter()]
+    drawing = readme_chart.draw(readme_chart.chart_summaries(_pair(2, 3)))
+    texts = [each.text for each in ElementTree.fromstring(drawing).iter()]
     assert "2 ms  (1.50× as fast)" in texts
     assert "3 ms" in texts
