@@ -1,7 +1,6 @@
 """Simulate how long a batch takes with the current scheduler and step costs of one H200.
 
-    python benchmarks/scheduler_simulation.py 64x1024+144 64x1024+16 [--trace
-    azure_conversation_trace.csv]
+    python benchmarks/scheduler_simulation.py 64x1024+144 64x1024+16 [--trace azure]
 
 No GPU, no model: for judging an order of service before it is measured. Qwen-7B's shape in
 bfloat16; what a step costs was read off steps of the trace (``trace_steps.py``). The trace takes
@@ -20,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import trace_file  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
 from modelmill.runtime.kv_pages import PagePool  # noqa: E402
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits  # noqa: E402
@@ -113,7 +113,7 @@ def main() -> None:
     """Print a line a batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("batches", nargs="*", metavar="COUNTxPROMPT+ANSWER")
-    parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
+    parser.add_argument("--trace", type=trace_file.parse_trace, help=trace_file.HELP)
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
     options = parser.parse_args()
     works = {spec: parse_batch(spec) for spec in options.batches}
@@ -122,7 +122,7 @@ def main() -> None:
 
         works[f"{options.requests} of the trace"] = read_trace(options.trace, options.requests)
     if not works:
-        parser.error("no batch: name one, as 64x1024+144, or --trace FILE.csv")
+        parser.error("no batch: name one, as 64x1024+144, or --trace azure")
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in POLICIES))
     for name, lengths in works.items():
         print(

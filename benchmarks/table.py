@@ -9,7 +9,7 @@
 | first | first token of 1,024 and 4,096 tokens, batch 1 | vLLM |
 | warm | the same once more; for after `decode`, whose last line heats the card | vLLM |
 | marks | decode and first tokens in blocks, each side by itself, as the marks of the targets were taken | vLLM |
-| trace | 500 requests of a conversation trace, all at once (--trace FILE.csv), by --order | vLLM |
+| trace | 500 requests of a conversation trace, all at once (--trace FILE|azure), by --order | vLLM |
 | startup | process start to first token | vLLM |
 | eager | decode at batch 1 | transformers |
 | gpt2 | decode of GPT-2 medium's shape, float16, batch 1 | transformers |
@@ -41,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import workloads  # noqa: E402
+from benchmarks import trace_file, workloads  # noqa: E402
 from benchmarks.append_rows import portable_command  # noqa: E402
 from benchmarks.figure_statistics import MeasuredFigure, speedup  # noqa: E402
 from benchmarks.make_checkpoint import NORMAL, UNIFORM  # noqa: E402
@@ -101,7 +101,7 @@ class SpeedTable:
 
         if self.options.trace is None:
             raise SystemExit(
-                "part trace needs --trace FILE.csv with ContextTokens and GeneratedTokens"
+                "part trace needs --trace azure, or a csv with ContextTokens and GeneratedTokens"
             )
         lengths = order_requests(
             read_trace(self.options.trace, self.options.requests), self.options.order
@@ -282,7 +282,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=ROOT / "out" / "table",
         help="where models are made and logs lie",
     )
-    parser.add_argument("--trace", type=Path, help="csv with ContextTokens and GeneratedTokens")
+    parser.add_argument("--trace", type=trace_file.parse_trace, help=trace_file.HELP)
     parser.add_argument("--requests", type=int, default=500, help="of the trace")
     parser.add_argument(
         "--order", choices=(ARRIVAL, LONGEST_FIRST), default=ARRIVAL, help="trace: of both sides"

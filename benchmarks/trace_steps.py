@@ -1,6 +1,6 @@
 """Run the conversation trace on the engine core alone and report GPU time step by step.
 
-    python benchmarks/trace_steps.py qwen-7b --trace azure_conversation_trace.csv [--order together]
+    python benchmarks/trace_steps.py qwen-7b --trace azure [--order together]
         [--budget 8192] [--as dense:auto --as smoothquant:int8 …] [--runs 1] [--save FILE.jsonl]
 
 Seeded random weights, no text, no engine on disk. Steps are grouped by what they hold: single
@@ -32,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import trace_file  # noqa: E402
 from benchmarks.model_step import copy_bandwidth, random_model, weight_bytes  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.workloads import warm_up  # noqa: E402
@@ -152,7 +153,7 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape")
-    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--trace", type=trace_file.parse_trace, required=True, help=trace_file.HELP)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--order", action="append", choices=sorted(ORDERS))
     parser.add_argument(
