@@ -9,7 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hybrid_config, _llama_common
-from modelmill.models._hf_config import attention_bias, positive_int
+from modelmill.models._hf_config import attention_bias, check_multiple, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
@@ -72,11 +72,7 @@ def gated_delta_net(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDel
     """
     key_heads = positive_int(raw, "linear_num_key_heads", default=16)
     heads = positive_int(raw, "linear_num_value_heads", default=32)
-    if heads % key_heads:
-        raise CheckpointError(
-            f"config.json: linear_num_value_heads={heads} is not a multiple of "
-            f"linear_num_key_heads={key_heads}; correct one of them"
-        )
+    check_multiple("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
     key_dim, value_dim = (
         positive_int(raw, f"linear_{name}_head_dim", default=128, max_value=MAX_HEAD_DIM)
         for name in ("key", "value")

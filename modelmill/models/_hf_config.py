@@ -56,13 +56,28 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
     return value
 
 
+def check_multiple(key: str, value: int, divisor_key: str, divisor: int) -> int:
+    """Return the quotient; raises CheckpointError where the division leaves a rest."""
+    if value % divisor:
+        raise CheckpointError(
+            f"config.json: {key}={value} is not a multiple of {divisor_key}={divisor}; "
+            "correct one of them"
+        )
+    return value // divisor
+
+
+def config_object(key: str, value: Any) -> Mapping[str, Any]:
+    """The value of a key that holds an object, {} for null; raises CheckpointError for others."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"config.json: {key} must be an object, not {quote(value, 60)}")
+    return value
+
+
 def head_size(hidden: int, heads: int) -> int:
     """Channels of a head where a config names no ``head_dim``."""
-    if hidden % heads:
-        raise CheckpointError(
-            f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
-        )
-    return hidden // heads
+    return check_multiple("hidden_size", hidden, "num_attention_heads", heads)
 
 
 def check_pairs(key: str, value: int, rotated: int) -> int:
@@ -146,8 +161,10 @@ def factor(raw: Mapping[str, Any], key: str, default: float = 1.0) -> float | No
     return None if value == 1.0 else value
 
 
-def optional_cap(raw: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
-    """A bound that scores or logits approach; None for null, and where ``default`` is None."""
+def optional_positive(
+    raw: Mapping[str, Any], key: str, default: float | None = None
+) -> float | None:
+    """A number above 0, such as a cap; None for null, and where ``default`` is None."""
     return None if raw.get(key, default) is None else positive_float(raw, key, default=default)
 
 
@@ -299,18 +316,15 @@ def _rope_scaling(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """
     first, second = (raw.get(key) for key in ("rope_scaling", "rope_parameters"))
     for key, scaling in (("rope_scaling", first), ("rope_parameters", second)):
-        if scaling is None:
-            continue
-        if not isinstance(scaling, Mapping):
-            raise CheckpointError(f"config.json: {key} must be an object, not {quote(scaling, 60)}")
-        nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
+        parameters = config_object(key, scaling)
+        nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
         if nested:
             raise CheckpointError(
                 f"config.json: {key} has an object of its own for {quote(nested[0], 60)}; "
                 "a rotation that differs by layer is not supported"
             )
-        if scaling:
-            return key, dict(scaling)
+        if parameters:
+            return key, dict(parameters)
     return "rope_scaling", {}
 
 

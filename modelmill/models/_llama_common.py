@@ -11,6 +11,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
     boolean,
+    check_multiple,
     max_sequence_len,
     non_negative_float,
     num_layers,
@@ -75,11 +76,7 @@ def config_from_hf(
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of "
-            f"num_key_value_heads={kv_heads}"
-        )
+    check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     if head_dim % 2:
         raise CheckpointError(
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import positive_int
+from modelmill.models._hf_config import check_multiple, positive_int
 
 MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
 
@@ -65,10 +65,7 @@ def state_heads(
             f"the expanded hidden_size has {inner}; correct one"
         )
     count = positive_int(raw, keys[2], default=groups)
-    if heads % count:
-        raise CheckpointError(
-            f"config.json: {keys[0]}={heads} is not a multiple of {keys[2]}={count}"
-        )
+    check_multiple(keys[0], heads, keys[2], count)
     return heads, dim, count
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.errors import CheckpointError
 from modelmill.models._hf_config import (
     boolean,
+    check_multiple,
     check_pairs,
     non_negative_float,
     num_layers,
@@ -36,13 +36,9 @@ LAYOUT = CheckpointLayout(
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
-    "post_layer_norm": (True,),
-    "original_rope": (True,),
-    "interleaved_qkv": (False,),
-    "pre_seq_len": (0,),
-    "prefix_projection": (False,),
-    "quantization_bit": (0,),
-}
+    "post_layer_norm": (True,), "original_rope": (True,), "interleaved_qkv": (False,),
+    "pre_seq_len": (0,), "prefix_projection": (False,), "quantization_bit": (0,),
+}  # fmt: skip
 UNUSED_CONFIG_KEYS = (
     "auto_map", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
     "bias_dropout_fusion", "fp32_residual_connection",
@@ -55,11 +51,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     grouped = boolean(raw, "multi_query_attention", False)
     kv_heads = positive_int(raw, "multi_query_group_num", default=1)
-    if grouped and heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} is not a multiple of "
-            f"multi_query_group_num={kv_heads}"
-        )
+    if grouped:
+        check_multiple("num_attention_heads", heads, "multi_query_group_num", kv_heads)
     dim = positive_int(raw, "kv_channels", default=hidden // heads)
     length = positive_int(raw, "seq_length", default=2048)
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)

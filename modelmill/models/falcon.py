@@ -29,10 +29,8 @@ UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in FalconConfig."""
-    new, parallel = (
-        boolean(raw, "new_decoder_architecture", False),
-        boolean(raw, "parallel_attn", True),
-    )
+    new = boolean(raw, "new_decoder_architecture", False)
+    parallel = boolean(raw, "parallel_attn", True)
     heads = positive_int(raw, "num_attention_heads", "n_head")
     hidden = positive_int(raw, "n_embed", "hidden_size")
     stored = positive_int(raw, "num_kv_heads", "n_head_kv", default=heads)
@@ -57,12 +55,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     if not boolean(raw, "alibi", False):
         return config
-    return replace(
-        config,
-        rope=None,
-        alibi=AlibiConfig(scale=config.head_dim**-0.5),
-        max_extended_len=MAX_SIZE,
-    )
+    alibi = AlibiConfig(scale=config.head_dim**-0.5)
+    return replace(config, rope=None, alibi=alibi, max_extended_len=MAX_SIZE)
 
 
 def _has_two_norms(raw: Mapping[str, Any], new: bool, parallel: bool) -> bool:

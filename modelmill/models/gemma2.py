@@ -14,7 +14,7 @@ from modelmill.models._hf_config import (
     activation,
     attention_bias,
     num_layers,
-    optional_cap,
+    optional_positive,
     positive_float,
     positive_int,
 )
@@ -45,8 +45,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=8192,
         **common_fields(raw),
         windows=_llama_common.interleaved_windows(raw, layers, 2),
-        logit_softcap=optional_cap(raw, "final_logit_softcapping", 30.0),
-        attention_softcap=optional_cap(raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=optional_positive(raw, "final_logit_softcapping", 30.0),
+        attention_softcap=optional_positive(raw, "attn_logit_softcapping", 50.0),
     )
 
 

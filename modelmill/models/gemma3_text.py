@@ -12,7 +12,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common, gemma2
-from modelmill.models._hf_config import num_layers, optional_cap, positive_float
+from modelmill.models._hf_config import num_layers, optional_positive, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -42,7 +42,7 @@ def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig
         positions=131072,
         qk_norm=True,
         **gemma2.common_fields(raw),
-        logit_softcap=optional_cap(raw, "final_logit_softcapping"),
+        logit_softcap=optional_positive(raw, "final_logit_softcapping"),
     )
 
 

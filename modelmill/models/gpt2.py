@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.errors import CheckpointError
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
+from modelmill.models._hf_config import EVERY_BIAS, check_multiple, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -34,8 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positive_int(raw, "n_embd", "hidden_size"),
         positive_int(raw, "n_head", "num_attention_heads"),
     )
-    if hidden % heads:
-        raise CheckpointError(f"config.json: n_embd={hidden} is not a multiple of n_head={heads}")
+    check_multiple("n_embd", hidden, "n_head", heads)
     length = positive_int(raw, "n_ctx", default=1024)  # where the others are silent
     return _gpt2_common.config_from_hf(
         raw,

@@ -1,7 +1,6 @@
 """MPT: ALiBi, q, k and v clipped in some, LayerNorm without bias; no linear layer has one.
 
-The largest exponent of the slopes is the config's, as in the code it was published with and in
-llama.cpp; transformers takes 8 for all.
+The slopes' largest exponent is the config's, as in llama.cpp; transformers takes 8 for all.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.config_view import ConfigView
-from modelmill.core.errors import CheckpointError
-from modelmill.core.quoting import quote
-from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import optional_cap, positive_float, positive_int, require_value
+from modelmill.models import _gpt2_common, _hf_config
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -54,7 +50,6 @@ _ATTENTION_VALUES = {
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in MptConfig."""
     attention = _attention_keys(raw)
-    scale = attention.get("softmax_scale")
     return _gpt2_common.config_from_hf(
         raw,
         norm=LAYER_NORM_WITHOUT_BIAS,
@@ -62,22 +57,19 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         hidden=("d_model", "hidden_size"),
         heads=("n_heads", "num_attention_heads"),
         layers=("n_layers", "num_hidden_layers"),
-        max_len=positive_int(raw, "max_seq_len", default=2048),
-        alibi=AlibiConfig(positive_float(attention, "alibi_bias_max", default=8.0)),
-        qkv_clip=optional_cap(attention, "clip_qkv"),
-        attention_scale=None if scale is None else positive_float(attention, "softmax_scale"),
+        max_len=_hf_config.positive_int(raw, "max_seq_len", default=2048),
+        alibi=AlibiConfig(_hf_config.positive_float(attention, "alibi_bias_max", default=8.0)),
+        qkv_clip=_hf_config.optional_positive(attention, "clip_qkv"),
+        attention_scale=_hf_config.optional_positive(attention, "softmax_scale"),
     )
 
 
 def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The object ``attn_config``, its switches checked."""
-    value = raw.get("attn_config")
-    value = {} if value is None else value
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"config.json: attn_config must be an object, not {quote(value, 60)}")
+    value = _hf_config.config_object("attn_config", raw.get("attn_config"))
+    named = {f"attn_config.{key}": each for key, each in value.items()}
     for key, supported in _ATTENTION_VALUES.items():
-        if value.get(key, supported) != supported:
-            require_value({f"attn_config.{key}": value[key]}, f"attn_config.{key}", (supported,), 0)
+        _hf_config.require_value(named, f"attn_config.{key}", (supported,), supported)
     known = {*_ATTENTION_VALUES, *_UNREAD_ATTENTION_KEYS, "model_type"}
     if isinstance(raw, ConfigView):
         raw.ignore({f"attn_config.{k}": each for k, each in value.items() if k not in known})

@@ -21,8 +21,8 @@ def _row(subject: str, value: float, card: str = "a", **more: Any) -> dict[str, 
     return {**facts, "subject": subject, "value": value, "run": f"run on {card}", **more}
 
 
-def _pair(ours: float, peer: float, card: str = "a", **more: Any) -> list[dict[str, Any]]:
-    return [_row("modelmill", ours, card, **more), _row("vLLM", peer, card, **more)]
+def _pair(engine: float, peer: float, card: str = "a", **more: Any) -> list[dict[str, Any]]:
+    return [_row("modelmill", engine, card, **more), _row("vLLM", peer, card, **more)]
 
 
 def test_the_chart_of_the_repository_is_fresh() -> None:
