@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ TOKENIZER_FILES = (
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
 """Files of which a tokenizer has one; other files by save_pretrained only describe it."""
+
+SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
@@ -62,9 +65,12 @@ def read_side_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file; raises CorruptCheckpoint for other content."""
+    """Return a JSON object from a file; raises CorruptCheckpoint for other content.
+
+    transformers writes an infinite float as ``{"__float__": "Infinity"}``: it is read as the float.
+    """
     try:
-        value = json.loads(read_side_file(path))
+        value = json.loads(read_side_file(path), object_hook=_read_special_float)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}: is not valid JSON ({error}); fetch the file again"
@@ -72,6 +78,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path}: holds no JSON object at its top")
     return value
+
+
+def _read_special_float(value: dict[str, Any]) -> Any:
+    if value.keys() != {"__float__"}:
+        return value
+    return SPECIAL_FLOATS.get(str(value["__float__"]), value)
 
 
 def read_index(path: Path) -> dict[str, str]:
