@@ -375,6 +375,10 @@ class Stats:
         kept_pages: Most idle pages that may be kept while unused pages are available.
         touched_pages: Pages ever written; a cache in RAM takes memory for these only.
         page_bytes: Bytes of one page on all ranks together.
+        state_bytes: Bytes of all slots of recurrent state on all ranks together.
+        snapshot_slots: Snapshots of recurrent states that the prefix cache can keep.
+        snapshots: Snapshots in the prefix cache.
+        restored_states: Prompts that started from a snapshot.
     """
 
     running: int
@@ -391,6 +395,10 @@ class Stats:
     kept_pages: int = 0
     touched_pages: int = 0
     page_bytes: int = 0
+    state_bytes: int = 0
+    snapshot_slots: int = 0
+    snapshots: int = 0
+    restored_states: int = 0
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -376,6 +376,7 @@ class EngineCore:
     def stats(self) -> Stats:
         """Counters since the start, and current gauges."""
         pool, scheduler = self.scheduler.pool, self.scheduler
+        states, ranks = scheduler.states, self.model_runner.tp_group.size
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -391,7 +392,11 @@ class EngineCore:
             kept_pages=pool.max_idle,
             # a GPU cache is allocated as a whole; in RAM a page takes memory when first written
             touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,
-            page_bytes=self.page_bytes * self.model_runner.tp_group.size,
+            page_bytes=self.page_bytes * ranks,
+            state_bytes=ranks * self.state_capacity.nbytes if self.state_capacity else 0,
+            snapshot_slots=states.count if states else 0,
+            snapshots=states.num_cached if states else 0,
+            restored_states=states.restored if states else 0,
         )
 
     def warm_up(self, max_seqs: int | None = None, *, all_specializations: bool = False) -> None:

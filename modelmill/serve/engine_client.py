@@ -812,7 +812,13 @@ def _zero_stats(num_pages: int) -> Stats:
 
 def _stats_between_workers(last: Stats) -> Stats:
     """Statistics while no worker runs: the limits, and zero otherwise."""
-    return replace(_zero_stats(last.pages), kept_pages=last.kept_pages, page_bytes=last.page_bytes)
+    return replace(
+        _zero_stats(last.pages),
+        kept_pages=last.kept_pages,
+        page_bytes=last.page_bytes,
+        state_bytes=last.state_bytes,
+        snapshot_slots=last.snapshot_slots,
+    )
 
 
 def _add_counters(now: Stats, before: Stats) -> Stats:
@@ -824,4 +830,5 @@ def _add_counters(now: Stats, before: Stats) -> Stats:
         output_tokens=now.output_tokens + before.output_tokens,
         cached_tokens=now.cached_tokens + before.cached_tokens,
         preemptions=now.preemptions + before.preemptions,
+        restored_states=now.restored_states + before.restored_states,
     )

@@ -225,9 +225,25 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
             _bytes_of("kept_pages"),
         ),
         "prefix_cache_resident_bytes": ("Bytes of cached prefixes.", _bytes_of("evictable_pages")),
+        "state_cache_bytes": (
+            "Bytes of recurrent states, of running sequences and snapshots; 0 without any.",
+            lambda s: s.state_bytes,
+        ),
+        "state_cache_snapshots_limit": (
+            "Snapshots of recurrent states that the prefix cache can keep.",
+            lambda s: s.snapshot_slots,
+        ),
+        "state_cache_snapshots": (
+            "Snapshots of recurrent states in the prefix cache.",
+            lambda s: s.snapshots,
+        ),
     }
     counters = {
         "num_preemptions": ("Preempted sequences.", lambda s: s.preemptions),
+        "state_cache_hits": (
+            "Prompts that started from a snapshot of recurrent states.",
+            lambda s: s.restored_states,
+        ),
     }
     families: list[Metric] = []
     for family_class, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -182,7 +182,11 @@ def test_snapshots_stay_within_their_budget_and_are_evicted(model: Any) -> None:
         answer(engine, drawn(20, seed=seed), 10)
     assert (states.num_cached, states.num_free) == (2, 0)
     assert answer(engine, first, 2)[1] == 0  # evicted
+    before = engine.stats()
     assert answer(engine, first, 2)[1] == 16
+    stats = engine.stats()
+    assert (stats.state_bytes, stats.snapshots, stats.snapshot_slots) == (5 * size, 2, 2)
+    assert stats.restored_states == before.restored_states + 1
 
 
 def test_fewer_sequences_run_where_states_do_not_fit(model: Any) -> None:

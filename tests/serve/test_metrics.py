@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 
+from modelmill.core.types import Stats
+from modelmill.serve.metrics import ServerMetrics
 from tests.serve.service_thread import ServiceThread
+
+STATE_SAMPLES = {"bytes": 640, "snapshots_limit": 4, "snapshots": 3, "hits_total": 2}
+
+
+def sampled(body: bytes) -> dict[str, str]:
+    """The page's samples."""
+    lines = body.decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
 
 
 def queued(running: ServiceThread) -> tuple[float, float]:
     """Requests that left the queue, and the seconds they waited."""
-    lines = running.get("/metrics").body.decode().splitlines()
-    samples = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    samples = sampled(running.get("/metrics").body)
     name, label = "modelmill:request_queue_time_seconds", '{model_name="stories"}'
     return float(samples[f"{name}_count{label}"]), float(samples[f"{name}_sum{label}"])
 
@@ -34,3 +43,14 @@ def test_every_request_is_counted_once(
     for _ in range(3):
         assert running.post(path, {"model": "stories", **body}).status == 200
     assert queued(running)[0] == before + 3
+
+
+def test_recurrent_states_are_on_the_page() -> None:
+    stats = Stats(
+        1, 0, 8, 8, 0, 1, 1, 1, 0, 0,
+        state_bytes=640, snapshot_slots=4, snapshots=3, restored_states=2,
+    )  # fmt: skip
+    samples = sampled(ServerMetrics().render([("hybrid", stats)]))
+    label = '{model_name="hybrid"}'
+    read = {name: float(samples[f"modelmill:state_cache_{name}{label}"]) for name in STATE_SAMPLES}
+    assert read == STATE_SAMPLES
