@@ -46,7 +46,7 @@ from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_stack import kv_shape, layer_stacks, state_shape
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
-from modelmill.quant.keep import KEEP, resolve_keep
+from modelmill.quant.keep import EXPANDED, KEEP, has_scaled_fp8, resolve_keep
 from modelmill.quant.mixed_precision import MixedPrecisionRecipe
 from modelmill.quant.recipe import NONE, Recipe, make_recipe
 from modelmill.quant.vision_encoder import describe_vision_recipe, vision_encoder_recipe
@@ -295,8 +295,11 @@ def make_plan(
     reasons: dict[str, str] = {}
     # what is quantized already is kept, unless another recipe is set
     quantized = bool(checkpoint.config.get("quantization_config"))
-    if config.quantization == KEEP or (quantized and config.quantization == NONE):
+    expanded = quantized and has_scaled_fp8(checkpoint)
+    if config.quantization == KEEP or (quantized and config.quantization == NONE and not expanded):
         config, reasons = resolve_keep(checkpoint, config)
+    elif expanded and config.quantization == NONE:
+        warnings.append(EXPANDED)
     renames = resolve_rename_rules(checkpoint, family, sizes)
     auto_result = None
     if config.quantization == AUTO and not config.layer_recipes:

@@ -27,7 +27,7 @@ from modelmill.checkpoint.minigpt4_parts import (
     find_parts,
     is_minigpt4_folder,
 )
-from modelmill.checkpoint.prequantized import SIDE_FILES, PrequantizedContainer, find_scheme
+from modelmill.checkpoint.prequantized import SIDE_FILES, open_prequantized
 from modelmill.checkpoint.pth import INDEX_FILE as PTH_INDEX
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
@@ -312,8 +312,7 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         view = gpt_oss_experts.GptOssExperts(weights)
     elif quantization := config.get("quantization_config"):
         transposed = config.get("model_type") == "gpt2"
-        scheme = find_scheme(quantization, path)
-        view = PrequantizedContainer(weights, scheme, transposed=transposed)
+        view = open_prequantized(weights, quantization, path, transposed=transposed)
     return Checkpoint(
         path=path,
         container=container,

@@ -1,4 +1,4 @@
-"""Checkpoints quantized by GPTQ, AWQ or compressed-tensors, under the weights' names.
+"""Checkpoints quantized by GPTQ, AWQ, compressed-tensors or to 8-bit floats, by weights' names.
 
 ``config.json`` contains the method (``quantization_config``); older ones have quantize_config.json
 (AutoGPTQ) or quant_config.json (AutoAWQ) beside it. A stem's packed tensors become one matrix
@@ -15,6 +15,7 @@ import torch
 
 from modelmill.checkpoint import awq_format, compressed_tensors, gptq_format
 from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.fp8_format import METHODS, Fp8Container, read_settings
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CheckpointError
 
@@ -47,6 +48,20 @@ class QuantScheme(Protocol):
         """Return its values; raises CorruptCheckpoint if they contradict the layout."""
 
 
+def open_prequantized(
+    raw: Container, settings: Any, path: Path, *, transposed: bool = False
+) -> Container:
+    """Return the view of a quantized checkpoint that has the weights' names.
+
+    Raises:
+        CheckpointError: for a method or settings that cannot be read.
+    """
+    fp8 = read_settings(settings, path)
+    if fp8 is not None:
+        return Fp8Container(raw, fp8)
+    return PrequantizedContainer(raw, find_scheme(settings, path), transposed=transposed)
+
+
 def find_scheme(settings: Any, path: Path) -> QuantScheme:
     """Return the scheme of a ``quantization_config``.
 
@@ -58,7 +73,7 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
     method = str(settings.get("quant_method", "")).lower()
     module = SCHEME_MODULES.get(method)
     if module is None:
-        named, known = method or "an unnamed method", ", ".join(SCHEME_MODULES)
+        named, known = method or "an unnamed method", ", ".join((*SCHEME_MODULES, *METHODS))
         raise CheckpointError(
             f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
         )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import TensorInfo
+from modelmill.checkpoint.fp8_format import LABEL
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
@@ -114,6 +115,17 @@ def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeig
     return KeptWeight(resolved.sources, tuple(forms), weight_format)
 
 
+EXPANDED = (
+    "the checkpoint's 8-bit floats are expanded, so that the engine is larger than the checkpoint; "
+    "-q fp8 and int8 store 8 bits"
+)
+
+
+def has_scaled_fp8(checkpoint: Checkpoint) -> bool:
+    """Whether matrices are stored in 8-bit floats with scales, which no weight format keeps."""
+    return any(checkpoint.tensor_info(name).dtype == LABEL for name in checkpoint.names())
+
+
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
     """Return the config of a build that keeps matrices, and the reason by option.
 
@@ -129,6 +141,11 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             labels[form.label] += 1
         else:
             types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
+    if not labels and LABEL in types:
+        raise UsageError(
+            f"{checkpoint.path} holds 8-bit floats, which are expanded when they are read and "
+            "cannot be kept; build it with -q fp8, int8 or none"
+        )
     if not labels and checkpoint.config.get("quantization_config"):
         raise CheckpointError(
             f"{checkpoint.path}: config.json describes quantized weights, but none are; "

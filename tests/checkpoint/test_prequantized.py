@@ -303,7 +303,7 @@ def ct_weights(**changes: Any) -> dict[str, Any]:
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             "bitsandbytes.*known are gptq, awq",
         ),
-        ({"quant_method": "fp8"}, "fp8, which is not supported.*-q int4 or -q int8"),
+        ({"quant_method": "hqq"}, "hqq, which is not supported.*-q int4 or -q int8"),
         ({"bits": 4}, "an unnamed method"),
         ("gptq", "no object"),
     ],

@@ -3,7 +3,8 @@
 GPTQ: word w of qweight [K·b/32, N] holds rows K of code w·(32/b) + i at bit b·i; zeros along N,
 stored less one except in gptq_v2; the group of column k is g_idx[k]. AWQ: word w of qweight [K,
 N/8] holds output 8w + (0 2 4 6 1 3 5 7)[i] at bit 4i. compressed-tensors: word w of weight_packed
-[N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i.
+[N, …] holds value + 2^(b−1) of column w·(32/b) + i at bit b·i. 8-bit floats (e4m3): sign, 4 bits of
+exponent with bias 7, 3 of mantissa; a scale for each block of the matrix, row, or matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from modelmill.accept.reference.tensor_source import RawContainer
 
 Matrix = NDArray[np.float64]
-MARKER_SUFFIXES = ("qweight", "weight_scale")
+MARKER_SUFFIXES = ("qweight", "weight_scale", "weight_scale_inv")
 
 
 class DequantizedContainer:
@@ -62,8 +63,28 @@ class DequantizedContainer:
         read = {"gptq": self._dequantize_gptq, "awq": self._dequantize_awq}.get(
             str(self._settings.get("quant_method")), self._dequantize_compressed
         )
+        if f"{stem}.weight" in self._names:
+            stored = self._raw.get(name)
+            if stored.dtype is torch.float8_e4m3fn:
+                return torch.from_numpy(self._dequantize_e4m3(stem, stored))
         dense = torch.from_numpy(np.ascontiguousarray(read(stem)))
         return dense.t() if self._transposed else dense
+
+    def _dequantize_e4m3(self, stem: str, stored: torch.Tensor) -> Matrix:
+        suffix = "weight_scale_inv" if f"{stem}.weight_scale_inv" in self._names else "weight_scale"
+        scale = self._raw.get(f"{stem}.{suffix}").double().numpy()
+        values = _e4m3_values()[stored.view(torch.uint8).numpy()]
+        if scale.ndim < 2 or scale.shape[1] == 1:
+            return values * scale.reshape(-1, 1)
+        (height, width), (rows, columns) = self._block(), values.shape
+        return values * scale[np.arange(rows)[:, None] // height, np.arange(columns) // width]
+
+    def _block(self) -> tuple[int, int]:
+        size = self._settings.get("weight_block_size")
+        if size is None:
+            group = next(iter(self._settings["config_groups"].values()))
+            size = group["weights"]["block_structure"]
+        return int(size[0]), int(size[1])
 
     def _uint32(self, name: str) -> NDArray[np.uint32]:
         return self._raw.get(name).numpy().view(np.uint32)
@@ -123,6 +144,17 @@ class DequantizedContainer:
                 zero = kept.double().numpy().reshape(-1, groups)
         spread = np.broadcast_to(zero, (rows, groups))
         return (values - spread[:, of]) * scale[:, of]
+
+
+def _e4m3_values() -> Matrix:
+    """The 256 values of e4m3 by their bits; ±0x7f is no number."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    size = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
+    size[bits & 127 == 127] = np.nan
+    return np.where(bits >> 7 == 1, -size, size)
 
 
 def _unpack_fields(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
