@@ -25,7 +25,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     text_kinds = list(dict.fromkeys(row["kind"] for row in rows))
     builds: dict[str, dict[str, float]] = {}
     for row in rows:
-        builds.setdefault(_build(row), {})[row["kind"]] = 100 * row["excess"]
+        # + 0.0: no "-0.00 %"
+        builds.setdefault(_build(row), {})[row["kind"]] = round(100 * row["excess"], 2) + 0.0
     shared = [each for each in text_kinds if all(each in costs for costs in builds.values())]
     lines = [
         f"| build | {' | '.join(text_kinds)} | mean | worst |",

@@ -12,6 +12,7 @@ from typing import Any
 from modelmill.core.env import option_from_env
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS_FOLDER = "benchmarks/results"
 
 
 def provenance() -> dict[str, Any]:
@@ -28,7 +29,8 @@ def _running_commit() -> str | None:
 def git_commit(root: Path = ROOT) -> str | None:
     """Return the commit, with "-dirty" behind it if tracked files differ.
 
-    MODELMILL_COMMIT names it where the code is no checkout; None without both.
+    Rows that a benchmark appended to the results are no difference: the next one measures the same
+    code. MODELMILL_COMMIT names it where the code is no checkout; None without both.
     """
     if named := option_from_env("commit"):
         return named
@@ -38,11 +40,8 @@ def git_commit(root: Path = ROOT) -> str | None:
     commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
-    return (
-        f"{commit}-dirty"
-        if _output(["git", "-C", str(root), "status", "--porcelain", "-uno"])
-        else commit
-    )
+    changed = ["status", "--porcelain", "-uno", "--", ".", f":(exclude){RESULTS_FOLDER}"]
+    return f"{commit}-dirty" if _output(["git", "-C", str(root), *changed]) else commit
 
 
 def host_facts() -> dict[str, Any]:

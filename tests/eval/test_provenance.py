@@ -19,12 +19,16 @@ def git(folder: Path, *words: str) -> str:
 def test_a_checkout_with_changes_is_called_dirty(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "a").write_text("1")
-    git(tmp_path, "add", "a")
+    results = tmp_path / "benchmarks/results/cpu.jsonl"
+    results.parent.mkdir(parents=True)
+    results.write_text("{}")
+    git(tmp_path, "add", "a", "benchmarks")
     git(tmp_path, "commit", "-qm", "one")
     commit = git(tmp_path, "rev-parse", "--short=12", "HEAD")
     assert git_commit(tmp_path) == commit
     (tmp_path / "untracked").touch()
-    assert git_commit(tmp_path) == commit
+    results.write_text("{}\n{}")
+    assert git_commit(tmp_path) == commit, "a row that was appended is no other code"
     (tmp_path / "a").write_text("2")
     assert git_commit(tmp_path) == f"{commit}-dirty"
 
