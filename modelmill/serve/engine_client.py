@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from modelmill.artifact.manifest import Manifest
 from modelmill.core import log
 from modelmill.core.errors import (
-    GRAMMAR_LOST,
-    CapacityError,
     ModelmillError,
     RequestError,
     UsageError,
 )
-from modelmill.core.types import FinishReason, Stats, TokenOutput
+from modelmill.core.types import Stats
 from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import budget
 from modelmill.serve.access.fair_queue import FairQueue
+from modelmill.serve.engine_state import (
+    EngineNotReady,
+    EngineState,
+    LoadProgress,
+    QueueFull,
+    ServerShuttingDown,
+)
+from modelmill.serve.generation_client import GenerationClient
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
 from modelmill.serve.session_client import SessionClient
+from modelmill.serve.stats_client import StatsClient
 from modelmill.serve.watchdog import Watchdog
 from modelmill.serve.worker_messages import (
     AbortRequest,
     AddRequest,
     EngineReady,
-    FinishSequence,
-    GetStats,
     LoadingUpdate,
     Message,
     OpenEngine,
@@ -66,48 +69,7 @@ An API process that falls behind merges their deltas into one event.
 """
 MIN_TOKENIZE_LIMIT = 16384
 """Lower bound of the tokens that /tokenize and /detokenize handle, for any engine."""
-LOAD_STAGES = {"checking": (0.05, 0.3), "loading": (0.3, 0.9), "warming up": (0.9, 1.0)}
-"""Stages of loading an engine → where they begin and end, of 1."""
 _log = log.get_logger("serve")
-
-
-class EngineState(StrEnum):
-    """State of an engine."""
-
-    UNLOADED = "unloaded"
-    LOADING = "loading"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-class EngineNotReady(ModelmillError):
-    """The engine is loading or restarting."""
-
-
-class ServerShuttingDown(EngineNotReady):
-    """The server is being shut down."""
-
-
-class QueueFull(CapacityError):
-    """The queue has no room for the request."""
-
-
-@dataclass(frozen=True)
-class LoadProgress:
-    """Progress of loading; ``done`` and ``total`` in the unit of the stage."""
-
-    stage: str = "starting"
-    done: int = 0
-    total: int = 0
-
-    @property
-    def fraction(self) -> float:
-        """Progress of the whole load, from 0 to 1; a stage not in LOAD_STAGES comes before them."""
-        begin, end = LOAD_STAGES.get(self.stage, (0.0, 0.0))
-        done = min(self.done / self.total, 1.0) if self.total else 0.0
-        return round(begin + (end - begin) * done, 3)
 
 
 class EngineClient:
@@ -157,12 +119,6 @@ class EngineClient:
         self._text_processor: TextProcessor | None = None
         self._worker_process: WorkerProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._active_requests: dict[str, tuple[RequestState, RequestHandle]] = {}
-        self._num_sequences = 0
-        self._stats_futures: dict[int, asyncio.Future[Stats]] = {}
-        self._stats_ids = itertools.count()
-        self._latest_stats: Stats | None = None
-        self._previous_stats = _zero_stats(0)
         self._is_closing = False
         self._was_ready = False
         self._sleep = sleep
@@ -170,7 +126,11 @@ class EngineClient:
         self.metrics: EngineMetrics | None = None
         self._preload: asyncio.Task[None] | None = None
         self.fair_queue = FairQueue()
+        self.generation_client = GenerationClient(
+            name, self._send, self._write, max_waiting, self.fair_queue
+        )
         self.session_client = SessionClient(self._send)
+        self.stats_client = StatsClient(self._send)
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
@@ -178,6 +138,7 @@ class EngineClient:
     def record_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
         """Count requests and tokens in these metrics from now on."""
         self.metrics = metrics
+        self.generation_client.record_metrics(metrics)
         self.segment_client.record_metrics(segment_metrics)
 
     @property
@@ -367,9 +328,7 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Sequences that may run and wait together."""
-        return self._max_waiting + (
-            self.engine_info.max_num_seqs if self.engine_info is not None else 0
-        )
+        return self.generation_client.capacity
 
     def check_capacity(self, num_sequences: int) -> None:
         """Check whether so many sequences could be queued now, before the prompts are processed.
@@ -378,16 +337,7 @@ class EngineClient:
             RequestError: the server never queues so many.
             QueueFull: the queue has no room now.
         """
-        if num_sequences > self.capacity:
-            raise RequestError(
-                f"{num_sequences} sequences in one request are more than the {self.capacity} that "
-                "this server queues"
-            )
-        if self._num_sequences + num_sequences > self.capacity:
-            raise QueueFull(
-                f"the engine {self.name} has {self._num_sequences} sequences in its queue; try "
-                "again soon"
-            )
+        self.generation_client.check_capacity(num_sequences)
 
     def encode_requests(self, request_states: Sequence[RequestState]) -> list[bytes]:
         """Encode requests as frames for the worker.
@@ -419,13 +369,7 @@ class EngineClient:
         """
         self._require_ready()
         frames = self.encode_requests(request_states) if frames is None else frames
-        handle = RequestHandle(request_states, self._abort_requests)
-        self.check_capacity(handle.num_sequences)
-        for state, frame in zip(request_states, frames, strict=True):
-            self._active_requests[state.request.id] = state, handle
-            self._num_sequences += state.request.params.n
-            self._write(frame)
-        return handle
+        return self.generation_client.submit(request_states, frames)
 
     async def stats(self, timeout: float = 1.0) -> Stats | None:
         """Return counters since the server started and current gauges; None before any report.
@@ -433,24 +377,12 @@ class EngineClient:
         A worker that does not reply within ``timeout`` seconds yields its last report.
         """
         if self._writer is not None and self.state is EngineState.READY:
-            number = next(self._stats_ids)
-            future = self._stats_futures[number] = asyncio.get_running_loop().create_future()
-            self._send(GetStats(number))
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(future, timeout)
-            finally:
-                self._stats_futures.pop(number, None)
-        return (
-            None
-            if self._latest_stats is None
-            else _add_counters(self._latest_stats, self._previous_stats)
-        )
+            await self.stats_client.request(timeout)
+        return self.stats_client.total
 
     def abort_all(self, reason: str) -> None:
         """End every request with ServerShuttingDown."""
-        for _, handle in list(self._active_requests.values()):
-            handle.fail(ServerShuttingDown(reason))
+        self.generation_client.fail_all(ServerShuttingDown(reason))
         self.segment_client.fail_all(ServerShuttingDown(reason))
 
     # -- worker lifetime
@@ -518,6 +450,7 @@ class EngineClient:
         """Forget what is known about the engine, whose files have changed."""
         self.manifest = manifest
         self.engine_info = self._text_processor = None
+        self.generation_client.set_max_num_seqs(0)
 
     async def close(self) -> None:
         """Kill the worker; its requests end with an error."""
@@ -596,7 +529,7 @@ class EngineClient:
             "engine": self.name,
             "seconds": seconds,
             "pid": process.pid,
-            "answers": self._num_sequences,
+            "answers": self.generation_client.num_sequences,
         }
         _log.error("worker hung", extra={"data": data})
         process.kill()
@@ -643,6 +576,7 @@ class EngineClient:
                     "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
         self.engine_info, self._was_ready = engine_info, True
+        self.generation_client.set_max_num_seqs(engine_info.max_num_seqs)
         self.error = None
         self.state = EngineState.READY
         self.load_finished.set()
@@ -667,21 +601,11 @@ class EngineClient:
             self._writer.close()
         self._writer = None
         error = self.worker_lost_error()
-        for _, handle in list(self._active_requests.values()):
-            handle.fail(error)
+        self.generation_client.fail_all(error)
+        self.generation_client.clear()
         self.segment_client.fail_all(error)
         self.session_client.fail_all(error)
-        self._active_requests.clear()
-        self._num_sequences = 0
-        for future in self._stats_futures.values():
-            if not future.done():
-                future.set_exception(TimeoutError())
-        if self._latest_stats is not None:
-            # counters continue; gauges are zero until the next worker reports
-            self._previous_stats, self._latest_stats = (
-                _add_counters(self._latest_stats, self._previous_stats),
-                _stats_between_workers(self._latest_stats),
-            )
+        self.stats_client.on_worker_lost()
 
     # -- messages
 
@@ -693,86 +617,18 @@ class EngineClient:
             self._writer.write(frame)
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, StepTokens):
-            for token in message.tokens:
-                self._on_token(token)
+        if isinstance(message, (StepTokens, RequestStarted, RequestRejected)):
+            self.generation_client.handle(message)
         elif isinstance(message, StatsReply):
-            self._latest_stats = Stats(**message.stats)
-            future = self._stats_futures.get(message.number)
-            if future is not None and not future.done():
-                future.set_result(self._latest_stats)
-        elif isinstance(message, RequestStarted):
-            if self.metrics is not None:
-                self.metrics.observe_queue_time(message.queue_seconds)
-            entry = self._active_requests.get(message.id)
-            if entry is not None:
-                entry[1].note_start(message.queue_seconds)
-                self.fair_queue.note_start(entry[0].request.virtual_start)
+            self.stats_client.handle(message)
         elif isinstance(message, LoadingUpdate):
             self.progress = LoadProgress(message.stage, message.done, message.total)
-        elif isinstance(message, RequestRejected):
-            entry = self._remove_request(message.id)
-            if entry is not None:
-                if self.metrics is not None:
-                    self.metrics.record_aborted(entry[0], "error")
-                entry[1].fail(
-                    (CapacityError if message.out_of_memory else RequestError)(message.message)
-                )
         elif isinstance(message, (SegmentResult, SegmentFailure)):
             self.segment_client.handle(message)
         elif isinstance(message, SessionReply):
             self.session_client.handle(message)
         elif isinstance(message, OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
-
-    def _on_token(self, token: TokenOutput) -> None:
-        entry = self._active_requests.get(token.request_id)
-        if entry is None:
-            return
-        state, handle = entry
-        try:
-            self._deliver_token(state, handle, token)
-        except Exception as error:
-            # a bug ends only this request; its route raises the error again, which logs it
-            handle.fail(error)
-
-    def _deliver_token(
-        self, request_state: RequestState, handle: RequestHandle, token: TokenOutput
-    ) -> None:
-        if request_state.output.outputs[token.index].finish_reason is not None:
-            # a stop string has ended it; the worker had not received FinishSequence yet
-            return
-        before = request_state.token_counts(token.index)
-        delta, stopped = request_state.process(token)
-        if self.metrics is not None:
-            self.metrics.record_delta(request_state, delta, before)
-        if stopped:
-            self._send(FinishSequence(token.request_id, token.index))
-        if request_state.output.finished:
-            self._remove_request(token.request_id)
-        if token.finish_reason is FinishReason.ABORT:
-            handle.fail(CapacityError("the engine has no memory left for this request; shorten it"))
-            return
-        if token.finish_reason is FinishReason.ERROR:
-            handle.fail(RequestError(GRAMMAR_LOST))
-            return
-        handle.add_delta(
-            token.request_id, delta, 1 + len(token.logprobs or ()) + len(token.replayed_ids or ())
-        )
-
-    def _remove_request(self, id: str) -> tuple[RequestState, RequestHandle] | None:
-        entry = self._active_requests.pop(id, None)
-        if entry is not None:
-            self._num_sequences -= entry[0].request.params.n
-        return entry
-
-    def _abort_requests(self, ids: Sequence[str]) -> None:
-        for id in ids:
-            entry = self._remove_request(id)
-            if entry is not None:
-                self._send(AbortRequest(id))
-                if self.metrics is not None:
-                    self.metrics.record_aborted(entry[0], entry[1].abort_reason)
 
 
 def max_tokenize_tokens(max_model_len: int) -> int:
@@ -803,32 +659,3 @@ def _safe_error_text(error: Exception) -> str:
     The system's message of an OSError, else the name of the error's class.
     """
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
-
-
-def _zero_stats(num_pages: int) -> Stats:
-    """Statistics of an engine that has done nothing yet."""
-    return Stats(0, 0, num_pages, num_pages, 0, 0, 0, 0, 0, 0)
-
-
-def _stats_between_workers(last: Stats) -> Stats:
-    """Statistics while no worker runs: the limits, and zero otherwise."""
-    return replace(
-        _zero_stats(last.pages),
-        kept_pages=last.kept_pages,
-        page_bytes=last.page_bytes,
-        state_bytes=last.state_bytes,
-        snapshot_slots=last.snapshot_slots,
-    )
-
-
-def _add_counters(now: Stats, before: Stats) -> Stats:
-    """Gauges of ``now``, and counters of both."""
-    return replace(
-        now,
-        steps=now.steps + before.steps,
-        prompt_tokens=now.prompt_tokens + before.prompt_tokens,
-        output_tokens=now.output_tokens + before.output_tokens,
-        cached_tokens=now.cached_tokens + before.cached_tokens,
-        preemptions=now.preemptions + before.preemptions,
-        restored_states=now.restored_states + before.restored_states,
-    )

@@ -10,7 +10,7 @@ from modelmill.core.errors import CapacityError, ModelmillError, TokenizerError,
 from modelmill.core.quoting import one_line
 from modelmill.serve.access.key_limits import KeyLimitReached
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
-from modelmill.serve.engine_client import EngineNotReady, QueueFull, ServerShuttingDown
+from modelmill.serve.engine_state import EngineNotReady, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
 
 INVALID_REQUEST_ERROR = "invalid_request_error"

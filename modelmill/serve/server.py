@@ -22,7 +22,8 @@ from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
 from modelmill.serve.catalogue.manager import ModelManager, stop_task
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.http_protocol import HEADER_BYTES, HttpProtocol
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.traces import Traces

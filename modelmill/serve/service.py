@@ -15,7 +15,8 @@ from modelmill.serve.access.key_limits import KeyUsage
 from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.access.request_use import RequestUse
 from modelmill.serve.catalogue.manager import ModelManager
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.metrics import ServerMetrics

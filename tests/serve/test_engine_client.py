@@ -18,14 +18,8 @@ from modelmill.request_state import RequestState
 from modelmill.serve import engine_client as engine_module
 from modelmill.serve import json_logs
 from modelmill.serve import request_handle as handle_module
-from modelmill.serve.engine_client import (
-    READ_CHUNK_BYTES,
-    EngineClient,
-    EngineNotReady,
-    EngineState,
-    QueueFull,
-    read_messages,
-)
+from modelmill.serve.engine_client import READ_CHUNK_BYTES, EngineClient, read_messages
+from modelmill.serve.engine_state import EngineNotReady, EngineState, QueueFull
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import ClientTooSlow, WorkerLost
 from modelmill.serve.worker_messages import Message, OpenEngine, StepTokens, encode
@@ -56,8 +50,8 @@ async def idle(engine: EngineClient) -> None:
         stats = await engine.stats()
         assert stats is not None
         if (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages):
-            assert not engine._active_requests
-            assert engine._num_sequences == 0
+            assert not engine.generation_client.active_requests
+            assert engine.generation_client.num_sequences == 0
             return
     raise AssertionError(f"still held: {stats}")
 
@@ -118,7 +112,7 @@ def test_impossible_prompts_are_refused_before_they_travel(prompt: tuple[int, ..
         async with served_engine() as (engine, _):
             with pytest.raises(RequestError):
                 engine.submit([make_request(engine, (5,)), make_request(engine, prompt)])
-            assert not engine._active_requests
+            assert not engine.generation_client.active_requests
 
     asyncio.run(main())
 
@@ -227,7 +221,7 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
         async with served_engine() as (engine, launcher):
             launcher.children[0].allow_steps.clear()
             metrics = ServerMetrics()
-            engine.metrics = metrics.for_engine("tiny")
+            engine.record_metrics(metrics.for_engine("tiny"), metrics.segment)
             dialogue = RequestState(
                 Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm())
             )

@@ -20,7 +20,7 @@ import PIL.Image
 import pytest
 
 from modelmill.segmenter import Segmenter
-from modelmill.serve.engine_client import EngineState
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.segment_messages import SegmentJob, SegmentResult
 from modelmill.serve.worker_messages import SegmentFailure, decode, encode
 from modelmill.vision.prompts import make_prompt

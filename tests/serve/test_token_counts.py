@@ -170,17 +170,17 @@ def test_all_counts_agree(
 ) -> None:
     caplog.set_level(logging.INFO, "modelmill.serve.access")
     engine, usage_counts, requests = running.engine, TokenCounts(), list(random_requests(200))
-    push = engine._on_token
+    push = engine.generation_client.on_token
 
     def unended(token: TokenOutput) -> None:
         """However far the worker comes before a client has left, its answer is not heard to the
         end.
         """
-        entry = engine._active_requests.get(token.request_id)
+        entry = engine.generation_client.active_requests.get(token.request_id)
         if entry is None or entry[0].request.cache_salt != LEAVES or token.finish_reason is None:
             push(token)
 
-    monkeypatch.setattr(engine, "_on_token", unended)
+    monkeypatch.setattr(engine.generation_client, "on_token", unended)
     before = numbers(running)
 
     async def all_at_once() -> None:
@@ -218,11 +218,11 @@ def test_what_broke_off_with_its_worker_is_an_error(
     async def lost_status() -> int:
         body = {"model": "stories", "prompt": "Once", "n": 3, "max_tokens": 5}
         random_requests = asyncio.create_task(running.client.post("/v1/completions", body))
-        while not engine._active_requests:
+        while not engine.generation_client.active_requests:
             await asyncio.sleep(0)
-        engine._active_requests[next(iter(engine._active_requests))][1].fail(
-            engine.worker_lost_error()
-        )
+        engine.generation_client.active_requests[
+            next(iter(engine.generation_client.active_requests))
+        ][1].fail(engine.worker_lost_error())
         return (await random_requests).status
 
     assert running.run(lost_status()) == 503

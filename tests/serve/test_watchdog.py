@@ -20,7 +20,8 @@ import pytest
 
 from modelmill.core.types import Request, SamplingParams
 from modelmill.serve import json_logs
-from modelmill.serve.engine_client import EngineClient, EngineNotReady, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineNotReady, EngineState
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.segment_messages import SegmentJob
@@ -176,8 +177,7 @@ class Watched:
         self.engine = EngineClient(
             "tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **options
         )
-        self.engine.metrics = self.metrics.for_engine("tiny")
-        self.engine.segment_client.metrics = self.metrics.segment
+        self.engine.record_metrics(self.metrics.for_engine("tiny"), self.metrics.segment)
 
     async def __aenter__(self) -> Watched:
         self._task = asyncio.create_task(self.engine.run())
@@ -320,8 +320,9 @@ async def begun(watched: Watched, **request: Any) -> Any:
 
 async def stopped_in_an_answer(watched: Watched) -> Any:
     # however far the worker comes before it is stopped, its answer is not heard to the end
-    push = watched.engine._on_token
-    watched.engine._on_token = lambda token: push(token) if token.finish_reason is None else None  # type: ignore[method-assign]
+    client = watched.engine.generation_client
+    push = client.on_token
+    client.on_token = lambda token: push(token) if token.finish_reason is None else None  # type: ignore[method-assign]
     ticket = await begun(watched)
     stop(watched.engine.pid or 0)
     return ticket
@@ -351,7 +352,7 @@ def test_a_real_worker_that_hangs(stories: Path) -> None:
                 await wait_until(lambda: engine.state is EngineState.READY)
                 assert engine.engine_info.num_pages == pages  # type: ignore[union-attr]
                 assert watched.counted("hung") == count
-                engine.__dict__.pop("_on_token", None)
+                engine.generation_client.__dict__.pop("on_token", None)
                 assert await watched.answer("Once upon") == expected
 
     asyncio.run(bounded(main()))

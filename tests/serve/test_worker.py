@@ -30,7 +30,8 @@ from modelmill.core.types import (
 )
 from modelmill.llm import LLM
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.worker import Arrival, EngineWorker, Inbox, MessageChannel
 from modelmill.serve.worker_messages import (
@@ -255,9 +256,11 @@ def test_text_is_the_classes_and_a_killed_worker_is_replaced(
         assert engine.state is EngineState.READY, engine.error
         first, pages = engine.pid, engine.engine_info.num_pages  # type: ignore[union-attr]
         # however far the worker comes before it is killed, its answer is not heard to the end
-        push, num_tokens = engine._on_token, itertools.count()
+        push, num_tokens = engine.generation_client.on_token, itertools.count()
         monkeypatch.setattr(
-            engine, "_on_token", lambda token: push(token) if next(num_tokens) < 3 else None
+            engine.generation_client,
+            "on_token",
+            lambda token: push(token) if next(num_tokens) < 3 else None,
         )
         ticket = engine.submit([engine.text_processor.request("Once upon a time", LONG)])
         await ticket.fetch()

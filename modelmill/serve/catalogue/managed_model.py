@@ -14,7 +14,8 @@ from modelmill.serve.catalogue.entries import (
     manifest_fingerprint,
     read_manifest,
 )
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.segment_messages import SEGMENTATION
 
 

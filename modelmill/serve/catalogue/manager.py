@@ -22,7 +22,8 @@ from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.serve.catalogue.load_metrics import LoadMetrics, state_families
 from modelmill.serve.catalogue.managed_model import EngineInstance, Lease, ManagedModel
 from modelmill.serve.catalogue.model_loader import ModelLoader, ModelLoadFailed
-from modelmill.serve.engine_client import EngineClient, QueueFull, ServerShuttingDown
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import QueueFull, ServerShuttingDown
 
 _log = log.get_logger("serve")
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]

@@ -11,7 +11,8 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import ArtifactError, ModelmillError
 from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.catalogue.managed_model import EngineInstance, ManagedModel
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 
 _log = log.get_logger("serve")
 

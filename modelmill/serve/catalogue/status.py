@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass
 
 from modelmill.serve.catalogue.manager import ModelManager
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 
 _STATES = {
     EngineState.UNLOADED: "unloaded",

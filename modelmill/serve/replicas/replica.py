@@ -12,7 +12,8 @@ from ray import serve
 from modelmill.core.errors import ModelmillError
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.json_logs import log_to_stderr
 from modelmill.serve.replicas.asgi_call import call_app
 from modelmill.serve.replicas.deployment import ReplicaSpec

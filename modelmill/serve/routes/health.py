@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from modelmill import __version__
 from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_VERSION, anthropic_model
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.metrics import CONTENT_TYPE
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.service import Service

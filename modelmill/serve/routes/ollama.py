@@ -40,7 +40,8 @@ from modelmill.serve.dialects.ollama_schema import (
 )
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.embeddings_schema import EmbeddingRequest, format_embedding
-from modelmill.serve.engine_client import EngineClient, EngineState
+from modelmill.serve.engine_client import EngineClient
+from modelmill.serve.engine_state import EngineState
 from modelmill.serve.errors import invalid_request
 from modelmill.serve.openai_format import ChatLogprobsFormatter, Utf8JsonResponse
 from modelmill.serve.routes.chat import checked_request_state

@@ -51,7 +51,8 @@ class QueueService:
         worker = self.launcher.children[-1]
         worker.allow_steps.clear()
         engine = self.service.unique_engines[0]
-        active = engine._active_requests = EndedInOrder(engine._active_requests)
+        client = engine.generation_client
+        active = client.active_requests = EndedInOrder(client.active_requests)
         tasks = []
         # its steps give the worker time to read all that is sent behind it
         running = (requests[0][0], {"max_tokens": 24})
@@ -134,7 +135,7 @@ def test_limits_are_429_with_a_reason() -> None:
             running = served.post("key-one", 3)
             engine = served.service.unique_engines[0]
             async with asyncio.timeout(50):
-                while not engine._active_requests:
+                while not engine.generation_client.active_requests:
                     await asyncio.sleep(0.001)
             assert (await served.post("key-one", 3)).status == 429
             worker.allow_steps.set()

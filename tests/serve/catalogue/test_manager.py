@@ -15,7 +15,7 @@ import pytest
 from modelmill.core.errors import UsageError
 from modelmill.serve.catalogue.manager import stop_task
 from modelmill.serve.catalogue.model_loader import ModelLoadFailed
-from modelmill.serve.engine_client import EngineState, QueueFull, ServerShuttingDown
+from modelmill.serve.engine_state import EngineState, QueueFull, ServerShuttingDown
 from modelmill.serve.request_handle import WorkerLost
 from tests.serve.catalogue.managed import Models, managed_models
 from tests.serve.thread_worker import make_request
