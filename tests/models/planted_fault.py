@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from modelmill.builder import tensor_plan
+from modelmill.checkpoint import rename
 from tests.accept.build_and_accept import build_and_accept
 
-PlantedFault = tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...], int]
+PlantedFault = tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...], int | None]
 """What plants it, modules of which the report may name any, and the layer that it names."""
 
 CALIBRATION = {"calibration_samples": 8, "calibration_length": 32}
@@ -67,7 +68,7 @@ def assert_refused_by_name(faulty: FaultyBuild, checkpoint: Path, out: Path) -> 
 @contextmanager
 def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """A tensor of the engine that is not the checkpoint's."""
-    real = tensor_plan.apply_rule
+    real = rename.apply_rule
 
     def apply_rule(rule: Any, *args: Any) -> torch.Tensor:
         tensor = real(rule, *args)

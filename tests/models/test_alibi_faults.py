@@ -50,7 +50,7 @@ class ChangedSlopes(AlibiConfig):
 
     def slopes(self, heads: int) -> list[float]:
         """The slope of each head."""
-        return self.change(super().slopes(heads))  # type: ignore[attr-defined,no-any-return]
+        return self.change(super().slopes(heads))  # type: ignore[attr-defined]
 
 
 def slopes(change: Callable[[list[float]], list[float]]) -> PlantedFault:
