@@ -17,12 +17,14 @@ import torch
 
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
+from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import read_config
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
     LLAMA_NAMES,
     GgufArchitecture,
 )
+from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -82,6 +84,8 @@ ARCHITECTURES = {
     "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
     **FURTHER_ARCHITECTURES,
+    **ALIBI_ARCHITECTURES,
+    **GROUPED_EXPERT_ARCHITECTURES,
 }
 
 
@@ -121,8 +125,9 @@ class GgufAsHf:
         self._raw = raw
         self.metadata = raw.metadata
         tied = "output.weight" not in raw.names() or (
-            # The GPT-2 converter writes the tied head a second time.
-            arch == "gpt2" and raw.same_stored_bytes("output.weight", "token_embd.weight")
+            # The converters of GPT-2 and BLOOM write the tied head a second time.
+            arch in ("gpt2", "bloom")
+            and raw.same_stored_bytes("output.weight", "token_embd.weight")
         )
         self.config, self.generation_config, self.unread = read_config(
             raw, str(arch), tied, layout.read_config
@@ -210,8 +215,8 @@ class GgufAsHf:
                 own = _HfTensor(name, shape[1:], _row(expert))
                 self._add_entry(target.replace("*", str(expert)), own)
             return
-        if base == "blk.attn_sinks":  # no tensor of a module there
-            target = target.removesuffix(".weight")
+        if base in ("blk.attn_sinks", "blk.exp_probs_b"):  # no tensor of a module there
+            target = target.rpartition(".")[0]
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return

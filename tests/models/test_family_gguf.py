@@ -36,7 +36,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
     """Convert a Hugging Face folder."""
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == case.architecture)
     layers = raw.get("num_hidden_layers", raw.get("num_layers"))
-    names = gguf.get_tensor_name_map(arch, layers)
+    names = gguf.get_tensor_name_map(arch, case.facts(raw).get("block_count", layers))
     tensors = load_file(folder / "model.safetensors")
     if case.tensors is not None:
         tensors = case.tensors(raw, tensors)

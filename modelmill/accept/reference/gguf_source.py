@@ -115,6 +115,34 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
     },
+    "bloom": {
+        "transformer.word_embeddings": "token_embd",
+        "transformer.word_embeddings_layernorm": "token_embd_norm",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "mpt": {
+        "transformer.norm_f": "output_norm",
+        "norm_1": "attn_norm",
+        "norm_2": "ffn_norm",
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "ffn.up_proj": "ffn_up",
+        "ffn.down_proj": "ffn_down",
+    },
+    "glm4_moe": {
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp",
+        "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    },
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",
@@ -124,6 +152,10 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
 }
 # GGUF's architecture → the family; those with rows of q and k in interleaved order
 FURTHER_ARCHITECTURES = {
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "baichuan": "llama",
+    "glm4moe": "glm4_moe",
     "granite": "granite",
     "minicpm": "minicpm",
     "smollm3": "smollm3",
@@ -152,6 +184,8 @@ LAYERS = {
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
     "falcon": "transformer.h.",
+    "bloom": "transformer.h.",
+    "mpt": "transformer.blocks.",
 }
 PERMUTED = ("llama", "mixtral", "granite", "minicpm", "smollm3", "xverse")
 
@@ -197,6 +231,8 @@ class GgufSource(TensorSource):
         stem, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
+        if suffix == "e_score_correction_bias":
+            return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = FAMILY_NAMES.get(self._config["model_type"], {})
         if stem in own:
             return f"{own[stem]}.{suffix}"
@@ -216,7 +252,7 @@ class GgufSource(TensorSource):
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
         if model_type in PERMUTED and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
-        if model_type in ("gpt_neox", "falcon") and ".query_key_value." in name:
+        if model_type in ("gpt_neox", "falcon", "bloom") and ".query_key_value." in name:
             return by_kv_head(tensor, self._config)
         if model_type.startswith("gemma") and "norm." in name:
             return tensor - 1  # the converter adds 1
@@ -375,6 +411,8 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         **({} if window is None else {"sliding_window": int(window)}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
+        **(_mpt(fact) if architecture == "mpt" else {}),
+        **(_glm4_moe(fact, names) if architecture == "glm4moe" else {}),
     }
 
 
@@ -397,6 +435,29 @@ def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
         if value:
             scaling[name] = value
     return experts | {"rope_scaling": scaling}
+
+
+def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return MPT's bound of q, k and v, and the largest exponent of its slopes."""
+    bound = float(fact("attention.clamp_kqv", 0)) or None
+    largest = float(fact("attention.max_alibi_bias"))
+    return {"attn_config": {"clip_qkv": bound, "alibi_bias_max": largest}}
+
+
+def _glm4_moe(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+    """Return GLM-4.5's experts; the last blocks predict further tokens and are not used."""
+    predicted = int(fact("nextn_predict_layers", 0))
+    return {
+        "num_hidden_layers": int(fact("block_count")) - predicted,
+        "n_routed_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(fact("expert_weights_norm", True)),
+        "n_group": int(fact("expert_group_count", 1)),
+        "topk_group": int(fact("expert_group_used_count", 1)),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+    }
 
 
 def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
