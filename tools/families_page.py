@@ -71,7 +71,11 @@ def render() -> dict[Path, str]:
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that are read as a family."""
     every = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
-    return [arch for arch, each in every if (each.model_type or arch) == model_type]
+    return [
+        arch
+        for arch, each in every
+        if model_type in (each.chosen_types or (each.model_type or arch,))
+    ]
 
 
 def compared_with(model_type: str) -> str:

@@ -28,6 +28,8 @@ class GgufArchitecture:
         norms_plus_one: whether norms are stored plus 1 (Gemma's).
         model_type: the family; empty: named as the architecture.
         read_config: reads the keys; None: ``gguf_config`` does.
+        joins_latent: whether "blk.attn_k_b" and "blk.attn_v_b" are one matrix.
+        chosen_types: families of which ``read_config`` chooses one.
     """
 
     names: dict[str, str]
@@ -39,6 +41,8 @@ class GgufArchitecture:
     norms_plus_one: bool = False
     model_type: str = ""
     read_config: ConfigReader | None = None
+    joins_latent: bool = False
+    chosen_types: tuple[str, ...] = ()
 
 
 LLAMA_NAMES = {

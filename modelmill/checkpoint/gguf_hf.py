@@ -136,6 +136,8 @@ class GgufAsHf:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
         for name in raw.names():
+            if layout.joins_latent and ".attn_v_b." in name:
+                continue  # read with attn_k_b
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
             self._add_tensor(name, layout)
@@ -220,7 +222,27 @@ class GgufAsHf:
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
+        if base == "blk.attn_k_b":
+            self._add_latent(target, name, shape)
+            return
         self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+
+    def _add_latent(self, target: str, name: str, shape: tuple[int, ...]) -> None:
+        """Join the up-projections of latent attention: a head's keys, transposed, and values."""
+        values = name.replace(".attn_k_b.", ".attn_v_b.")
+        v_shape = self._raw.tensor_info(values).shape if values in self._raw.names() else ()
+        if len(shape) != 3 or len(v_shape) != 3 or shape[:2] != (v_shape[0], v_shape[2]):
+            raise CorruptCheckpoint(
+                f"{self._raw.path}: {name} has {list(shape)}, which {values} with "
+                f"{list(v_shape)} does not fit"
+            )
+
+        def join(keys: torch.Tensor) -> torch.Tensor:
+            both = torch.cat((keys.transpose(1, 2), self._raw.get(values)), 1)
+            return both.flatten(0, 1)
+
+        rows = shape[0] * (shape[2] + v_shape[1])
+        self._add_entry(target, _HfTensor(name, (rows, shape[1]), join, True))
 
     def _add_entry(self, target: str, entry: _HfTensor) -> None:
         if target in self._entries:

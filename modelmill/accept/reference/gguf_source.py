@@ -69,6 +69,23 @@ POST_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
+GROUPED_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+LATENT = {
+    **GROUPED_EXPERTS,
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
@@ -136,13 +153,9 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "ffn.up_proj": "ffn_up",
         "ffn.down_proj": "ffn_down",
     },
-    "glm4_moe": {
-        "post_attention_layernorm": "post_attention_norm",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-        "mlp.shared_experts.up_proj": "ffn_up_shexp",
-        "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    },
+    "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERTS},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",
@@ -156,6 +169,7 @@ FURTHER_ARCHITECTURES = {
     "mpt": "mpt",
     "baichuan": "llama",
     "glm4moe": "glm4_moe",
+    "deepseek2": "deepseek_v2",
     "granite": "granite",
     "minicpm": "minicpm",
     "smollm3": "smollm3",
@@ -177,7 +191,7 @@ FURTHER_ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
-SCALED = {"gemma3": "linear", "gpt-oss": "yarn"}
+SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 LAYERS = {
@@ -244,6 +258,10 @@ class GgufSource(TensorSource):
         """Return the tensor dequantized, in the file's layout."""
         if ".experts." in name:
             return self._expert(name)
+        if ".kv_b_proj." in name and not self.has(name):  # of newer files
+            keys = super().stored_tensor(name.replace("kv_b_proj", "k_b_proj"))
+            values = super().stored_tensor(name.replace("kv_b_proj", "v_b_proj"))
+            return torch.cat((keys.mT, values), dim=1).reshape(-1, keys.shape[1])
         tensor = super().stored_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
@@ -412,7 +430,8 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
-        **(_glm4_moe(fact, names) if architecture == "glm4moe" else {}),
+        **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
+        **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
 
 
@@ -444,8 +463,41 @@ def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
     return {"attn_config": {"clip_qkv": bound, "alibi_bias_max": largest}}
 
 
-def _glm4_moe(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
-    """Return GLM-4.5's experts; the last blocks predict further tokens and are not used."""
+def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids."""
+    mla = "_mla" if "deepseek2.attention.key_length_mla" in facts else ""
+    turned = int(fact("rope.dimension_count"))
+    is_third = int(fact("expert_gating_func", 1)) == 2
+    config: dict[str, Any] = {
+        "model_type": "deepseek_v3" if is_third else "deepseek_v2",
+        "topk_method": "group_limited_greedy" if int(fact("expert_group_count", 1)) > 1 else None,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": 1.0,  # of the channels that are rotated at all
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": int(fact(f"attention.key_length{mla}")) - turned,
+        "v_head_dim": int(fact(f"attention.value_length{mla}")),
+        "kv_lora_rank": int(fact("attention.kv_lora_rank")),
+        "q_lora_rank": facts.get("deepseek2.attention.q_lora_rank"),
+        "norm_topk_prob": bool(fact("expert_weights_norm", False)),
+    }
+    if fact("rope.scaling.type", "none") != "yarn":
+        return config
+    tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
+    scaling = {
+        "rope_type": "yarn",
+        "factor": float(fact("rope.scaling.factor")),
+        "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
+        **({"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        value = float(fact(f"rope.scaling.yarn_{name}", 0))
+        if value:
+            scaling[name] = value
+    return config | {"rope_scaling": scaling}
+
+
+def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+    """Return the experts of GLM-4.5 and DeepSeek; the last blocks may only predict tokens."""
     predicted = int(fact("nextn_predict_layers", 0))
     return {
         "num_hidden_layers": int(fact("block_count")) - predicted,

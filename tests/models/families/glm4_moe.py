@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import torch
-
 from tests.models.family_cases import GgufCase, decoder_family, rms_facts
+from tests.models.grouped_gguf import as_converted, router_facts
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
 
 def facts(raw: dict[str, Any]) -> dict[str, Any]:
-    """Of the router, and of one layer of multi-token prediction behind the others."""
+    """Of half a head that rotates, the router, and a layer of multi-token prediction."""
     return {
-        **rms_facts(raw),
         "block_count": raw["num_hidden_layers"] + 1,
         "nextn_predict_layers": 1,
+        **rms_facts(raw),
+        **router_facts(raw, 2),
         "attention.key_length": raw["head_dim"],
         "attention.value_length": raw["head_dim"],
         "rope.dimension_count": raw["head_dim"] // 2,
-        "expert_count": raw["n_routed_experts"],
-        "expert_used_count": raw["num_experts_per_tok"],
-        "expert_shared_count": 1,
-        "expert_feed_forward_length": raw["moe_intermediate_size"],
-        "leading_dense_block_count": raw["first_k_dense_replace"],
-        "expert_gating_func": 2,
-        "expert_weights_scale": raw["routed_scaling_factor"],
-        "expert_weights_norm": True,
     }
-
-
-def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts of a layer in one tensor, and a layer of multi-token prediction."""
-    layers, experts = raw["num_hidden_layers"], raw["n_routed_experts"]
-    out = {f"model.layers.{layers}.eh_proj.weight": torch.zeros(48, 96)}
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
-        if match is None:
-            out[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
-        elif match[2] == "0":
-            all_experts = [
-                tensors[f"{match[1]}.{number}.{match[3]}.weight"] for number in range(experts)
-            ]
-            out[f"{match[1]}.{match[3]}.weight"] = torch.stack(all_experts)
-    return out
 
 
 CASE = decoder_family(
