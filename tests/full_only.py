@@ -12,6 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+FURTHER_ENGINES_OF_FAULTS = (
+    "*bfloat16-*",
+    *(f"*-float32-{recipe}]" for recipe in ("int8", "fp8", "int4", "smoothquant", "rptq")),
+)
+
 FULL_ONLY: Mapping[str, Sequence[str]] = {
     # further dtypes, sizes and launch configs of kernels, and compilations of CUDA variants
     "tests/ops/test_implementations.py": ("*-triton-cpu-float16]", "*-triton-cpu-bfloat16]"),
@@ -365,6 +370,88 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
                 "norm",
                 "steps",
                 "x and",
+            )
+        ),
+    ),
+    "tests/models/test_gpt_oss_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "YaRN",
+                "a window",
+                "alpha",
+                "an expert",
+                "experts",
+                "gate and up e",
+                "router",
+                "sinks o",
+                "sinks'",
+                "up ",
+                "window + 1",
+                "window - 1",
+            )
+        ),
+    ),
+    "tests/models/test_soft_cap_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "a cap",
+                "a norm",
+                "another",
+                "bounded",
+                "caps",
+                "embeddings s",
+                "last",
+                "no cap of scores-",
+                "no cap of scores in",
+                "norms b",
+                "norms in",
+                "scores",
+                "window",
+            )
+        ),
+    ),
+    "tests/models/test_alibi_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "a bias",
+                "another",
+                "exponents",
+                "finer",
+                "heads",
+                "no ALiBi-",
+                "norm",
+                "one",
+                "slopes of",
+                "slopes s",
+                "slopes x",
+                "slopes'",
+            )
+        ),
+    ),
+    "tests/models/test_latent_attention_faults.py": (
+        *FURTHER_ENGINES_OF_FAULTS,
+        *(
+            f"test_a_planted_fault_is_refused_by_name[{fault}*"
+            for fault in (
+                "YaRN",
+                "an up",
+                "eps",
+                "key",
+                "latent split off",
+                "norm of k",
+                "norm of q",
+                "norm over",
+                "pairs",
+                "queries",
+                "rotat",
+                "scores s",
+                "values o",
             )
         ),
     ),

@@ -43,8 +43,8 @@ IMAGE_MODELS = """
 Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
-Of checkpoints of `qwen3_5` and `qwen3_5_moe` the text half is read, as `qwen3_5_text` and
-`qwen3_5_moe_text`. What hybrids keep instead of keys and values:
+Of checkpoints of `qwen3_5`, `qwen3_5_moe` and `gemma3` the text half is read, as `qwen3_5_text`,
+`qwen3_5_moe_text` and `gemma3_text`. What hybrids keep instead of keys and values:
 [recurrent state](recurrent-state.md).
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
@@ -71,7 +71,11 @@ def render() -> dict[Path, str]:
 def gguf_architectures(model_type: str) -> list[str]:
     """The GGUF architectures that are read as a family."""
     every = (*ARCHITECTURES.items(), *WITH_EXPERTS.items())
-    return [arch for arch, each in every if (each.model_type or arch) == model_type]
+    return [
+        arch
+        for arch, each in every
+        if model_type in (each.chosen_types or (each.model_type or arch,))
+    ]
 
 
 def compared_with(model_type: str) -> str:

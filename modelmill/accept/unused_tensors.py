@@ -38,7 +38,7 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
 
     See ``finding_to_json``.
     """
-    patterns: HarmlessPatterns = {
+    patterns: dict[str, tuple[str, ValueCheck]] = {
         r"(.*\.)?rotary_emb\.inv_freq": (
             "rotary frequencies, computed",
             lambda t: _is_rope_frequencies(reference, t),
@@ -52,7 +52,20 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
         r".*\.bias": ("biases of zero beside packed matrices", lambda t: not bool(t.any())),
     }
     source = reference.source
-    return _summarize(source.unread(), source.container.get, patterns)
+    unread = source.unread()
+    patterns |= _multi_token_prediction(unread, reference.num_layers)
+    return _summarize(unread, source.container.get, patterns)
+
+
+def _multi_token_prediction(unread: Iterable[str], num_layers: int) -> HarmlessPatterns:
+    """Return the pattern of the layer behind the last, where it is one that predicts (2412.19437).
+
+    Its matrix ``eh_proj`` joins a token's embedding with the hidden state before it.
+    """
+    layer = rf"(model\.layers|blk)\.{num_layers}\."
+    if not any(re.fullmatch(layer + r"(nextn\.)?eh_proj\.weight", name) for name in unread):
+        return {}
+    return {layer + ".*": ("the layer of multi-token prediction", lambda _: True)}
 
 
 def unused_vision_tensors(reference: MiniGpt4VisionReference) -> list[dict[str, Any]]:

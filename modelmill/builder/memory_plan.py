@@ -21,8 +21,10 @@ from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE
+from modelmill.core.window_pages import pages_in_use
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
 
 MIB = 1 << 20
+STEP_TOKENS = 8192
+"""Most tokens of a step that the plan reckons with."""
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
 WRITING_BYTES = 40 * MIB
@@ -180,7 +184,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
         return report | build
     workspace = (
         4
-        * 8192
+        * STEP_TOKENS
         * max(plan.model_config.inner * 2, plan.model_config.hidden * 4)
         * plan.dtype.itemsize
     )
@@ -190,7 +194,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
     per_seq = 2 * plan.state.slot_bytes(plan.dtype)
     room = max(left - per_seq // 2, 0)
-    full = room // (kv_per_token * plan.max_model_len + per_seq)
+    full = room // (kv_per_token * _longest_in_pages(plan, kv) + per_seq)
     tokens = plan.max_model_len * full  # of a model without attention
     if kv_per_token:
         tokens = max(room - max(full, 1) * per_seq, 0) // kv_per_token
@@ -248,7 +252,16 @@ def _sequences_that_fit(plan: BuildPlan, full: int, tokens: int) -> str:
         return f"{longest} tokens{state} do not fit; the longest that do: --max-model-len {tokens}"
     if plan.state:
         return f"{full} sequences of {longest} tokens with their recurrent states"
+    if plan.kv is not None and plan.kv.window is not None:
+        return f"{full} sequences of {longest} tokens, of which the last {plan.kv.window} are kept"
     return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
+
+
+def _longest_in_pages(plan: BuildPlan, kv: KVShape) -> int:
+    """Return the most tokens of a longest sequence that the KV cache has to hold at once."""
+    size = RunConfig().page_size
+    pages = pages_in_use(plan.max_model_len, size, kv.window, STEP_TOKENS)
+    return min(plan.max_model_len, pages * size)
 
 
 def _widest_state(plan: BuildPlan) -> int:

@@ -28,6 +28,8 @@ class GgufArchitecture:
         norms_plus_one: whether norms are stored plus 1 (Gemma's).
         model_type: the family; empty: named as the architecture.
         read_config: reads the keys; None: ``gguf_config`` does.
+        joins_latent: whether "blk.attn_k_b" and "blk.attn_v_b" are one matrix.
+        chosen_types: families of which ``read_config`` chooses one.
     """
 
     names: dict[str, str]
@@ -39,6 +41,8 @@ class GgufArchitecture:
     norms_plus_one: bool = False
     model_type: str = ""
     read_config: ConfigReader | None = None
+    joins_latent: bool = False
+    chosen_types: tuple[str, ...] = ()
 
 
 LLAMA_NAMES = {
@@ -162,7 +166,8 @@ def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
     return config
 
 
-def _rms(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
+def read_rms_config(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
+    """Read what all with RMSNorm have; partial: families that rotate a part of each head."""
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
     return {**_common(keys, partial=partial), "rms_norm_eps": eps}
 
@@ -177,7 +182,7 @@ def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
 def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
     channels = head_dim(keys)
     return {
-        **_rms(keys),
+        **read_rms_config(keys),
         **_biases(keys),
         "attention_multiplier": keys.get_positive_float("attention.scale", channels**-0.5),
         "embedding_multiplier": keys.get_positive_float("embedding_scale", 1.0),
@@ -188,7 +193,7 @@ def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _minicpm(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read MiniCPM's factors, which the file has as they are multiplied."""
-    config = _rms(keys)
+    config = read_rms_config(keys)
     depth = keys.get_positive_float("residual_scale", config["num_hidden_layers"] ** -0.5)
     return {
         **config,
@@ -211,12 +216,12 @@ def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
         raise UnknownArchitecture(
             f"{keys.raw.path}: is an OLMo 3 with windows; use its Hugging Face folder"
         )
-    return {**_rms(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+    return {**read_rms_config(keys), "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
 def _smollm3(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read SmolLM3: every fourth layer is not rotated, as llama.cpp has it fixed."""
-    return {**_rms(keys), **_biases(keys), "no_rope_layer_interval": 4}
+    return {**read_rms_config(keys), **_biases(keys), "no_rope_layer_interval": 4}
 
 
 def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -232,14 +237,14 @@ def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _glm4(keys: ArchitectureKeys) -> dict[str, Any]:
-    config = _rms(keys, partial=True)
+    config = read_rms_config(keys, partial=True)
     config["head_dim"] = head_dim(keys, partial=True)
     return {**config, "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
 
 
 def _ernie4_5(keys: ArchitectureKeys) -> dict[str, Any]:
     bias = keys.has_tensor("blk.0.attn_q.bias")
-    return {**_rms(keys), "head_dim": head_dim(keys), "use_bias": bias}
+    return {**read_rms_config(keys), "head_dim": head_dim(keys), "use_bias": bias}
 
 
 def _phi(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def _stablelm(keys: ArchitectureKeys) -> dict[str, Any]:
 def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read EXAONE 4: with windows, every fourth layer has full attention."""
     windowed = "attention.sliding_window" in keys
-    config = {**_rms(keys), "sliding_window": None}
+    config = {**read_rms_config(keys), "sliding_window": None}
     if windowed:
         config["sliding_window"] = keys.get_count("attention.sliding_window")
         config["sliding_window_pattern"] = 4
@@ -269,7 +274,7 @@ def _exaone4(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _chatglm(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read ChatGLM2, ChatGLM3 and the first GLM-4, of which half a head rotates."""
-    config = _rms(keys, partial=True)
+    config = read_rms_config(keys, partial=True)
     channels = head_dim(keys, partial=True)
     if config["partial_rotary_factor"] != 0.5 or config["rope_scaling"] is not None:
         raise UnknownArchitecture(f"{keys.raw.path}: rotates another part than half of a head")
@@ -320,7 +325,7 @@ def _falcon(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _gemma(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**_rms(keys), "head_dim": head_dim(keys)}
+    return {**read_rms_config(keys), "head_dim": head_dim(keys)}
 
 
 def _gemma2(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -350,7 +355,7 @@ def _gemma3(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _gpt_oss(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read gpt-oss; that YaRN's ramp is not truncated belongs to the architecture."""
-    config = _rms(keys)
+    config = read_rms_config(keys)
     if config["rope_scaling"] is not None:
         config["rope_scaling"] |= {"truncate": False}
     return {
@@ -381,12 +386,12 @@ FURTHER_ARCHITECTURES = {
     "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
     "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
     "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),
-    "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_rms),
+    "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=read_rms_config),
     "internlm2": GgufArchitecture(
         LLAMA_NAMES,
         has_permuted_qk=True,
         model_type="llama",
-        read_config=lambda keys: {**_rms(keys), **_biases(keys)},
+        read_config=lambda keys: {**read_rms_config(keys), **_biases(keys)},
     ),
     "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_starcoder2),
     "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2),

@@ -17,12 +17,14 @@ import torch
 
 from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
+from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import read_config
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
     LLAMA_NAMES,
     GgufArchitecture,
 )
+from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -82,6 +84,8 @@ ARCHITECTURES = {
     "olmoe": GgufArchitecture(QWEN_MOE_NAMES, "model.layers"),
     "gpt2": GgufArchitecture(GPT2_NAMES, "transformer.h", transposed=True),
     **FURTHER_ARCHITECTURES,
+    **ALIBI_ARCHITECTURES,
+    **GROUPED_EXPERT_ARCHITECTURES,
 }
 
 
@@ -121,8 +125,9 @@ class GgufAsHf:
         self._raw = raw
         self.metadata = raw.metadata
         tied = "output.weight" not in raw.names() or (
-            # The GPT-2 converter writes the tied head a second time.
-            arch == "gpt2" and raw.same_stored_bytes("output.weight", "token_embd.weight")
+            # The converters of GPT-2 and BLOOM write the tied head a second time.
+            arch in ("gpt2", "bloom")
+            and raw.same_stored_bytes("output.weight", "token_embd.weight")
         )
         self.config, self.generation_config, self.unread = read_config(
             raw, str(arch), tied, layout.read_config
@@ -131,6 +136,8 @@ class GgufAsHf:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
         for name in raw.names():
+            if layout.joins_latent and ".attn_v_b." in name:
+                continue  # read with attn_k_b
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
             self._add_tensor(name, layout)
@@ -210,12 +217,32 @@ class GgufAsHf:
                 own = _HfTensor(name, shape[1:], _row(expert))
                 self._add_entry(target.replace("*", str(expert)), own)
             return
-        if base == "blk.attn_sinks":  # no tensor of a module there
-            target = target.removesuffix(".weight")
+        if base in ("blk.attn_sinks", "blk.exp_probs_b"):  # no tensor of a module there
+            target = target.rpartition(".")[0]
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
+        if base == "blk.attn_k_b":
+            self._add_latent(target, name, shape)
+            return
         self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+
+    def _add_latent(self, target: str, name: str, shape: tuple[int, ...]) -> None:
+        """Join the up-projections of latent attention: a head's keys, transposed, and values."""
+        values = name.replace(".attn_k_b.", ".attn_v_b.")
+        v_shape = self._raw.tensor_info(values).shape if values in self._raw.names() else ()
+        if len(shape) != 3 or len(v_shape) != 3 or shape[:2] != (v_shape[0], v_shape[2]):
+            raise CorruptCheckpoint(
+                f"{self._raw.path}: {name} has {list(shape)}, which {values} with "
+                f"{list(v_shape)} does not fit"
+            )
+
+        def join(keys: torch.Tensor) -> torch.Tensor:
+            both = torch.cat((keys.transpose(1, 2), self._raw.get(values)), 1)
+            return both.flatten(0, 1)
+
+        rows = shape[0] * (shape[2] + v_shape[1])
+        self._add_entry(target, _HfTensor(name, (rows, shape[1]), join, True))
 
     def _add_entry(self, target: str, entry: _HfTensor) -> None:
         if target in self._entries:

@@ -1,8 +1,8 @@
 """The text half of a vision-language checkpoint, as a checkpoint of the language model alone.
 
-Qwen3.5's files hold a language model beside a vision encoder. What belongs to images is left out,
-and the names of the rest are made those of the text class. Experts that are stacked in one tensor
-are presented one by one.
+Files of Qwen3.5 and Gemma 3 hold a language model beside a vision encoder. What belongs to images
+is left out, and the names of the rest are made those of the text class. Experts that are stacked in
+one tensor are presented one by one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,31 @@ from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 
-TEXT_TYPES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_TYPES = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+}
 """Types of vision-language checkpoints → those of their language models."""
 
-IMAGE_PREFIX, TEXT_PREFIX = "model.visual.", "model.language_model."
+# sizes that published files leave to the configuration class
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"vocab_size": 262208, "num_attention_heads": 8},
+}
+IMAGE_PREFIXES = (
+    "model.visual.",
+    *(
+        f"{stem}{part}."
+        for stem in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    ),
+)
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Prefixes of the language model's tensors → those of the text class."""
 STACKED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 
 
@@ -43,7 +64,8 @@ def text_half_config(
     Raises:
         CheckpointError: for a config without ``text_config``, or two that contradict each other.
     """
-    text_type = TEXT_TYPES.get(str(config.get("model_type")))
+    whole_type = str(config.get("model_type"))
+    text_type = TEXT_TYPES.get(whole_type)
     if text_type is None:
         return dict(config), {}
     text = config.get("text_config")
@@ -63,7 +85,12 @@ def text_half_config(
     if tied is not None:
         outer["tie_word_embeddings"] = tied
     left_out = {key: config[key] for key in ("vision_config",) if config.get(key)}
-    return {**text, **outer, "model_type": text_type}, left_out
+    missing = {
+        key: value
+        for key, value in TEXT_DEFAULTS.get(whole_type, {}).items()
+        if text.get(key) is None
+    }
+    return {**text, **missing, **outer, "model_type": text_type}, left_out
 
 
 class TextHalfContainer:
@@ -74,7 +101,7 @@ class TextHalfContainer:
         self.metadata: dict[str, Any] = container.metadata
         self._sources: dict[str, _Source] = {}
         for name in container.names():
-            if not name.startswith(IMAGE_PREFIX):
+            if not name.startswith(IMAGE_PREFIXES):
                 self._sources |= _text_sources(name, container)
 
     def names(self) -> list[str]:
@@ -118,7 +145,8 @@ def text_half(config: Mapping[str, Any], container: Container) -> Container:
 
 def _text_sources(name: str, container: Container) -> dict[str, _Source]:
     """The language model's tensors that are in one of the files."""
-    text = "model." + name.removeprefix(TEXT_PREFIX) if name.startswith(TEXT_PREFIX) else name
+    old = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+    text = TEXT_PREFIXES.get(old, "") + name.removeprefix(old)
     if not name.endswith(STACKED_EXPERTS):
         return {text: _Source(name)}
     shape = container.tensor_info(name).shape

@@ -11,6 +11,7 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.core.window_pages import pages_in_use
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
@@ -153,12 +154,15 @@ def kv_pages_for_bytes(
         CapacityError: Not even one sequence of ``max_model_len`` tokens fits.
     """
     size = shape.page_bytes(config.page_size, dtype)
-    per_seq = -(-max_model_len // config.page_size)
+    longest = -(-max_model_len // config.page_size)
+    per_seq = pages_in_use(
+        max_model_len, config.page_size, shape.window, config.max_num_batched_tokens
+    )
     if not size:  # pages of a model without attention only number its tokens
         return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is reserved: kernels write padding there
-    pages = min(tp_group.all_reduce_min(available // size) - 1, per_seq * config.max_num_seqs)
+    pages = min(tp_group.all_reduce_min(available // size) - 1, longest * config.max_num_seqs)
     if pages < per_seq:
         max_len = max(pages, 0) * config.page_size
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"

@@ -135,6 +135,7 @@ class AttentionSpec:
                 head_dim=self.head_dim,
                 arithmetic="rotary" if changes else "residual",
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
+                window=self.window,
             ),
             core_spec(("sinks",) if self.sinks else ()),
             *(OUTPUT_GATE_SPECS if self.gated else ()),

@@ -37,12 +37,14 @@ class KVShape:
         kv_heads: KV heads of each.
         head_dim: Channels of a head.
         shares_values: Whether values are the keys, stored once (latent attention).
+        window: The longest window, where every layer has one: pages behind it are not read again.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     shares_values: bool = False
+    window: int | None = None
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values, with the scales of 8-bit pages."""

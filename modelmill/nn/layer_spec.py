@@ -79,6 +79,7 @@ class CacheSpec(ModuleSpec):
         kv_heads: KV heads.
         head_dim: Channels of each.
         shares_values: Whether values are the keys, stored once.
+        window: Tokens that a query attends to; None: all.
     """
 
     keys: str
@@ -86,6 +87,7 @@ class CacheSpec(ModuleSpec):
     kv_heads: int
     head_dim: int
     shares_values: bool = False
+    window: int | None = None
     arithmetic: str = "rotary"
     op: str = "rope_cache"
 

@@ -110,12 +110,17 @@ def module_site(model: nn.Module, path: str) -> SiteSpec | None:
 
 def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
-    caches = [cache for layer in layers for cache in layer_spec(layer).of_type(CacheSpec)]
+    specs = [layer_spec(layer) for layer in layers]
+    caches = [cache for spec in specs for cache in spec.of_type(CacheSpec)]
     sizes = {(cache.kv_heads, cache.head_dim, cache.shares_values) for cache in caches}
     if not sizes:
         return NO_KV
     assert len(sizes) == 1, "all layers with a cache have as many KV heads of one size"
-    return KVShape(len(caches), *sizes.pop())
+    windows = [cache.window for cache in caches if cache.window is not None]
+    # a hybrid's prefix cache goes by the snapshots of its states
+    is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
+    window = max(windows) if len(windows) == len(caches) and not is_hybrid else None
+    return KVShape(len(caches), *sizes.pop(), window=window)
 
 
 def state_shape(layers: Iterable[nn.Module]) -> StateShape:

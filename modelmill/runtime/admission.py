@@ -33,12 +33,22 @@ def similar_lengths(seqs: Iterable[Sequence]) -> bool:
     return not max_outputs or max(max_outputs) <= MAX_LENGTH_RATIO * min(max_outputs)
 
 
-def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
+def peak_pages(seqs: Iterable[Sequence], page_size: int, max_pages: int | None = None) -> int:
     """Most pages that the sequences use at once, if each grows by one token per step until it ends.
 
-    Last pages count as half full; a shared page counts once per sequence. Returns 0 if no output
-    length is known.
+    Last pages count as half full; a shared page counts once per sequence.
+
+    Args:
+        seqs: The sequences.
+        page_size: Tokens of a page.
+        max_pages: Most pages of one sequence, where pages behind a window are freed; None: as
+            many as its tokens fill.
+
+    Returns:
+        The number of pages; 0 if no output length is known.
     """
+    if max_pages is not None:
+        return _peak_of_windows(seqs, page_size, max_pages)
     lengths = []
     tokens_left = []
     unknown_pages = 0
@@ -56,3 +66,14 @@ def peak_pages(seqs: Iterable[Sequence], page_size: int) -> int:
     count = np.arange(len(current), 0, -1)
     tokens = np.cumsum(current[::-1])[::-1] + count * remaining
     return unknown_pages + int(np.max(tokens / page_size + count / 2)) + 1
+
+
+def _peak_of_windows(seqs: Iterable[Sequence], page_size: int, max_pages: int) -> int:
+    """As ``peak_pages``; sequences count with the most that each will use, as if all ended last."""
+    known = False
+    pages = 0
+    for seq in seqs:
+        known |= ends_at_limit(seq)
+        length = seq.max_length if ends_at_limit(seq) else seq.length
+        pages += min(-(-length // page_size), max_pages)
+    return pages if known else 0

@@ -170,6 +170,9 @@ class EngineCore:
         """What a request may ask of this engine core."""
         max_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         num_slots = self.num_pages * self.page_size
+        if self.model.kv.window is not None:  # type: ignore[union-attr]
+            # the pages inside the windows of the longest sequence fit: capacity has checked it
+            num_slots = max(num_slots, self.max_model_len)
         return RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
 
     def _make_scheduler(self, width: int) -> Scheduler:
@@ -536,6 +539,7 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
         config.enable_prefix_caching,
         mixed,
         prefill_all_first=config.max_mixed_tokens is None,
+        window=model.kv.window,  # type: ignore[arg-type, union-attr]
     )
 
 

@@ -3,7 +3,8 @@
 A page is free, referenced by one or more sequences, or idle: unreferenced, but with the keys and
 values of a cached prefix. Idle pages are found again by their sha256 chain key and are evicted,
 least recently used first, when no page is free. Pages are only shared when full, or between forks;
-a fork that writes into a shared page gets its own copy.
+a fork that writes into a shared page gets its own copy. Where every layer has a window, a sequence
+frees the pages behind the longest one, and a cached prefix needs those inside it only.
 
 In RAM a page takes memory from its first write on. So released pages are reused before untouched
 ones, and once ``max_idle`` pages are idle, these are evicted before an untouched page is taken: the
@@ -18,6 +19,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
+
+NO_PAGE = -1
+"""In a sequence's pages, in the place of one that was freed behind the window of every layer."""
 
 
 def root_key(model: str, cache_salt: str) -> bytes:
@@ -149,7 +153,16 @@ class PageTables:
         """Take a row and write ``pages`` into it."""
         row = self._rows.pop()
         self.table[row, : len(pages)] = pages
+        self.fill_freed(row, pages, pages.count(NO_PAGE))
         return row
+
+    def fill_freed(self, row: int, pages: list[int], freed: int) -> None:
+        """Name a page of the sequence in the places of those that were freed, which are not read.
+
+        An implementation may read them all the same, with a weight of 0 for each of their tokens.
+        """
+        if freed:
+            self.table[row, :freed] = pages[freed]
 
     def free_row(self, row: int) -> None:
         """Return a row of the table to the free list."""

@@ -20,9 +20,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from modelmill.core.types import POOL_MEAN
+from modelmill.core.window_pages import first_page_in_use, pages_in_use
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
-from modelmill.runtime.kv_pages import PagePool, PageTables
+from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables
 from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.state_slots import StateSlots
 
@@ -53,6 +54,7 @@ class SchedulerLimits:
             running ones finish (``runtime.admission``).
         prefill_all_first: Run all waiting prompts first, whatever ``max_mixed_tokens`` is, if all
             can run now and their outputs end at about the same time.
+        window: The longest window, where every layer has one: pages behind it are freed.
     """
 
     max_tokens: int
@@ -64,6 +66,20 @@ class SchedulerLimits:
     fresh_output_tokens: int = 0
     reserve_until_finish: bool = True
     prefill_all_first: bool = False
+    window: int | None = None
+
+    def pages_in_use(self, tokens: int) -> int:
+        """Most pages that a sequence of ``tokens`` tokens uses at once."""
+        return pages_in_use(tokens, self.page_size, self.window, self.max_tokens)
+
+    def first_page_in_use(self, computed: int) -> int:
+        """The first page that a query behind ``computed`` tokens reads."""
+        return first_page_in_use(computed, self.page_size, self.window)
+
+    @property
+    def max_pages(self) -> int | None:
+        """Most pages of a sequence of any length; None: there is no bound."""
+        return None if self.window is None else self.pages_in_use(1 << 62)
 
 
 @dataclass
@@ -350,6 +366,8 @@ class Scheduler:
         """
         for seq, count in schedule.work:
             seq.advance(count)
+            if self.limits.window is not None:
+                self._free_behind_window(seq)
             if seq.computed == seq.length and self.needs_sampling(seq):
                 seq.expect_token()
         for leader, siblings in schedule.forks.items():
@@ -378,6 +396,23 @@ class Scheduler:
         if self.states is not None:
             self.states.publish(seq, full * size)
 
+    def _free_behind_window(self, seq: Sequence) -> None:
+        """Free the pages that no query of the sequence will read again.
+
+        Those of a prefix are cached first. The launched step reads them before a later one writes.
+        """
+        first = min(self.limits.first_page_in_use(seq.computed), len(seq.pages) - 1)
+        if self.limits.prefix_caching:
+            self.cache_full_pages(seq)
+            first = min(first, seq.num_cached_pages)
+        if first <= seq.num_freed_pages:
+            return
+        for page in seq.pages[seq.num_freed_pages : first]:
+            self.pool.decref(page)
+        seq.note_freed_pages(first)
+        self.tables.fill_freed(seq.table_row, seq.pages, first)
+        self._num_releases += 1
+
     def remove(self, seq: Sequence) -> None:
         """Take an ended sequence off the queues and release its pages."""
         if seq.table_row >= 0:
@@ -396,7 +431,7 @@ class Scheduler:
 
     def share_pages(self, leader: Sequence, other: Sequence) -> None:
         """Let ``other`` start with the pages of ``leader``."""
-        for page in leader.pages:
+        for page in leader.pages_in_use:
             self.pool.incref(page)
         pages = list(leader.pages)
         row = self.tables.alloc_row(pages)
@@ -407,7 +442,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self._num_releases += 1
         # last pages first, so that the beginnings of prefixes are evicted last
-        for page in reversed(seq.pages):
+        for page in reversed(seq.pages_in_use):
             self.pool.decref(page)
         if self.states is not None:
             self.states.release(seq)
@@ -531,10 +566,10 @@ class Scheduler:
             if self._num_free_rows() < self._rows_needed(seq):
                 return
             cached = self._match_prefix(seq)
-            need = -(-seq.length // size) - len(cached)
+            need = self._pages_needed(seq, cached)
             if self.running and not self._fits_until_finish(seq, need):
                 # give the references back, last page first, as _release does
-                for page in reversed(cached):
+                for page in reversed(cached[cached.count(NO_PAGE) :]):
                     self.pool.decref(page)
                 return
             self.waiting.pop(0)
@@ -551,6 +586,13 @@ class Scheduler:
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
                 picked[seq] = count
                 left -= count
+
+    def _pages_needed(self, seq: Sequence, cached: list[int]) -> int:
+        """Pages that a sequence takes when it is admitted, beside those of its cached prefix."""
+        need = -(-seq.length // self.limits.page_size) - len(cached)
+        if self.limits.max_pages is None:
+            return need
+        return min(need, self.limits.max_pages - (len(cached) - cached.count(NO_PAGE)))
 
     def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
         """Whether the pages last if ``seq`` is admitted, which takes ``new_pages`` at first.
@@ -573,8 +615,10 @@ class Scheduler:
         ):
             return True
         # peak_pages counts a shared page once per sequence
-        shared = max(0, sum(len(s.pages) for s in self.running) - (pool.count - pool.num_available))
-        if peak_pages((*self.running, seq), self.limits.page_size) - shared <= pool.count:
+        in_use = sum(len(s.pages) - s.num_freed_pages for s in self.running)
+        shared = max(0, in_use - (pool.count - pool.num_available))
+        peak = peak_pages((*self.running, seq), self.limits.page_size, self.limits.max_pages)
+        if peak - shared <= pool.count:
             return True
         self._last_refusal = seq, self._num_releases
         return False
@@ -621,6 +665,8 @@ class Scheduler:
             or seq.request.pooling == POOL_MEAN
         ):
             return []
+        if self.limits.window is not None:
+            return self._match_window(seq)
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
@@ -630,6 +676,26 @@ class Scheduler:
             self.pool.incref(page)
             pages.append(page)
         return pages if self.states is None else self._up_to_snapshot(self.states, seq, pages)
+
+    def _match_window(self, seq: Sequence) -> list[int]:
+        """As ``_match_prefix``, where queries read no further back than the window.
+
+        The longest prefix whose pages inside the window are cached; NO_PAGE stands for the others.
+        """
+        size = self.limits.page_size
+        keys = [seq.page_key(index, size) for index in range((len(seq.tokens) - 1) // size)]
+        pages = [self.pool.cached_page_for_key(key) for key in keys]
+        best, first_cached = 0, 0
+        for count, page in enumerate(pages, 1):
+            if page is None:
+                first_cached = count
+            elif first_cached <= self.limits.first_page_in_use(count * size):
+                best = count
+        first = self.limits.first_page_in_use(best * size)
+        inside = [page for page in pages[first:best] if page is not None]
+        for page in inside:
+            self.pool.incref(page)
+        return [NO_PAGE] * first + inside
 
     def _up_to_snapshot(self, states: StateSlots, seq: Sequence, pages: list[int]) -> list[int]:
         """The cached pages in front of the latest snapshot of the state; releases the others."""

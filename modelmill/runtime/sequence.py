@@ -16,7 +16,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.quoting import quote
 from modelmill.core.types import POOL_LAST, POOL_MEAN, FinishReason, Guide, Request
-from modelmill.runtime.kv_pages import page_key, root_key
+from modelmill.runtime.kv_pages import NO_PAGE, page_key, root_key
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class Sequence:
         computed: Tokens whose keys and values are in pages, or will be when the launched steps are
             done.
         pending: Tokens sampled on the device but not read yet; ``length`` counts them.
+        pages: Its KV pages in order; NO_PAGE in the place of those that were freed.
+        num_freed_pages: Pages behind the window of every layer, which were freed.
         max_length: The length at which the sequence ends.
         stop_ids: Token ids that end it.
         table_row: Its row in the page tables while it runs, else −1.
@@ -156,6 +158,7 @@ class Sequence:
         "max_length",
         "num_cached",
         "num_cached_pages",
+        "num_freed_pages",
         "page_keys",
         "pages",
         "pending",
@@ -212,7 +215,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.started_at: float | None = None
         self.num_cached = 0
-        self.num_cached_pages = 0
+        self.num_cached_pages = self.num_freed_pages = 0
         self.snapshots: list[Snapshot] = []
         self.snapshot_end = self.branch_end = 0
         self.latest_snapshot: bytes | None = None
@@ -243,10 +246,21 @@ class Sequence:
         """
         self.pages, self.table_row = pages, table_row
         self.computed, self.num_cached_pages = computed, num_cached_pages
+        self.num_freed_pages = next((i for i, page in enumerate(pages) if page != NO_PAGE), 0)
 
     def detach_pages(self) -> None:
         """Stop running: the pages and the row have been released."""
-        self.pages, self.table_row = [], -1
+        self.pages, self.table_row, self.num_freed_pages = [], -1, 0
+
+    def note_freed_pages(self, count: int) -> None:
+        """Record that the first ``count`` pages were freed: no query reads them again."""
+        self.pages[self.num_freed_pages : count] = [NO_PAGE] * (count - self.num_freed_pages)
+        self.num_freed_pages = count
+
+    @property
+    def pages_in_use(self) -> list[int]:
+        """Its pages that were not freed."""
+        return self.pages[self.num_freed_pages :]
 
     def note_admission(self, now: float) -> None:
         """Record when it was first admitted and how much of its prompt was cached.

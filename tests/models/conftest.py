@@ -11,8 +11,8 @@ from tests.models.all_families import CASES
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A seeded checkpoint of the module's ``FAMILY``."""
+    """A seeded checkpoint of the module's ``FAMILY``, its config changed by ``CHANGES``."""
     family: str = request.module.FAMILY
     folder = tmp_path_factory.mktemp(family)
-    CASES[family].save(folder)
+    CASES[family].save(folder, **getattr(request.module, "CHANGES", {}))
     return folder

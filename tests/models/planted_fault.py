@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch
 
+from modelmill.builder import tensor_plan
+from modelmill.checkpoint import rename
 from tests.accept.build_and_accept import build_and_accept
 
-PlantedFault = tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...], int]
+PlantedFault = tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...], int | None]
 """What plants it, modules of which the report may name any, and the layer that it names."""
 
+CALIBRATION = {"calibration_samples": 8, "calibration_length": 32}
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
     "int4": {"group_size": 32, "method": "nearest"},
-    "smoothquant": {"calibration_samples": 8, "calibration_length": 32},
+    "smoothquant": CALIBRATION,
+    "int8": {},
+    "fp8": {},
+    "rptq": CALIBRATION,
 }
+FEW_RECIPES = ("none", "int4", "smoothquant")
 
 
 class FaultyBuild(NamedTuple):
@@ -30,7 +40,7 @@ class FaultyBuild(NamedTuple):
 
 
 def each_fault(
-    faults: Mapping[str, PlantedFault], recipes: tuple[str, ...] = tuple(RECIPES)
+    faults: Mapping[str, PlantedFault], recipes: tuple[str, ...] = FEW_RECIPES
 ) -> pytest.MarkDecorator:
     """Calls a test with each fault in bfloat16, and in float32 with each recipe."""
     builds = [("bfloat16", "none"), *(("float32", recipe) for recipe in recipes)]
@@ -53,3 +63,41 @@ def assert_refused_by_name(faulty: FaultyBuild, checkpoint: Path, out: Path) -> 
         )
     assert not written
     assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
+
+
+@contextmanager
+def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A tensor of the engine that is not the checkpoint's."""
+    real = rename.apply_rule
+
+    def apply_rule(rule: Any, *args: Any) -> torch.Tensor:
+        tensor = real(rule, *args)
+        return change(tensor) if rule.target == name else tensor
+
+    with mock.patch.object(tensor_plan, "apply_rule", apply_rule):
+        yield
+
+
+@contextmanager
+def changed_module(
+    module: type[torch.nn.Module], forward: Callable[..., torch.Tensor]
+) -> Iterator[None]:
+    """A module that computes something else."""
+    with mock.patch.object(module, "forward", forward):
+        yield
+
+
+@contextmanager
+def changed_config(family: ModuleType, change: Callable[[Any], Any]) -> Iterator[None]:
+    """A family that reads another config than the checkpoint's."""
+    real = family.config_from_hf
+    with mock.patch.object(family, "config_from_hf", lambda raw: change(real(raw))):
+        yield
+
+
+@contextmanager
+def changed_rules(family: ModuleType, change: Callable[[Any], Any]) -> Iterator[None]:
+    """A family that makes some of its tensors by another rule."""
+    real = family.rules
+    with mock.patch.object(family, "rules", lambda config: [change(rule) for rule in real(config)]):
+        yield

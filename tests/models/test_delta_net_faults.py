@@ -17,8 +17,14 @@ from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
 from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
-from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
-from tests.models.test_moe_faults import changed_module, changed_tensor
+from tests.models.planted_fault import (
+    FaultyBuild,
+    PlantedFault,
+    assert_refused_by_name,
+    changed_module,
+    changed_tensor,
+    each_fault,
+)
 
 FAMILY = "qwen3_5_text"
 LAYER = "layers.0.attn"

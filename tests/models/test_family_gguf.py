@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
+from modelmill.core.errors import CorruptCheckpoint
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.checkpoint.checkpoint_factory import permute
 from tests.models.all_families import CASES
-from tests.models.family_cases import GgufCase
+from tests.models.family_cases import FamilyCase, GgufCase
+from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -36,7 +40,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
     """Convert a Hugging Face folder."""
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == case.architecture)
     layers = raw.get("num_hidden_layers", raw.get("num_layers"))
-    names = gguf.get_tensor_name_map(arch, layers)
+    names = gguf.get_tensor_name_map(arch, case.facts(raw).get("block_count", layers))
     tensors = load_file(folder / "model.safetensors")
     if case.tensors is not None:
         tensors = case.tensors(raw, tensors)
@@ -74,7 +78,45 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
 
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+    check_gguf(CASES[name], tmp_path)
+
+
+def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None:
+    case = CASES["deepseek_v2"]
+    assert case.gguf is not None
+
+    def facts(raw: dict[str, Any]) -> dict[str, Any]:
+        older = latent_facts(raw, 1)
+        for part in ("key", "value"):
+            older[f"attention.{part}_length"] = older.pop(f"attention.{part}_length_mla")
+        return older | {"attention.head_count_kv": raw["num_attention_heads"]}
+
+    def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: t for n, t in as_converted(raw, read).items() if "eh_proj" not in n}
+
+    older = replace(case.gguf, facts=facts, tensors=tensors)
+    check_gguf(replace(case, gguf=older), tmp_path)
+
+
+@pytest.mark.parametrize("part", ["k_b_proj", "v_b_proj"])
+def test_up_projections_that_do_not_fit_are_refused(part: str, tmp_path: Path) -> None:
+    case = CASES["deepseek_v2"]
+    assert case.gguf is not None
+    case.save(tmp_path / "hf", **case.gguf.changes)
+
+    def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out = latent_as_converted(raw, read)
+        return {n: t[:-1].contiguous() if part in n else t for n, t in out.items()}
+
+    path = tmp_path / "model.gguf"
+    broken = replace(case.gguf, tensors=tensors)
+    write_gguf(path, tmp_path / "hf", case.raw(**case.gguf.changes), broken)
+    with pytest.raises(CorruptCheckpoint, match="attn_k_b"):
+        open_checkpoint(path)
+
+
+def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
+    """Build the GGUF of a case through acceptance, and compare the logits."""
     assert case.gguf is not None
     logits = case.save(tmp_path / "hf", **case.gguf.changes)
     path = tmp_path / "model.gguf"

@@ -12,9 +12,15 @@ import torch
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
 from modelmill.ops import causal_conv, ssd_scan
-from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
+from tests.models.planted_fault import (
+    FaultyBuild,
+    PlantedFault,
+    assert_refused_by_name,
+    changed_module,
+    changed_tensor,
+    each_fault,
+)
 from tests.models.test_delta_net_faults import changed_state, swapped
-from tests.models.test_moe_faults import changed_module, changed_tensor
 
 FAMILY = "mamba2"
 LAYER = "layers.1.attn"

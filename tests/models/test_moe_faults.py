@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,16 @@ from unittest import mock
 
 import torch
 
-from modelmill.builder import tensor_plan
 from modelmill.models import qwen2_moe
 from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
-from tests.models.planted_fault import FaultyBuild, PlantedFault, assert_refused_by_name, each_fault
+from tests.models.planted_fault import (
+    FaultyBuild,
+    PlantedFault,
+    assert_refused_by_name,
+    changed_module,
+    changed_tensor,
+    each_fault,
+)
 
 
 @contextmanager
@@ -33,28 +39,6 @@ def swapped_experts() -> Iterator[None]:
         ]
 
     with mock.patch.object(qwen2_moe, "rules", rules):
-        yield
-
-
-@contextmanager
-def changed_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """A tensor of the engine that is not the checkpoint's."""
-    real = tensor_plan.apply_rule
-
-    def apply_rule(rule: Any, *args: Any) -> torch.Tensor:
-        tensor = real(rule, *args)
-        return change(tensor) if rule.target == name else tensor
-
-    with mock.patch.object(tensor_plan, "apply_rule", apply_rule):
-        yield
-
-
-@contextmanager
-def changed_module(
-    module: type[torch.nn.Module], forward: Callable[..., torch.Tensor]
-) -> Iterator[None]:
-    """A module that computes something else."""
-    with mock.patch.object(module, "forward", forward):
         yield
 
 

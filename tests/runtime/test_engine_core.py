@@ -68,7 +68,8 @@ def test_equal_however_it_is_cut(rope_length_source: str, window: int | None) ->
     assert tiny.run(tiny.make_engine(model, max_num_batched_tokens=7), todo) == expected, "chunked"
     small = tiny.make_engine(model, pages=12)
     assert tiny.run(small, todo) == expected, "preempted"
-    assert small.stats().preemptions > 0
+    # pages behind the window are freed, and those inside it are enough
+    assert (small.stats().preemptions > 0) == (window is None)
     assert tiny.run(tiny.make_engine(model, overlap=True), todo) == expected, "launched ahead"
     assert tiny.run(tiny.make_engine(model, pages=12, overlap=True), todo) == expected, (
         "ahead and preempted"

@@ -69,6 +69,23 @@ POST_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
+GROUPED_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+LATENT = {
+    **GROUPED_EXPERTS,
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
@@ -115,6 +132,30 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
     },
+    "bloom": {
+        "transformer.word_embeddings": "token_embd",
+        "transformer.word_embeddings_layernorm": "token_embd_norm",
+        "transformer.ln_f": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "mpt": {
+        "transformer.norm_f": "output_norm",
+        "norm_1": "attn_norm",
+        "norm_2": "ffn_norm",
+        "attn.Wqkv": "attn_qkv",
+        "attn.out_proj": "attn_output",
+        "ffn.up_proj": "ffn_up",
+        "ffn.down_proj": "ffn_down",
+    },
+    "glm4_moe": {"post_attention_layernorm": "post_attention_norm", **GROUPED_EXPERTS},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "phi": {
         "model.final_layernorm": "output_norm",
         "self_attn.dense": "attn_output",
@@ -124,6 +165,11 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
 }
 # GGUF's architecture → the family; those with rows of q and k in interleaved order
 FURTHER_ARCHITECTURES = {
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "baichuan": "llama",
+    "glm4moe": "glm4_moe",
+    "deepseek2": "deepseek_v2",
     "granite": "granite",
     "minicpm": "minicpm",
     "smollm3": "smollm3",
@@ -145,13 +191,15 @@ FURTHER_ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
-SCALED = {"gemma3": "linear", "gpt-oss": "yarn"}
+SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 LAYERS = {
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
     "falcon": "transformer.h.",
+    "bloom": "transformer.h.",
+    "mpt": "transformer.blocks.",
 }
 PERMUTED = ("llama", "mixtral", "granite", "minicpm", "smollm3", "xverse")
 
@@ -197,6 +245,8 @@ class GgufSource(TensorSource):
         stem, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
+        if suffix == "e_score_correction_bias":
+            return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = FAMILY_NAMES.get(self._config["model_type"], {})
         if stem in own:
             return f"{own[stem]}.{suffix}"
@@ -208,6 +258,10 @@ class GgufSource(TensorSource):
         """Return the tensor dequantized, in the file's layout."""
         if ".experts." in name:
             return self._expert(name)
+        if ".kv_b_proj." in name and not self.has(name):  # of newer files
+            keys = super().stored_tensor(name.replace("kv_b_proj", "k_b_proj"))
+            values = super().stored_tensor(name.replace("kv_b_proj", "v_b_proj"))
+            return torch.cat((keys.mT, values), dim=1).reshape(-1, keys.shape[1])
         tensor = super().stored_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
@@ -216,7 +270,7 @@ class GgufSource(TensorSource):
             return undo_llama_qk_permutation(tensor, self._config["num_attention_heads"])
         if model_type in PERMUTED and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
-        if model_type in ("gpt_neox", "falcon") and ".query_key_value." in name:
+        if model_type in ("gpt_neox", "falcon", "bloom") and ".query_key_value." in name:
             return by_kv_head(tensor, self._config)
         if model_type.startswith("gemma") and "norm." in name:
             return tensor - 1  # the converter adds 1
@@ -375,6 +429,9 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         **({} if window is None else {"sliding_window": int(window)}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
+        **(_mpt(fact) if architecture == "mpt" else {}),
+        **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
+        **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
     }
 
 
@@ -397,6 +454,62 @@ def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
         if value:
             scaling[name] = value
     return experts | {"rope_scaling": scaling}
+
+
+def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return MPT's bound of q, k and v, and the largest exponent of its slopes."""
+    bound = float(fact("attention.clamp_kqv", 0)) or None
+    largest = float(fact("attention.max_alibi_bias"))
+    return {"attn_config": {"clip_qkv": bound, "alibi_bias_max": largest}}
+
+
+def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids."""
+    mla = "_mla" if "deepseek2.attention.key_length_mla" in facts else ""
+    turned = int(fact("rope.dimension_count"))
+    is_third = int(fact("expert_gating_func", 1)) == 2
+    config: dict[str, Any] = {
+        "model_type": "deepseek_v3" if is_third else "deepseek_v2",
+        "topk_method": "group_limited_greedy" if int(fact("expert_group_count", 1)) > 1 else None,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": 1.0,  # of the channels that are rotated at all
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": int(fact(f"attention.key_length{mla}")) - turned,
+        "v_head_dim": int(fact(f"attention.value_length{mla}")),
+        "kv_lora_rank": int(fact("attention.kv_lora_rank")),
+        "q_lora_rank": facts.get("deepseek2.attention.q_lora_rank"),
+        "norm_topk_prob": bool(fact("expert_weights_norm", False)),
+    }
+    if fact("rope.scaling.type", "none") != "yarn":
+        return config
+    tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
+    scaling = {
+        "rope_type": "yarn",
+        "factor": float(fact("rope.scaling.factor")),
+        "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
+        **({"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}),
+    }
+    for name in ("beta_fast", "beta_slow"):
+        value = float(fact(f"rope.scaling.yarn_{name}", 0))
+        if value:
+            scaling[name] = value
+    return config | {"rope_scaling": scaling}
+
+
+def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+    """Return the experts of GLM-4.5 and DeepSeek; the last blocks may only predict tokens."""
+    predicted = int(fact("nextn_predict_layers", 0))
+    return {
+        "num_hidden_layers": int(fact("block_count")) - predicted,
+        "n_routed_experts": int(fact("expert_count")),
+        "num_experts_per_tok": int(fact("expert_used_count")),
+        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
+        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(fact("expert_weights_norm", True)),
+        "n_group": int(fact("expert_group_count", 1)),
+        "topk_group": int(fact("expert_group_used_count", 1)),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
+    }
 
 
 def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.models.family_cases import (
     LLAMA_FAULTS,
     SMALL,
     FamilyCase,
+    GgufCase,
     Logits,
     fault,
 )
@@ -51,6 +52,20 @@ def save(raw: dict[str, Any], folder: Path) -> Logits:
     return PlainModel(**parts, frequencies=plain_frequencies(parts["dim"], 10000.0)).logits
 
 
+def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """q, k and v apart; users divide Baichuan 2's head by its norms before they convert it."""
+    out = {}
+    for name, tensor in tensors.items():
+        if "W_pack" in name:
+            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
+                out[name.replace("W_pack", f"{part}_proj")] = rows.contiguous()
+        elif name == "lm_head.weight" and "z_loss_weight" in raw:
+            out[name] = normalize(tensor)
+        else:
+            out[name] = tensor
+    return out
+
+
 CASE = FamilyCase(
     "baichuan",
     {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
@@ -68,4 +83,8 @@ CASE = FamilyCase(
         **{name: replace(each, case=SIX_HEADS) for name, each in ALIBI_FAULTS.items()},
     },
     make=save,
+    gguf=GgufCase(
+        "baichuan", lambda _: {"attention.layer_norm_rms_epsilon": 1e-6}, permuted=True,
+        tensors=as_converted,
+    ),
 )  # fmt: skip

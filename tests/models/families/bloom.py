@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import ALIBI_FAULTS, VOCAB, FamilyCase, fault
+from tests.models.family_cases import ALIBI_FAULTS, VOCAB, FamilyCase, GgufCase, fault
 
 CASE = FamilyCase(
     "bloom",
@@ -19,4 +19,14 @@ CASE = FamilyCase(
         **ALIBI_FAULTS,
         "another activation": fault("mlp.act", activation="relu"),
     },
+    gguf=GgufCase(
+        "bloom",
+        lambda raw: {
+            "context_length": raw["seq_length"], "feed_forward_length": 4 * raw["hidden_size"],
+            "attention.layer_norm_epsilon": 1e-5,
+        },
+        grouped=True,
+        changes={"n_head": None, "n_layer": None, "num_attention_heads": 6,
+                 "num_hidden_layers": 2},
+    ),
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, fault
+from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, GgufCase, fault
+from tests.models.grouped_gguf import GGUF_YARN, latent_as_converted, latent_facts
 from tests.models.latent_faults import LATENT_FAULTS, YARN
 from tests.models.moe_faults import MOE_KV_TOLERANCE, ROUTING, one_fewer, with_router
 
@@ -42,4 +43,8 @@ CASE = FamilyCase(
     },
     unnamed_fields=frozenset({"head_dim"}),  # follows from qk_rope_head_dim
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase(
+        "deepseek2", lambda raw: latent_facts(raw, 1),
+        changes={"rope_scaling": GGUF_YARN}, tensors=latent_as_converted,
+    ),
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase
+from tests.models.family_cases import LLAMA_FAULTS, NULL, SMALL, FamilyCase, GgufCase
+from tests.models.grouped_gguf import GGUF_YARN, latent_as_converted, latent_facts
 from tests.models.latent_faults import LATENT_FAULTS, YARN
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
 
@@ -32,4 +33,9 @@ CASE = FamilyCase(
      "kv_lora_rank": 0, "qk_rope_head_dim": 7, "rope_interleave": 1, "norm_topk_prob": 1},
     {**LLAMA_FAULTS, **LATENT_FAULTS, **GROUPED_ROUTER_FAULTS},
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase(
+        "deepseek2", lambda raw: latent_facts(raw, 2),
+        changes={"rope_scaling": GGUF_YARN, "first_k_dense_replace": 1},
+        tensors=latent_as_converted,
+    ),
 )  # fmt: skip

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from tests.models.family_cases import decoder_family
+from typing import Any
+
+from tests.models.family_cases import GgufCase, decoder_family, rms_facts
+from tests.models.grouped_gguf import as_converted, router_facts
 from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+
+def facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of half a head that rotates, the router, and a layer of multi-token prediction."""
+    return {
+        "block_count": raw["num_hidden_layers"] + 1,
+        "nextn_predict_layers": 1,
+        **rms_facts(raw),
+        **router_facts(raw, 2),
+        "attention.key_length": raw["head_dim"],
+        "attention.value_length": raw["head_dim"],
+        "rope.dimension_count": raw["head_dim"] // 2,
+    }
+
 
 CASE = decoder_family(
     "glm4_moe",
@@ -26,4 +43,8 @@ CASE = decoder_family(
     GROUPED_ROUTER_FAULTS,
     ropes=(),
     kv_tolerance=MOE_KV_TOLERANCE,
+    gguf=GgufCase(
+        "glm4moe", facts, changes={"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        tensors=as_converted,
+    ),
 )  # fmt: skip

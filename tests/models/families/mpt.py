@@ -9,6 +9,7 @@ from tests.models.family_cases import (
     ALIBI_FAULTS,
     VOCAB,
     FamilyCase,
+    GgufCase,
     Logits,
     fault,
     save_transformers,
@@ -69,4 +70,15 @@ CASE = FamilyCase(
         "another activation": fault("mlp.act", activation="relu"),
     },
     make=save,
+    gguf=GgufCase(
+        "mpt",
+        lambda raw: {
+            "context_length": raw["max_seq_len"], "feed_forward_length": 4 * raw["hidden_size"],
+            "attention.layer_norm_epsilon": 1e-5, "attention.clamp_kqv": 1.5,
+            "attention.max_alibi_bias": 16.0,
+        },
+        changes={"d_model": None, "n_layers": None, "n_heads": None, "hidden_size": 48,
+                 "num_hidden_layers": 2, "num_attention_heads": 6,
+                 **attention(alibi_bias_max=16)},
+    ),
 )  # fmt: skip

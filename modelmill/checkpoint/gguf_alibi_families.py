@@ -1,0 +1,91 @@
+"""GGUF architectures without a rotation, BLOOM and MPT, and Baichuan's 7B models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import ArchitectureKeys
+from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.core.errors import UnknownArchitecture
+
+BLOOM_NAMES = {
+    "token_embd": "transformer.word_embeddings",
+    "token_embd_norm": "transformer.word_embeddings_layernorm",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.attn_norm": "input_layernorm",
+    "blk.attn_qkv": "self_attention.query_key_value",
+    "blk.attn_output": "self_attention.dense",
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_up": "mlp.dense_h_to_4h",
+    "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+MPT_NAMES = {
+    "token_embd": "transformer.wte",
+    "output_norm": "transformer.norm_f",
+    "output": "lm_head",
+    "blk.attn_norm": "norm_1",
+    "blk.attn_qkv": "attn.Wqkv",
+    "blk.attn_output": "attn.out_proj",
+    "blk.ffn_norm": "norm_2",
+    "blk.ffn_up": "ffn.up_proj",
+    "blk.ffn_down": "ffn.down_proj",
+}
+# the depth by which llama.cpp tells Baichuan's 13B models, which have ALiBi
+BAICHUAN_13B_LAYERS = 40
+
+
+def _sizes(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read the sizes; there is one KV head for each head, and the MLP is four times as wide."""
+    width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
+    kv_heads = keys.get_count("attention.head_count_kv", heads)
+    inner = keys.get_count("feed_forward_length")
+    if kv_heads != heads or inner != 4 * width:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: has {kv_heads} KV heads for {heads} heads and {inner} channels in "
+            f"the MLP for a width of {width}; modelmill computes a {keys.arch} with as many KV "
+            "heads as heads and four times the width"
+        )
+    return {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_hidden_layers": keys.get_count("block_count"),
+        "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_epsilon"),
+    }
+
+
+def _bloom(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {**_sizes(keys), "seq_length": keys.get_count("context_length")}
+
+
+def _mpt(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read MPT; learned positions and norms of q and k are tensors that are refused as unused."""
+    clip = "attention.clamp_kqv"
+    return {
+        **_sizes(keys),
+        "max_seq_len": keys.get_count("context_length"),
+        "attn_config": {
+            "clip_qkv": keys.get_positive_float(clip) if clip in keys else None,
+            "alibi": True,
+            "alibi_bias_max": keys.get_positive_float("attention.max_alibi_bias"),
+        },
+    }
+
+
+def _baichuan(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Baichuan 7B, which is a LLaMA there: q, k and v apart, the head as it is multiplied."""
+    if keys.get_count("block_count") == BAICHUAN_13B_LAYERS:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: is a Baichuan 13B; use its Hugging Face folder"
+        )
+    keys.view.get(f"{keys.arch}.tensor_data_layout")  # how q and k are ordered, which is known
+    return {**read_rms_config(keys), "attention_bias": False, "mlp_bias": False}
+
+
+ALIBI_ARCHITECTURES = {
+    "bloom": GgufArchitecture(BLOOM_NAMES, "transformer.h", grouped_qkv=True, read_config=_bloom),
+    "mpt": GgufArchitecture(MPT_NAMES, "transformer.blocks", read_config=_mpt),
+    "baichuan": GgufArchitecture(
+        LLAMA_NAMES, has_permuted_qk=True, model_type="llama", read_config=_baichuan
+    ),
+}

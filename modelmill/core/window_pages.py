@@ -1,0 +1,27 @@
+"""How many KV pages a sequence needs where every layer attends to a window."""
+
+from __future__ import annotations
+
+
+def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
+    """Most pages that a sequence of ``tokens`` tokens uses at once.
+
+    Args:
+        tokens: Its length.
+        page_size: Tokens of a page.
+        window: Tokens that a query attends to in any layer; None: all, so that no page is freed.
+        step_tokens: Most tokens that one step computes of it.
+    """
+    pages = -(-tokens // page_size)
+    if window is None:
+        return pages
+    # two tokens that are sampled but not read yet may delay the release of a page
+    return min(pages, -(-(window + step_tokens + 1) // page_size) + 1)
+
+
+def first_page_in_use(computed: int, page_size: int, window: int | None) -> int:
+    """The first page that a query behind ``computed`` tokens reads."""
+    if window is None or not computed:
+        return 0
+    # not the page behind the last one, which a window of one token would give
+    return min(max(computed - window + 1, 0), computed - 1) // page_size
