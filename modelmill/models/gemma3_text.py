@@ -12,7 +12,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common, gemma2
-from modelmill.models._hf_config import num_layers, optional_positive, positive_float
+from modelmill.models._hf_config import (
+    num_layers,
+    optional_positive,
+    positive_float,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -21,6 +26,7 @@ __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", 
 
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.NORM_NAMES}, norms_less_one=True)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+MAX_POSITIONS = 131072
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 
 
@@ -31,7 +37,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
     full, local_raw = _llama_common.rope_by_layer_type(raw, 1000000.0, local)
     windows = _llama_common.interleaved_windows(raw, num_layers(raw, "num_hidden_layers"), 6)
-    config = _config(full, raw)
+    # the length behind the scaling, which is by 8 from 4B on
+    length = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
+    config = replace(_config(full, raw), max_len=length)
     return replace(config, windows=windows, local_rope=_config(local_raw, raw).rope)
 
 
@@ -39,7 +47,7 @@ def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig
     """The config with one of the two rotations."""
     return _llama_common.config_from_hf(
         rotated,
-        positions=131072,
+        positions=MAX_POSITIONS,
         qk_norm=True,
         **gemma2.common_fields(raw),
         logit_softcap=optional_positive(raw, "final_logit_softcapping"),

@@ -104,6 +104,7 @@ def test_published_sizes(tmp_path: Path) -> None:
     plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="bfloat16", target="cpu"))
     assert plan.model_config.vocab == 262208
     assert plan.model_config.heads == 32
+    assert plan.model_config.max_len == 131072, "the scaling's factor is in it"
     assert sum(torch.Size(each.shape).numel() for each in plan.tensors) == 27_009_346_304
 
 
