@@ -386,7 +386,6 @@ def items_to_messages(
             _append_item(messages, item)
         except RequestError as error:
             raise RequestError(f"input[{index}]: {error}") from None
-    messages = [message for message in messages if not _is_only_thinking(message)]
     if all(message["role"] == "system" for message in messages):
         raise RequestError("input has no user or assistant message; give at least one")
     return messages

@@ -111,6 +111,8 @@ class NamedCallReader(CallReader):
         if place == len(text):
             return self._end_block(at) if self._final else at
         rest = text[place:]
+        if separator.startswith(rest) and not self._final:
+            return at
         for part in (*self._open[:1], *self._syntax.openers):
             if rest.startswith(part):
                 self._drop()

@@ -32,12 +32,16 @@ class PythonicCallReader(CallReader):
         self._name = ""
         self._started = False
         self._value = ValueStream()
+        self._in_brackets = "[" in self._syntax.section[0]
         return self._scan_open
 
     def _scan_open(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
+        count, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
         if place is None:
             return at
+        if count and not self._in_brackets:
+            self._state = self._scan_name
+            return place
         start = skip_blank(text, place)
         if start == len(text):
             return self._reject(at) if self._final else at
@@ -108,6 +112,9 @@ class PythonicCallReader(CallReader):
         if text[start] == ",":
             self._state = self._scan_name
             return start + 1
+        if not self._in_brackets and _NAME.match(text, start):
+            self._state = self._scan_name
+            return start
         self._state = self._scan_close
         return start + (text[start] == "]")
 
