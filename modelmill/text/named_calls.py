@@ -109,7 +109,7 @@ class NamedCallReader(CallReader):
         separated = bool(separator) and text.startswith(separator, place)
         if separated:
             place = skip_blank(text, place + len(separator))
-        if place == len(text):
+        if place == len(text) and not (self._final and separated):
             return self._end_block(at) if self._final else at
         rest = text[place:]
         if separator.startswith(rest) or (separated and self._open[0].startswith(rest)):
