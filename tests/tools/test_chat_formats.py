@@ -1,60 +1,59 @@
-"""The command that checks random conversations: counts, goes on after a stop, names failures."""
+"""The tool that checks chat formats, and the table of docs/tool-calling.md."""
 
 from __future__ import annotations
 
-import json
+import random
 from pathlib import Path
 
 import pytest
 
+from modelmill.text.chat_format_files import format_names, load_format
 from tools.chat_formats import __main__ as command
-from tools.chat_formats import run_checks
+from tools.chat_formats import check_answers, page
+from tools.chat_formats.random_answers import random_case, random_cuts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "progress.json"
-    words = ["--format", "hermes", "glm47", "--progress", str(path)]
-    assert command.main([*words, "--count", "20"]) == 0
-    assert json.loads(path.read_text())["glm47"]["checked"] == 20
-    assert command.main([*words, "--count", "30"]) == 0
-    assert json.loads(path.read_text())["hermes"]["checked"] == 30
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.strip().split(",")[0] for line in lines] == [
-        "hermes: 20 answers",
-        "glm47: 20 answers",
-        "hermes: 30 answers",
-        "glm47: 30 answers",
-    ]
+def test_the_table_of_the_repository_is_fresh() -> None:
+    assert page.main(["--check"]) == 0, "run `make chat-formats` and commit what it writes"
+    text = (ROOT / page.PAGE).read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in text for name in format_names())
 
 
-def test_failures_are_counted_and_stop_a_format(
+def test_a_changed_table_is_stale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / page.PAGE).write_text(f"a\n{page.BEGIN}x\n{page.END}b\n", encoding="utf-8")
+    assert page.main(["--root", str(tmp_path), "--check"]) == 1
+    assert "run `make chat-formats`" in capsys.readouterr().err
+    assert page.main(["--root", str(tmp_path)]) == 0
+    assert (tmp_path / page.PAGE).read_text(encoding="utf-8").endswith(f"{page.END}b\n")
+    assert page.main(["--root", str(tmp_path), "--check"]) == 0
+
+
+def test_cuts_lose_nothing() -> None:
+    rng = random.Random(1)
+    assert all("".join(random_cuts("é" * size, rng)) == "é" * size for size in range(0, 300, 7))
+
+
+def test_cases_vary() -> None:
+    cases = [random_case(load_format("hermes"), random.Random(seed)) for seed in range(60)]
+    assert {len(case.answer.calls) for case in cases} >= {0, 1, 2}
+    assert {bool(case.answer.content) for case in cases} == {True, False}
+    assert {case.thinks for case in cases} == {True, False}
+
+
+def test_a_parser_that_loses_a_call_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("differs")
+    arguments = ["--count", "40", "--format", "hermes"]
+    monkeypatch.setattr("sys.argv", ["tools.chat_formats", *arguments])
+    assert command.main() == 0
+    make = check_answers.make_answer_parser
 
-    monkeypatch.setattr(run_checks, "check_answer", fail)
-    monkeypatch.setattr(run_checks, "CHUNK", 10)
-    assert command.main(["--format", "hermes", "--count", "50"]) == 1
-    out, errors = capsys.readouterr()
-    assert "hermes: 10 answers" in out
-    assert "10 failures" in out
-    assert errors.splitlines()[0] == "hermes: seed 0: differs"
+    def one_call(*args: object, **options: object) -> object:
+        return make(*args, **options, max_calls=1)  # type: ignore[arg-type]
 
-
-def test_an_interrupted_run_keeps_its_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[int] = []
-
-    def interrupt(*_: object) -> None:
-        checked.append(1)
-        if len(checked) > 15:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(run_checks, "check_answer", interrupt)
-    monkeypatch.setattr(run_checks, "CHUNK", 10)
-    path = tmp_path / "progress.json"
-    words = ["--format", "hermes", "--progress", str(path), "--count", "50"]
-    assert command.main(words) == command.INTERRUPTED
-    assert json.loads(path.read_text())["hermes"]["checked"] == 15
+    monkeypatch.setattr(check_answers, "make_answer_parser", one_call)
+    assert command.main() == 1
+    assert "hermes: seed " in capsys.readouterr().err

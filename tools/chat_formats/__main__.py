@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
                 if sys.stdout.isatty():
                     print(f"\r{_line(run)}", end="", flush=True)
             progress.save()
-            print(f"\r{_line(run)}")
+            print(("\r" if sys.stdout.isatty() else "") + _line(run), flush=True)
             failures += len(run.failures)
             for failure in run.failures:
                 print(f"{name}: {failure}", file=sys.stderr)
