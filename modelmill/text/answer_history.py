@@ -66,6 +66,10 @@ class PastAnswer:
     call_ids: tuple[str, ...]
     usable: bool | None = field(default=None)
 
+    def set_usable(self, usable: bool) -> None:
+        """Keep the result of the check."""
+        self.usable = usable
+
     @property
     def size(self) -> int:
         """Its bytes, about."""

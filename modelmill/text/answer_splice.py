@@ -134,7 +134,7 @@ class AnswerSplicer:
     ) -> _Match | None:
         """Find an answer behind a position of the prompt."""
         if answer.usable is None:
-            answer.usable = self._says_what_was_sent(answer)
+            answer.set_usable(self._says_what_was_sent(answer))
         if not answer.usable:
             return None
         last = next(each for each in reversed(answer.tail.base) if isinstance(each, int))

@@ -231,18 +231,18 @@ def test_the_oldest_answers_are_forgotten_and_salts_are_separate() -> None:
     def record(text: str, size: int = 1) -> PastAnswer:
         return make_past_answer(ParsedAnswer(text), [7] * size, tail, thinks=False)
 
-    def said(text: str) -> list[dict[str, str]]:
+    def answered(text: str) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": text}]
 
     history = AnswerHistory(max_bytes=3 * record("a").size)
     for text in "abc":
         history.add(record(text), "salt")
-    assert len(history.find(said("a"), "salt")) == 1
-    assert not history.find(said("a"), "")
+    assert len(history.find(answered("a"), "salt")) == 1
+    assert not history.find(answered("a"), "")
     history.add(record("d"), "salt")  # b is the one that was used least recently
-    assert [len(history.find(said(text), "salt")) for text in "abcd"] == [1, 0, 1, 1]
+    assert [len(history.find(answered(text), "salt")) for text in "abcd"] == [1, 0, 1, 1]
     history.add(record("e", size=10_000), "salt")
-    assert not history.find(said("e"), "salt")
+    assert not history.find(answered("e"), "salt")
 
 
 MARKED = "<|im_start|>{role}\n{text}<|im_end|>\n"
