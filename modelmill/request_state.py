@@ -9,6 +9,7 @@ from dataclasses import replace
 from modelmill.core.types import FinishReason, Request, TokenOutput
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.text.answer_grammar import PromptThinking
+from modelmill.text.answer_history import PromptTail
 from modelmill.text.detokenizer import Detokenizer
 from modelmill.text.stop import StopMatcher
 from modelmill.text.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class RequestState:
         shown_special: Collection[int] = (),
         continues_prompt: bool = False,
         prompt_thinking: PromptThinking = "free",
+        prompt_tail: PromptTail | None = None,
     ) -> None:
         """Start the state of a request that has produced no token yet.
 
@@ -39,8 +41,10 @@ class RequestState:
             continues_prompt: Whether the output continues the prompt's text (a completion) instead
                 of being a separate text (a chat message).
             prompt_thinking: What the prompt says of the thinking.
+            prompt_tail: The end of a conversation's prompt, if its answers can be remembered.
         """
         self.request = request
+        self.prompt_tail = prompt_tail
         self.prompt_thinking: PromptThinking = prompt_thinking
         self.continues_prompt = continues_prompt
         self.echo_text = ""

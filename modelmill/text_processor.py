@@ -31,7 +31,11 @@ from modelmill.request_state import RequestState
 from modelmill.text import grammar as grammars
 from modelmill.text.allowed_tokens import AllowedTokensGuide
 from modelmill.text.answer_grammar import PromptThinking, answer_grammar
-from modelmill.text.chat import ChatFormat, load_chat, read_templates
+from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
+from modelmill.text.answer_pieces import ParsedAnswer
+from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
+from modelmill.text.call_reader import ToolSchemas
+from modelmill.text.chat import ChatFormat, TemplateChat, load_chat, read_templates
 from modelmill.text.chat_format_files import control_marks, load_format
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
@@ -97,6 +101,7 @@ class TextProcessor:
         self._base_stops = _base_stops(manifest)
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
+        self._answer_history = AnswerHistory()
 
     def limit_inputs(self, max_image_pixels: int, max_text_tokens: int) -> None:
         """Refuse larger images and longer texts from now on, as a server does."""
@@ -168,6 +173,8 @@ class TextProcessor:
         add_generation_prompt: bool = True,
         answer_start: str = "",
         kept_prompt_tokens: int | None = None,
+        tool_schemas: ToolSchemas | None = None,
+        sent_messages: Messages = (),
         **template: Any,
     ) -> RequestState:
         """Make a request of one conversation, without queueing it.
@@ -183,6 +190,9 @@ class TextProcessor:
             add_generation_prompt: Whether the template begins an answer.
             answer_start: Text that the answer continues; its tokens follow the prompt's.
             kept_prompt_tokens: Keep only so many of the prompt's last tokens.
+            tool_schemas: Names of the tools, with the schemas of their parameters.
+            sent_messages: The conversation as its client sent it; answers in it that this engine
+                gave are repeated with their own tokens.
             template: Further variables of the chat template.
 
         Raises:
@@ -194,7 +204,13 @@ class TextProcessor:
                 "prompt"
             )
         spans: tuple[EmbeddingSpan, ...] = ()
-        if isinstance(self.chat_format, ImageChat):
+        tail: PromptTail | None = None
+        if isinstance(self.chat_format, TemplateChat):
+            pieces = self.chat_format.render_pieces(messages, add_generation_prompt, **template)
+            if add_generation_prompt and not answer_start:
+                tail = self._prompt_tail(pieces)
+            ids = self.encode_with_answers(pieces, sent_messages, tool_schemas or {}, cache_salt)
+        elif isinstance(self.chat_format, ImageChat):
             ids, images = self.chat_format.encode_with_images(
                 messages, add_generation_prompt=add_generation_prompt, **template
             )
@@ -239,6 +255,65 @@ class TextProcessor:
             self._shown_marks(calls, thinking is not None),
             continues_prompt=grammar is not None or bool(answer_start),
             prompt_thinking=prompt_thinking,
+            prompt_tail=tail,
+        )
+
+    def encode_with_answers(
+        self,
+        pieces: Sequence[str | int],
+        sent_messages: Messages,
+        tool_schemas: ToolSchemas,
+        cache_salt: str,
+    ) -> list[int]:
+        """Return the ids of a rendered conversation; answers of this engine keep their tokens."""
+        assert self.tokenizer is not None, "a conversation was rendered for a tokenizer"
+        past = self._answer_history.find(sent_messages, cache_salt)
+        if past:
+            pieces = self._splicer(tool_schemas).splice(pieces, past)
+        return self.tokenizer.encode_pieces(pieces)
+
+    def remember_answer(
+        self, state: RequestState, token_ids: Sequence[int], answer: ParsedAnswer
+    ) -> None:
+        """Keep the tokens of a complete answer for prompts that repeat it.
+
+        Args:
+            state: The request.
+            token_ids: What was generated.
+            answer: What its client received of it.
+        """
+        if state.prompt_tail is None or not token_ids:
+            return
+        ids = token_ids[:-1] if token_ids[-1] in state.request.eos_ids else token_ids
+        thinks = state.prompt_thinking == "open"
+        self._answer_history.add(
+            make_past_answer(answer, ids, state.prompt_tail, thinks), state.request.cache_salt
+        )
+
+    def _prompt_tail(self, pieces: Sequence[str | int]) -> PromptTail | None:
+        assert self.tokenizer is not None
+        assert self.chat_format is not None
+        thinking = self.chat_format.thinking
+        end = "".join(
+            self.tokenizer.token_bytes(piece).decode("utf-8", "replace")
+            if isinstance(piece, int)
+            else piece
+            for piece in pieces[-PROMPT_END_TOKENS:]
+        ).rstrip()
+        marks = () if thinking is None else thinking.marks
+        return prompt_tail(pieces, self.tokenizer, thinking if end.endswith(marks) else None)
+
+    def _splicer(self, tool_schemas: ToolSchemas) -> AnswerSplicer:
+        chat_format = self.chat_format
+        assert self.tokenizer is not None
+        assert isinstance(chat_format, TemplateChat)
+        return AnswerSplicer(
+            self.tokenizer,
+            load_format(chat_format.format_name),
+            chat_format.thinking,
+            chat_format.end_ids | frozenset(self.eos_ids),
+            self._shown_marks(bool(tool_schemas), chat_format.thinking is not None),
+            tool_schemas,
         )
 
     def _shown_marks(self, calls: bool, thinking: bool) -> frozenset[int]:

@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from modelmill.outputs import CompletionOutput, OutputDelta
+from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve.call_progress import CallProgress, stop_strings
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
-from modelmill.serve.routes.chat import is_truncated, make_chat_tool_parser
+from modelmill.serve.routes.chat import AnswerReader
 from modelmill.serve.routes.common import get_service
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
@@ -35,7 +35,7 @@ class ChatAnswer:
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self._calls = CallProgress(chat, text_processor)
-        self._parser = make_chat_tool_parser(chat, text_processor, state)
+        self._reader = AnswerReader(chat, text_processor, state)
         self._stops = stop_strings(chat)
         self._may_call = bool(chat.offered_tools)
         self.finish_reason: str | None = None
@@ -52,7 +52,8 @@ class ChatAnswer:
         """Return the pieces of a delta, in order."""
         output = delta.output.outputs[delta.index]
         ended = delta.finish_reason is not None
-        pieces = self._split(delta.text, output if ended else None)
+        pieces = self._reader.read(delta.text, output if ended else None)
+        pieces = [piece for piece in pieces if piece != ""]
         for piece in pieces:
             if isinstance(piece, ToolCallDelta):
                 self._calls.add(piece)
@@ -62,14 +63,6 @@ class ChatAnswer:
             if isinstance(reason, str) and reason in self._stops:
                 self.stop_string = reason
         return pieces
-
-    def _split(self, text: str, ended: CompletionOutput | None) -> list[AnswerPiece]:
-        if self._parser is None:
-            return [text] if text else []
-        pieces = self._parser.push(text)
-        if ended is not None:
-            pieces += self._parser.flush(is_truncated(ended))
-        return [piece for piece in pieces if piece != ""]
 
 
 class AnswerBuilder(Protocol[T]):

@@ -118,13 +118,20 @@ class CompactionItem(StrictModel):
     created_by: str | None = None
 
 
+class ReasoningPart(StrictModel):
+    """A part of a reasoning item."""
+
+    type: str
+    text: LongText | None = None
+
+
 class ReasoningItem(StrictModel):
-    """Reasoning of another model: accepted and ignored."""
+    """The thinking before an answer; its summary, and what is encrypted, are ignored."""
 
     type: Literal["reasoning"]
     summary: IgnoredList
     id: str | None = None
-    content: IgnoredList | None = None
+    content: Annotated[list[ReasoningPart], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
     encrypted_content: str | None = None
     status: ItemStatus | None = None
 
@@ -386,11 +393,22 @@ def items_to_messages(
 
 def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
     if isinstance(item, MessageItem):
-        messages.append({"role": item.role, "content": _chat_content(item.content)})
+        message = {"role": item.role, "content": _chat_content(item.content)}
+        if item.role == "assistant" and messages and _is_only_thinking(messages[-1]):
+            messages[-1].update(message)
+        else:
+            messages.append(message)
+    elif isinstance(item, ReasoningItem):
+        text = "".join(part.text or "" for part in item.content or ())
+        if text:
+            thinking = {"role": "assistant", "content": "", "reasoning_content": text}
+            messages.append(thinking)
     elif isinstance(item, FunctionCallItem):
         function = {"name": item.name, "arguments": item.arguments}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
+        if _is_only_thinking(messages[-1]):
+            messages[-1]["content"] = None
         messages[-1].setdefault("tool_calls", []).append(
             {"id": item.call_id, "type": "function", "function": function}
         )
@@ -401,6 +419,11 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         messages.append(
             {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}
         )
+
+
+def _is_only_thinking(message: Mapping[str, Any]) -> bool:
+    """Whether a message has the thinking of an answer, which follows."""
+    return message.keys() == {"role", "content", "reasoning_content"} and not message["content"]
 
 
 def _chat_content(content: str | list[ContentPart]) -> str | list[dict[str, Any]]:

@@ -178,10 +178,14 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
     close = builder.literal(calls.call[1])
     if calls.style == "json":
         key, text, arguments = (
-            json.dumps(json.dumps(each)) for each in ("name", name, calls.arguments_key)
+            json.dumps(json.dumps(each)) for each in (calls.name_key, name, calls.arguments_key)
         )
         value = builder.schema(schema)
-        body = f'"{{" s {key} s ":" s {text} s "," s {arguments} s ":" s {value} s "}}"'
+        number = ""
+        if calls.number_key:
+            digits = builder.terminal(f'/"[0-9]{{1,{MAX_ID_DIGITS}}}"/')
+            number = f'{json.dumps(json.dumps(calls.number_key))} s ":" s {digits} s "," s '
+        body = f'"{{" s {number}{key} s ":" s {text} s "," s {arguments} s ":" s {value} s "}}"'
         return f"{body} {close}"
     if calls.style == "react":
         return f"{json.dumps(name + calls.name_end)} {builder.schema(schema)}"

@@ -61,7 +61,9 @@ def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
     opening, closing = calls.call
     if calls.style == "json":
         name = json.dumps(call.name, ensure_ascii=False)
-        body = f'{{"name": {name}, "{calls.arguments_key}": {call.arguments}}}'
+        number = f'"{calls.number_key}": "{index}", ' if calls.number_key else ""
+        keys = f'"{calls.name_key}": {name}, "{calls.arguments_key}": {call.arguments}'
+        body = f"{{{number}{keys}}}"
         return opening + body + closing
     if calls.style == "pythonic":
         pairs = split_object(call.arguments) or []

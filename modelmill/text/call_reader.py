@@ -16,11 +16,11 @@ ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 MAX_HEAD_CHARS = 256
 """Maximum characters of a call's name with what stands around it."""
 _BLANKS = re.compile(r"\s+")
-_PARTS = re.compile(r"<[^<\s]*|[^<\s]+")
+_PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
 def mark_parts(mark: str) -> tuple[str, ...]:
-    """Split a mark where models may write other whitespace: at blanks and before "<"."""
+    """Split a mark at blanks, before "<" and behind control tokens, where whitespace may differ."""
     return tuple(_PARTS.findall(mark))
 
 

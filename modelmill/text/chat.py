@@ -148,6 +148,9 @@ class TemplateChat(ChatFormat):
             and text not in syntax.not_turn_ends
         ]
         self.stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *ends]))
+        # a template may end a message of an earlier turn with another token than the model does
+        message_ends = (tokenizer.special[end] for end in TURN_ENDS if end in tokenizer.special)
+        self.end_ids = frozenset((*self.stop_ids, *message_ends))
         self.writes_calls = "tool_calls" in template_text
         self.takes_effort = "reasoning_effort" in template_text
         self._parts: dict[tuple[str, bool, str], bool] = {}
@@ -160,11 +163,19 @@ class TemplateChat(ChatFormat):
         **template: Unpack[ChatTemplateKwargs],
     ) -> list[int]:
         """See ``ChatFormat.encode``."""
+        pieces = self.render_pieces(messages, add_generation_prompt, **template)
+        return self._tokenizer.encode_pieces(pieces)
+
+    def render_pieces(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = True,
+        **template: Unpack[ChatTemplateKwargs],
+    ) -> list[str | int]:
+        """Return the prompt as text and, where the template wrote control tokens, their ids."""
         text, mark = self._render(messages, add_generation_prompt, **template)
         pieces = self._tokenizer.split_special(text)
-        return self._tokenizer.encode_pieces(
-            unmark(piece, mark) if isinstance(piece, str) else piece for piece in pieces
-        )
+        return [unmark(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
 
     def render(
         self,

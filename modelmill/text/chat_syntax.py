@@ -82,6 +82,8 @@ class CallSyntax:
         content_end: between content and the calls.
         section_if_several: one call alone has no section marks.
         optional: marks that may stand around the calls; read, not written.
+        name_key: key of the name in the style ``json``.
+        number_key: key of a call's number, written as a string, in the style ``json``; read over.
         arguments_key: key of the arguments in the style ``json``.
         head: name of the call as written; {index}: number of the call.
         head_pattern: regular expression of ``head`` with the groups name and perhaps id.
@@ -106,6 +108,8 @@ class CallSyntax:
     content_end: str = ""
     section_if_several: bool = False
     optional: Marks = NO_MARKS
+    name_key: str = "name"
+    number_key: str = ""
     arguments_key: str = "arguments"
     head: str = "{name}"
     head_pattern: str = r"(?P<name>[^\s\"'<>\[\]{}()]+)"

@@ -25,7 +25,8 @@ class JsonCallReader(CallReader):
             for part in (*self._section, *mark_parts(code), *self._open, *self._syntax.openers)
             if part != "["
         )
-        self._closing = tuple(part for part in (*self._close, *self._section_close) if part != "]")
+        closing = (part.removeprefix("]") for part in (*self._close, *self._section_close))
+        self._closing = tuple(filter(None, closing))
         self._value: ValueStream | None = None
         self._in_list = False
         self._reset_object()
@@ -172,7 +173,7 @@ class JsonCallReader(CallReader):
             self._key, self._state = replace_surrogates(json.loads(text)), self._scan_colon
             return True
         self._state = self._scan_next
-        if self._key == "name":
+        if self._key == self._syntax.name_key:
             return self._name_done(text)
         if self._key not in ARGUMENT_KEYS or self._emitted or self._arguments is not None:
             return True

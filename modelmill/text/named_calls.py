@@ -106,11 +106,18 @@ class NamedCallReader(CallReader):
             return self._end_block(at)
         place = skip_blank(text, at)
         separator = self._syntax.separator.strip()
-        if separator and text.startswith(separator, place):
+        separated = bool(separator) and text.startswith(separator, place)
+        if separated:
             place = skip_blank(text, place + len(separator))
-        if place == len(text):
+        if place == len(text) and not (self._final and separated):
             return self._end_block(at) if self._final else at
         rest = text[place:]
+        if separator.startswith(rest) or (separated and self._open[0].startswith(rest)):
+            if not self._final:
+                return at
+            if self.cut:  # inside the marks before another call
+                self._drop()
+                return self._end_block(len(text))
         for part in (*self._open[:1], *self._syntax.openers):
             if rest.startswith(part):
                 self._drop()

@@ -53,6 +53,11 @@ class ParameterCallReader(NamedCallReader):
         if count == len(self._param_open):
             self._state = self._scan_key
             return place
+        start = skip_blank(text, at)
+        if not self._num_arguments and text[start : start + 1] == "{":
+            self._json = ValueStream()
+            self._state = self._scan_object
+            return start
         ends = self._close or self._section_close
         count, place = self._match(text, at, ends)
         if place is None:
@@ -65,6 +70,29 @@ class ParameterCallReader(NamedCallReader):
             return at
         if count or not self.cut:
             self._output.add_arguments("}")
+        self._state = self._scan_next
+        return place
+
+    def _scan_object(self, text: str, at: int) -> int:
+        """All arguments as one object, which some models write instead."""
+        self._drop()
+        at = self._json.feed(text, at, self._final)
+        arguments = self._json.take()
+        if not self._num_arguments and arguments:
+            arguments = arguments.removeprefix("{")  # written at the begin of the call
+            self._num_arguments = 1
+        self._output.add_arguments(arguments)
+        if self._json.failed:
+            self._state = self._skip_call
+        elif self._json.done:
+            self._state = self._scan_object_end
+        return at
+
+    def _scan_object_end(self, text: str, at: int) -> int:
+        self._drop()
+        _, place = self._match(text, at, self._close or self._section_close)
+        if place is None:
+            return at
         self._state = self._scan_next
         return place
 

@@ -91,6 +91,8 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
 def typed_value(text: str, types: ParameterType) -> str:
     """Return the JSON of an argument that is not always a string."""
     value = clean_json(text.strip())
+    if value is None and types.json_types & {"array", "object"}:
+        value = _unescaped(text.strip())
     if value is not None:
         value_type = json_type(value)
         if value_type in types.json_types or (
@@ -98,6 +100,17 @@ def typed_value(text: str, types: ParameterType) -> str:
         ):
             return value
     return json.dumps(text, ensure_ascii=False)
+
+
+def _unescaped(text: str) -> str | None:
+    """Convert a list or an object that is written as the inside of a JSON string."""
+    if text[:1] not in ("[", "{") or '\\"' not in text:
+        return None
+    try:
+        inner = json.loads(f'"{text}"', strict=False)
+    except ValueError:
+        return None
+    return clean_json(inner)
 
 
 def json_type(value: str) -> str:

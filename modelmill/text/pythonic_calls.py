@@ -14,6 +14,7 @@ from modelmill.text.call_reader import (
     skip_blank,
 )
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.value_stream import ValueStream
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -27,24 +28,48 @@ class PythonicCallReader(CallReader):
         super().__init__(syntax, tools, output)
         # a list inside content is known by the name of a tool
         self.openers = (*self.openers, *(f"[{name}(" for name in tools))
+        json_syntax = CallSyntax("json", call=("", syntax.optional[1]), bare=True)
+        self._json = JsonCallReader(json_syntax, tools, output)
 
     def _first_state(self) -> Callable[[str, int], int]:
         self._name = ""
         self._started = False
         self._value = ValueStream()
+        self._has_mark = False
+        self._in_brackets = "[" in self._syntax.section[0]
         return self._scan_open
 
     def _scan_open(self, text: str, at: int) -> int:
-        _, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
+        count, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
         if place is None:
             return at
+        self._has_mark = bool(count)
+        if count and not self._in_brackets:
+            self._state = self._scan_name
+            return place
         start = skip_blank(text, place)
         if start == len(text):
             return self._reject(at) if self._final else at
+        if count and (is_json := _begins_json(text, start)) is not False:
+            if is_json is None and not self._final:
+                return at
+            if is_json:
+                self._json.begin()
+                self._state = self._scan_json
+                return start
         if text[start] == "[":
             self._state = self._scan_name
             return start + 1
         return self._reject(at)
+
+    def _scan_json(self, text: str, at: int) -> int:
+        """JSON objects between the marks, which a prompt may ask for."""
+        at = self._json.feed(text, at, self._final)
+        self.num_calls = self._json.num_calls
+        if self.num_calls:
+            self._call_done()
+        self.closed, self.rejected = self._json.closed, self._json.rejected
+        return at
 
     def _scan_name(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
@@ -52,6 +77,9 @@ class PythonicCallReader(CallReader):
         end = skip_blank(text, match.end()) if match else start
         if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
             return at
+        if self._has_mark and text[start : start + 1] == "]":
+            self._call_done()  # an empty list
+            return self._end_list(text, at)
         if match is None or text[end : end + 1] != "(" or match[0] not in self._tools:
             return self._end_list(text, at) if self.num_calls else self._reject(at)
         self._name, self._started = match[0], False
@@ -108,6 +136,9 @@ class PythonicCallReader(CallReader):
         if text[start] == ",":
             self._state = self._scan_name
             return start + 1
+        if not self._in_brackets and _NAME.match(text, start):
+            self._state = self._scan_name
+            return start
         self._state = self._scan_close
         return start + (text[start] == "]")
 
@@ -126,3 +157,13 @@ class PythonicCallReader(CallReader):
             return self._reject(at)
         self._state = self._skip_call
         return at
+
+
+def _begins_json(text: str, at: int) -> bool | None:
+    """Whether JSON objects begin at a position; None if more text is needed."""
+    if text[at] == "{":
+        return True
+    if text[at] != "[":
+        return False
+    place = skip_blank(text, at + 1)
+    return None if place == len(text) else text[place] == "{"

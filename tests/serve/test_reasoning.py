@@ -25,6 +25,7 @@ THINKS = SimpleNamespace(
     fingerprint="",
     tokenizer=None,
     chat_format=SimpleNamespace(format_name="hermes", thinking=ThinkingSyntax()),
+    remember_answer=lambda *_: None,
 )
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 F = {"type": "function", "function": {"name": "f"}}

@@ -353,6 +353,7 @@ REACT = SimpleNamespace(
     fingerprint="",
     tokenizer=None,
     chat_format=SimpleNamespace(format_name="qwen_react", thinking=None),
+    remember_answer=lambda *_: None,
 )
 
 
@@ -411,6 +412,7 @@ def test_a_forced_call_whose_grammar_has_no_way_on_is_none(text: str, reason: st
         fingerprint="",
         tokenizer=None,
         chat_format=SimpleNamespace(format_name="json", thinking=None),
+        remember_answer=lambda *_: None,
     )
     choice = ChatResponseBuilder(body, answer, plain)._choice(output)  # type: ignore[arg-type]
     assert choice["finish_reason"] == reason

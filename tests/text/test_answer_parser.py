@@ -11,7 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
-from modelmill.text.answer_pieces import AnswerPiece, ToolCallDelta, collect_tool_calls
+from modelmill.text.answer_pieces import (
+    AnswerPiece,
+    ToolCallDelta,
+    collect_answer,
+    collect_tool_calls,
+)
 from modelmill.text.chat_format_files import load_format
 
 HERMES, LLAMA, DESCRIBED = "hermes", "llama3_json", "described"
@@ -296,3 +301,51 @@ def test_time_is_linear_in_the_answer(style: str, piece: str) -> None:
     began = time.process_time()
     parse_pieces(style, text, [40])
     assert time.process_time() - began < 4
+
+
+# forms beside a format's own that models write: (format, text, content, calls)
+OTHER_FORMS = [
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "f", "arguments": {"a": "x"}}]<|tool_call_end|> after',
+        " after",
+        [("f", '{"a": "x"}')],
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>{"name": "f", "parameters": {}}<|tool_call_end|>',
+        "",
+        [("f", "{}")],
+    ),
+    ("lfm2", '<|tool_call_start|>{"no": 1}<|tool_call_end|> x', None, []),
+    ("lfm2", "So. <|tool_call_start|>[]<|tool_call_end|>", "So. ", []),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=f>\n{"a": "</parameter>", "b": [1]}\n</function>\n</tool_call>',
+        "",
+        [("f", '{"a": "</parameter>", "b": [1]}')],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n{}\n</function>\n</tool_call>", "", [("f", "{}")]),
+    (
+        "glm47",
+        '<tool_call>f<arg_key>c</arg_key><arg_value>[{\\"k\\": \\"v\\"}]</arg_value></tool_call>',
+        "",
+        [("f", '{"c": [{"k": "v"}]}')],
+    ),
+    ("command_a", '<|START_ACTION|>[\n {"tool_name": "f"}\n]\n<|END_ACTION|>', "", [("f", "{}")]),
+    ("olmo3", "<function_calls>f(a=1)\nf(a=2)</function_calls>", "",
+     [("f", '{"a": 1}'), ("f", '{"a": 2}')]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), OTHER_FORMS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_other_forms_of_calls(
+    name: str, text: str, content: str | None, calls: list[tuple[str, str]], size: int
+) -> None:
+    schema = {"properties": {"a": {}, "b": {"type": "array"}, "c": {"type": "array"}}}
+    parser = make_answer_parser(load_format(name), {"f": schema})
+    pieces = [p for at in range(0, len(text), size) for p in parser.push(text[at : at + size])]
+    answer = collect_answer([*pieces, *parser.flush()])
+    assert answer.content.strip() == (text if content is None else content).strip()
+    assert [(call.name, call.arguments) for call in answer.calls] == calls

@@ -39,7 +39,7 @@ def test_a_file_describes_one_format(name: str) -> None:
 
 
 def test_a_name_without_a_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="no chat format 'herms'; there are deepseek_v3, "):
+    with pytest.raises(ValueError, match="no chat format 'herms'; there are command_a, "):
         load_format("herms")
 
 
@@ -74,6 +74,14 @@ CALL_TEXTS = [
     ("functools[{", "phi4_mini"),
     ("<TOOLCALL>[", "nemotron_nano"),
     ("<tool_calls>[{", "hunyuan"),
+    ("List of tools: <|tool_list_start|>[", "lfm2"),
+    ("<function_calls>' + name + '('", "olmo3"),
+    ("<|START_ACTION|>[ {\"tool_call_id\": ', \"tool_name\": ", "command_a"),
+    ("Action: ```json\n[ {\"tool_name\": ", "command_r"),
+    ("<｜tool_calls_begin｜> <steptml:invoke name=", "step3"),
+    ("<function name=\"' + name + '\"><param name=\"", "minicpm5"),
+    ("<longcat_tool_call>\n{", "longcat"),
+    ("<tool_calls>\n<tool_call>' + name + '<tool_sep>\n<arg_key>k</arg_key>\n<arg_value>", "hy_v3"),
     ("{", "json"),
 ]  # fmt: skip
 

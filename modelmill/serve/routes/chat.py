@@ -42,6 +42,7 @@ from modelmill.text.answer_pieces import (
     AnswerPiece,
     ReasoningDelta,
     ToolCallDelta,
+    collect_answer,
     collect_tool_calls,
 )
 from modelmill.text.chat_format_files import load_format
@@ -148,6 +149,8 @@ def chat_request_state(
         add_generation_prompt=body.add_generation_prompt is not False or answer_start is not None,
         answer_start=answer_start or "",
         kept_prompt_tokens=kept,
+        tool_schemas=tool_schemas(body),
+        sent_messages=history,
         **template,
     )
 
@@ -177,6 +180,12 @@ def _strict_grammar(
     return grammar
 
 
+def tool_schemas(body: ChatRequest) -> dict[str, Any]:
+    """The names of the offered tools, with the schemas of their parameters."""
+    functions = (tool["function"] for tool in body.offered_tools)
+    return {function["name"]: function.get("parameters") for function in functions}
+
+
 def make_chat_tool_parser(
     body: ChatRequest, text_processor: TextProcessor, state: RequestState | None = None
 ) -> AnswerParser | None:
@@ -188,9 +197,7 @@ def make_chat_tool_parser(
         state: the engine's request, which knows whether the prompt began the thinking.
     """
     chat_format = text_processor.chat_format
-    tools = {
-        tool["function"]["name"]: tool["function"].get("parameters") for tool in body.offered_tools
-    }
+    tools = tool_schemas(body)
     if chat_format is None or not (tools or chat_format.thinking):
         return None
     return make_answer_parser(
@@ -207,6 +214,45 @@ def make_chat_tool_parser(
 def is_truncated(output: CompletionOutput) -> bool:
     """Whether a finished output was cut: by its length limit or a stop string."""
     return output.finish_reason != "stop" or isinstance(output.stop_reason, str)
+
+
+class AnswerReader:
+    """Splits the text of one choice into pieces, and has the whole answer remembered.
+
+    Attributes:
+        parser: None if the output has neither tools nor thinking.
+    """
+
+    def __init__(
+        self, body: ChatRequest, text_processor: TextProcessor, state: RequestState
+    ) -> None:
+        """Start one choice; state: the engine's request, which knows how the prompt ends."""
+        self.parser = make_chat_tool_parser(body, text_processor, state)
+        self._text_processor, self._state = text_processor, state
+        self._pieces: list[AnswerPiece] = []
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside the thinking."""
+        return self.parser is not None and self.parser.in_reasoning
+
+    def read(self, text: str, ended: CompletionOutput | None) -> list[AnswerPiece]:
+        """Return the pieces of new text, in order.
+
+        Args:
+            text: to add.
+            ended: the output, if this is its last text.
+        """
+        pieces: list[AnswerPiece] = [text] if text else []
+        if self.parser is not None:
+            pieces = self.parser.push(text)
+            if ended is not None:
+                pieces += self.parser.flush(is_truncated(ended))
+        self._pieces += pieces
+        if ended is not None and not isinstance(ended.stop_reason, str):
+            answer = collect_answer(self._pieces)
+            self._text_processor.remember_answer(self._state, ended.token_ids, answer)
+        return pieces
 
 
 class ChatResponseBuilder(EventFormatter):
@@ -234,9 +280,7 @@ class ChatResponseBuilder(EventFormatter):
             for _ in range(self._n)
         ]
         state = handle.request_states[0]
-        self._tool_parsers = [
-            make_chat_tool_parser(body, text_processor, state) for _ in range(self._n)
-        ]
+        self._readers = [AnswerReader(body, text_processor, state) for _ in range(self._n)]
         self._calls = [CallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
         self._call_deltas = [CallDeltas(body.custom_names) for _ in range(self._n)]
@@ -248,12 +292,7 @@ class ChatResponseBuilder(EventFormatter):
     ) -> tuple[str, str, list[ToolCallDelta]]:
         """Split new text of a choice into (content, thinking, deltas of tool calls)."""
         index = output.index
-        parser = self._tool_parsers[index]
-        if parser is None:
-            return text, "", []
-        pieces: list[AnswerPiece] = parser.push(text)
-        if ended:
-            pieces += parser.flush(is_truncated(output))
+        pieces = self._readers[index].read(text, output if ended else None)
         calls = [piece for piece in pieces if isinstance(piece, ToolCallDelta)]
         for call in calls:
             self._calls[index].add(call)

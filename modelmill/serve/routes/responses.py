@@ -20,7 +20,7 @@ from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.response_store import input_items
 from modelmill.serve.response_writer import ResponseWriter, earlier_items, stores
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
-from modelmill.serve.routes.chat import checked_request_state, is_truncated, make_chat_tool_parser
+from modelmill.serve.routes.chat import AnswerReader, checked_request_state
 from modelmill.serve.routes.common import (
     acquire_engine,
     openai_finish_reason,
@@ -29,7 +29,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter
-from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta
+from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -102,8 +102,8 @@ class ResponsesBuilder(EventFormatter):
             "created_at": int(time.time()),
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
-        self._tool_parser = make_chat_tool_parser(chat, text_processor, handle.request_states[0])
-        self._items = ResponseItems(hold_spaces=self._tool_parser is not None)
+        self._reader = AnswerReader(chat, text_processor, handle.request_states[0])
+        self._items = ResponseItems(hold_spaces=self._reader.parser is not None)
         self._num_events = 0
         self._reasoning_tokens = 0
         self._status = "in_progress"
@@ -151,12 +151,11 @@ class ResponsesBuilder(EventFormatter):
         logprobs = self._logprobs.format_next(output, len(delta.token_ids))
         if logprobs is not None:
             self._items.record_tokens(delta.text, logprobs["content"])
-        parser = self._tool_parser
-        thought = parser is not None and parser.in_reasoning
+        thought = self._reader.in_reasoning
         events = list(
             self._text_events(delta.text, output if delta.finish_reason is not None else None)
         )
-        if thought or (parser is not None and parser.in_reasoning):
+        if thought or self._reader.in_reasoning:
             self._reasoning_tokens += len(delta.token_ids)
         return events
 
@@ -167,12 +166,7 @@ class ResponsesBuilder(EventFormatter):
             text: to add.
             ended: the output, if this is its last text.
         """
-        pieces: list[AnswerPiece] = [text]
-        if self._tool_parser is not None:
-            pieces = [
-                *self._tool_parser.push(text),
-                *(() if ended is None else self._tool_parser.flush(is_truncated(ended))),
-            ]
+        pieces = self._reader.read(text, ended)
         for piece in pieces:
             if isinstance(piece, str):
                 yield from self._items.add_text(piece)

@@ -1,0 +1,356 @@
+"""Puts the tokens of earlier answers into a prompt, in place of what a chat template wrote of them.
+
+An answer is replaced only where it is certain: the prompt has the end of the answer's own prompt,
+then text that says the same as the answer, then a token that ends a turn. Everything else stays as
+the template wrote it; thinking that a template leaves out stays out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from modelmill.text import harmony
+from modelmill.text.answer_history import (
+    PastAnswer,
+    Piece,
+    PromptTail,
+    message_digest,
+    text_digest,
+)
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
+from modelmill.text.call_reader import ToolSchemas
+from modelmill.text.chat_format_files import THINK_TAGS
+from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.tokenizer_base import Tokenizer
+
+TAIL_TOKENS = 2
+"""Control tokens in the end of a prompt that marks the place of an answer."""
+MAX_TAIL_TEXT = 256
+MAX_MESSAGE_ENDS = 3
+"""Ends of messages inside one answer: harmony ends each of its messages."""
+
+
+def prompt_tail(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, thinking: ThinkingSyntax | None
+) -> PromptTail | None:
+    """Return the end of a prompt; None if no control token is there.
+
+    Args:
+        pieces: the prompt, its control tokens as ids.
+        tokenizer: of the engine.
+        thinking: marks of the thinking that the prompt began or excluded at its end; None if it
+            did neither.
+    """
+    base, begun = list(pieces), tuple[Piece, ...]()
+    if thinking is not None:
+        base, begun = _split_thinking(base, tokenizer, thinking.marks[0])
+    places = [place for place, piece in enumerate(base) if isinstance(piece, int)]
+    if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT):
+        return None
+    first = places[-TAIL_TOKENS:][0]
+    return PromptTail(tuple(_short(piece) for piece in base[first:]), begun)
+
+
+def _split_thinking(
+    pieces: list[Piece], tokenizer: Tokenizer, mark: str
+) -> tuple[list[Piece], tuple[Piece, ...]]:
+    """Split a prompt at the mark that begins the thinking at its end."""
+    id = tokenizer.special.get(mark)
+    for place in range(len(pieces) - 1, max(len(pieces) - 6, -1), -1):
+        piece = pieces[place]
+        if piece == id:
+            return pieces[:place], tuple(pieces[place:])
+        if isinstance(piece, str) and mark in piece:
+            at = piece.rfind(mark)
+            before = [piece[:at]] if at else []
+            return [*pieces[:place], *before], (piece[at:], *pieces[place + 1 :])
+    return pieces, ()
+
+
+def _short(piece: Piece) -> Piece | bytes:
+    if isinstance(piece, int) or len(piece) <= MAX_TAIL_TEXT:
+        return piece
+    return hashlib.sha256(piece.encode("utf-8", "surrogatepass")).digest()
+
+
+@dataclass(frozen=True)
+class AnswerSplicer:
+    """Replaces answers in the prompts of one chat format.
+
+    Attributes:
+        tokenizer: of the engine.
+        syntax: how answers are written.
+        thinking: marks of the thinking; None if the model does not think.
+        end_ids: tokens that end a turn or a message.
+        shown: control tokens that the parser reads.
+        tools: the tools of the request.
+    """
+
+    tokenizer: Tokenizer
+    syntax: ChatSyntax
+    thinking: ThinkingSyntax | None
+    end_ids: Collection[int]
+    shown: Collection[int]
+    tools: ToolSchemas
+
+    def splice(
+        self, pieces: Sequence[Piece], answers: Sequence[Sequence[PastAnswer]]
+    ) -> list[Piece]:
+        """Return a prompt with the tokens of earlier answers.
+
+        Args:
+            pieces: the prompt as the template wrote it, its control tokens as ids.
+            answers: what each message of the assistant may be, in order; messages may be missing.
+        """
+        out: list[Piece] = []
+        rest, places = list(pieces), _control_places(pieces)
+        begin, offset = 0, 0  # of what was not copied yet
+        for candidates in answers:
+            match = next(
+                (
+                    match
+                    for answer in candidates
+                    if (match := self._find(rest, places, begin, answer)) is not None
+                ),
+                None,
+            )
+            if match is None:
+                continue
+            out += _between(rest, (begin, offset), match.begin)
+            out += match.replacement
+            begin, offset = match.end, 0
+        return [*out, *_between(rest, (begin, offset), (len(rest), 0))]
+
+    def _find(
+        self,
+        pieces: Sequence[Piece],
+        places: dict[int, list[int]],
+        begin: int,
+        answer: PastAnswer,
+    ) -> _Match | None:
+        """Find an answer behind a position of the prompt."""
+        if answer.usable is None:
+            answer.set_usable(self._says_what_was_sent(answer))
+        if not answer.usable:
+            return None
+        last = next(each for each in reversed(answer.tail.base) if isinstance(each, int))
+        for place in places.get(last, ()):
+            if place < begin:
+                continue
+            base = _match_tail(pieces, place, answer.tail.base)
+            match = None if base is None else self._match_at(pieces, base, answer)
+            if match is not None:
+                return match
+        return None
+
+    def _match_at(
+        self, pieces: Sequence[Piece], base: _Position, answer: PastAnswer
+    ) -> _Match | None:
+        """Compare what a template wrote behind the end of an answer's prompt with the answer.
+
+        Templates leave out thinking with its marks, or all but its closing mark.
+        """
+        full = _match_thinking(pieces, base, answer.tail.thinking)
+        starts = [(base, False), (base, True)]
+        if full is not None:
+            starts.insert(0, (full, answer.thinks))
+        for start, thinks in starts:
+            fits = start == full or not answer.thinks
+            match = self._replace(pieces, start, answer, thinks, fits)
+            if match is not None:
+                return match
+        return None
+
+    def _replace(
+        self,
+        pieces: Sequence[Piece],
+        start: _Position,
+        answer: PastAnswer,
+        thinks: bool,
+        fits: bool,
+    ) -> _Match | None:
+        """Replace what follows a position if it says the same as an answer.
+
+        Args:
+            pieces: the prompt.
+            start: the position.
+            answer: the answer.
+            thinks: whether the thinking has begun there.
+            fits: whether all tokens of the answer can stand there.
+        """
+        ends = (
+            place
+            for place in range(start[0], len(pieces))
+            if isinstance(pieces[place], int) and pieces[place] in self.end_ids
+        )
+        for end in itertools.islice(ends, MAX_MESSAGE_ENDS):
+            segment = list(_between(pieces, start, (end, 0)))
+            written = self._parse(segment, thinks)
+            if not self._is_same(written, answer):
+                continue
+            if fits and text_digest(written.reasoning) == answer.reasoning:
+                return _Match(start, end, list(answer.ids))
+            rest = None if written.reasoning.strip() else self._without_thinking(answer)
+            if rest is not None:
+                return _Match(start, end, [*self._lead(segment), *rest])
+        return None
+
+    def _is_same(self, written: ParsedAnswer, answer: PastAnswer) -> bool:
+        """Whether a template wrote an answer, with its thinking or without."""
+        in_head = self.syntax.calls.id_from_head or "{id}" in self.syntax.calls.head
+        if in_head and tuple(call.id for call in written.calls) != answer.call_ids:
+            return False
+        if message_digest(written, strips=True) != answer.stripped_message:
+            return False
+        return text_digest(written.reasoning) in (answer.reasoning, b"")
+
+    def _says_what_was_sent(self, answer: PastAnswer) -> bool:
+        """Whether nothing was dropped from an answer, such as calls above a limit."""
+        parsed = self._parse(answer.ids, answer.thinks)
+        return (
+            message_digest(parsed) == answer.message
+            and text_digest(parsed.reasoning) == answer.reasoning
+        )
+
+    def _parse(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
+        text = self._text(pieces)
+        if not (self.tools or self.thinking):
+            return ParsedAnswer(text)
+        parser = make_answer_parser(self.syntax, self.tools, thinking=self.thinking, thinks=thinks)
+        return collect_answer([*parser.push(text), *parser.flush()])
+
+    def _text(self, pieces: Sequence[Piece]) -> str:
+        """The text of an answer as its parser gets it."""
+        parts: list[bytes] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                parts.append(piece.encode("utf-8", "replace"))
+            elif piece in self.shown or not self.tokenizer.is_skipped(piece):
+                token = self.tokenizer.token_bytes(piece)
+                parts.append(token if parts else self.tokenizer.first_token_bytes(piece))
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def _without_thinking(self, answer: PastAnswer) -> list[Piece] | None:
+        """The tokens after the thinking; None if its end is not marked."""
+        tokens = [self.tokenizer.token_bytes(id) for id in answer.ids]
+        data = b"".join(tokens)
+        mark = self._thinking_end().encode()
+        place = data.find(mark)
+        if place < 0:
+            return None
+        at = place + len(mark)
+        at += len(data) - at - len(data[at:].lstrip())
+        end = 0
+        for index, token in enumerate(tokens):
+            if end >= at:
+                return list(answer.ids[index:])
+            end += len(token)
+            if end > at:
+                try:
+                    return [data[at:end].decode(), *answer.ids[index + 1 :]]
+                except UnicodeDecodeError:
+                    return None
+        return None
+
+    def _lead(self, segment: Sequence[Piece]) -> list[Piece]:
+        """What a template writes before the content in place of the thinking: blanks, marks."""
+        close = self._thinking_end()
+        id = self.tokenizer.special.get(close)
+        at = 0
+        for place, piece in enumerate(segment):
+            if piece == id:
+                at = place + 1
+            elif isinstance(piece, str) and close in piece:
+                end = piece.find(close) + len(close)
+                end += _blank_size(piece[end:])
+                return [*segment[:place], piece[:end]]
+        first = segment[at] if at < len(segment) else ""
+        blank = first[: _blank_size(first)] if isinstance(first, str) else ""
+        return [*segment[:at], *([blank] if blank else [])]
+
+    def _thinking_end(self) -> str:
+        if self.syntax.calls.style == "harmony":
+            return f"{harmony.END}{harmony.START}assistant"
+        return THINK_TAGS.marks[1] if self.thinking is None else self.thinking.marks[1]
+
+
+_Position = tuple[int, int]
+"""Index of a piece, and of a character in it."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    begin: _Position
+    end: int
+    replacement: list[Piece]
+
+
+def _control_places(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            places.setdefault(piece, []).append(place)
+    return places
+
+
+def _match_tail(
+    pieces: Sequence[Piece], place: int, base: Sequence[Piece | bytes]
+) -> _Position | None:
+    """Match the end of a prompt whose last control token is at a place; returns what follows."""
+    text = base[-1] if isinstance(base[-1], str) else ""
+    head = base[:-1] if text else base
+    first = place - len(head) + 1
+    if first < 0 or tuple(map(_short, pieces[first : place + 1])) != tuple(head):
+        return None
+    return _match_text(pieces, (place + 1, 0), text)
+
+
+def _match_thinking(
+    pieces: Sequence[Piece], start: _Position, thinking: Sequence[Piece]
+) -> _Position | None:
+    for piece in thinking:
+        if isinstance(piece, int):
+            if start[1] or start[0] >= len(pieces) or pieces[start[0]] != piece:
+                return None
+            start = start[0] + 1, 0
+            continue
+        after = _match_text(pieces, start, piece)
+        if after is None:
+            return None
+        start = after
+    return start
+
+
+def _match_text(pieces: Sequence[Piece], start: _Position, text: str) -> _Position | None:
+    """Match text at a position; the position after it."""
+    if not text:
+        return start
+    index, offset = start
+    piece = pieces[index] if index < len(pieces) else None
+    if not isinstance(piece, str) or not piece.startswith(text, offset):
+        return None
+    offset += len(text)
+    return (index + 1, 0) if offset == len(piece) else (index, offset)
+
+
+def _between(pieces: Sequence[Piece], begin: _Position, end: _Position) -> Iterator[Piece]:
+    """The pieces from one position to another."""
+    for index in range(begin[0], min(end[0] + 1, len(pieces))):
+        piece = pieces[index]
+        if isinstance(piece, int):
+            if index < end[0]:
+                yield piece
+            continue
+        first = begin[1] if index == begin[0] else 0
+        text = piece[first : end[1]] if index == end[0] else piece[first:]
+        if text:
+            yield text
+
+
+def _blank_size(text: str) -> int:
+    """The size of the blanks at the begin of a text."""
+    return len(text) - len(text.lstrip())

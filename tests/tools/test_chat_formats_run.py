@@ -1,0 +1,60 @@
+"""The command that checks random conversations: counts, goes on after a stop, names failures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.chat_formats import __main__ as command
+from tools.chat_formats import run_checks
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "progress.json"
+    words = ["--format", "hermes", "glm47", "--progress", str(path)]
+    assert command.main([*words, "--count", "20"]) == 0
+    assert json.loads(path.read_text())["glm47"]["checked"] == 20
+    assert command.main([*words, "--count", "30"]) == 0
+    assert json.loads(path.read_text())["hermes"]["checked"] == 30
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "hermes: 20 answers",
+        "glm47: 20 answers",
+        "hermes: 30 answers",
+        "glm47: 30 answers",
+    ]
+
+
+def test_failures_are_counted_and_stop_a_format(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("differs")
+
+    monkeypatch.setattr(run_checks, "check_answer", fail)
+    monkeypatch.setattr(run_checks, "CHUNK", 10)
+    assert command.main(["--format", "hermes", "--count", "50"]) == 1
+    out, errors = capsys.readouterr()
+    assert "hermes: 10 answers" in out
+    assert "10 failures" in out
+    assert errors.splitlines()[0] == "hermes: seed 0: differs"
+
+
+def test_an_interrupted_run_keeps_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        checked.append(1)
+        if len(checked) > 15:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_checks, "check_answer", interrupt)
+    monkeypatch.setattr(run_checks, "CHUNK", 10)
+    path = tmp_path / "progress.json"
+    words = ["--format", "hermes", "--progress", str(path), "--count", "50"]
+    assert command.main(words) == command.INTERRUPTED
+    assert json.loads(path.read_text())["hermes"]["checked"] == 15
