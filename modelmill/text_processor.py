@@ -107,7 +107,7 @@ class TextProcessor:
         """Refuse larger images and longer texts from now on, as a server does."""
         self.max_image_pixels = max_image_pixels
         if self.tokenizer is not None:
-            self.tokenizer.limit_tokens(max_text_tokens)
+            self.tokenizer.set_max_tokens(max_text_tokens)
 
     @staticmethod
     def from_engine(path: Path, chat_template: str | Path | None = None) -> TextProcessor:

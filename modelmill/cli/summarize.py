@@ -70,7 +70,7 @@ def run(args: Args) -> int:
     from modelmill.eval.summarize import (
         EngineSummarizer,
         HfSummarizer,
-        SummaryStore,
+        SummaryResumeFile,
         engine_fingerprint,
         make_task,
         reference_fingerprint,
@@ -89,7 +89,7 @@ def run(args: Args) -> int:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     assert args.data is not None
     rouge, items = RougeScorer(), read_articles(args.data, args.num)
-    SummaryStore(args.save).check_file()
+    SummaryResumeFile(args.save).check_file()
     llm = open_evaluated(args)
     task = make_task(llm, items, args.max_new_tokens, args.max_input_tokens)
     sides: dict[str, list[Summary]] = {}
@@ -115,12 +115,12 @@ def run(args: Args) -> int:
 def _summarize_side(
     args: Args, llm: LLM, task: SummaryTask, side: Summarizer, facts: RunFingerprint
 ) -> list[Summary]:
-    from modelmill.eval.summarize import SummaryStore, summarize_articles
+    from modelmill.eval.summarize import SummaryResumeFile, summarize_articles
 
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     with show_progress(side.name, quiet=args.json) as on_progress:
-        store = SummaryStore(args.save)
+        store = SummaryResumeFile(args.save)
         return summarize_articles(
             task,
             side,

@@ -168,7 +168,7 @@ def summarize_articles(
     side: Summarizer,
     decode: Callable[[list[int]], str],
     *,
-    store: SummaryStore,
+    store: SummaryResumeFile,
     facts: RunFingerprint | None = None,
     on_progress: Progress | None = None,
 ) -> list[Summary]:
@@ -231,7 +231,7 @@ def _machine(device: str) -> RunFingerprint:
     return {"device": [device, device_name(device)], "versions": versions()}
 
 
-class SummaryStore:
+class SummaryResumeFile:
     """Summaries in a jsonl file, to resume an interrupted run; path None stores nothing.
 
     A line is a summary with its place in the task and the task's key. An incomplete last line is

@@ -10,13 +10,13 @@ from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.layer_norm import layer_norm
 from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float
 ) -> RowProblem:
-    return row_problem(x, weight, bias, residual=residual)
+    return make_row_problem(x, weight, bias, residual=residual)
 
 
 DECLARATION = OpDeclaration(

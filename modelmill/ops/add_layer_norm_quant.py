@@ -14,7 +14,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu_quant import quant_modes
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 TOLERANCE = rms_norm_quant.TOLERANCE
 
@@ -47,7 +47,7 @@ def _problem(
     inv_scale: torch.Tensor | None,
 ) -> RowProblem:
     spec = ActQuantSpec(dtype, inv_scale)
-    return row_problem(x, weight, bias, residual=residual, spec=spec)
+    return make_row_problem(x, weight, bias, residual=residual, spec=spec)
 
 
 DECLARATION = OpDeclaration(

@@ -10,13 +10,13 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.rms_norm import SHAPES, rms_norm
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: float
 ) -> RowProblem:
-    return row_problem(x, weight, residual=residual)
+    return make_row_problem(x, weight, residual=residual)
 
 
 DECLARATION = OpDeclaration(

@@ -11,9 +11,9 @@ from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.gelu import cases_for_shapes as cases_for_shapes
 from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import row_problem
+from modelmill.ops.row_range import make_row_problem
 
-DECLARATION = OpDeclaration(problem=row_problem, operands=("x",), match=match_rows)
+DECLARATION = OpDeclaration(problem=make_row_problem, operands=("x",), match=match_rows)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: float) -> RowProblem:
-    return row_problem(x, weight, bias)
+    return make_row_problem(x, weight, bias)
 
 
 DECLARATION = OpDeclaration(

@@ -11,11 +11,11 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(x: torch.Tensor, spec: ActQuantSpec) -> RowProblem:
-    return row_problem(x, spec=spec)
+    return make_row_problem(x, spec=spec)
 
 
 DECLARATION = OpDeclaration(

@@ -9,11 +9,11 @@ import torch
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, *_: float) -> RowProblem:
-    return row_problem(x, weight)
+    return make_row_problem(x, weight)
 
 
 DECLARATION = OpDeclaration(problem=_problem, operands=("x", "weight", "eps"), match=match_rows)

@@ -12,11 +12,11 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import MIN_AMAX, QUANT_MAX, ActQuantSpec
 from modelmill.ops.rms_norm import rms_norm
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 
 def _problem(x: torch.Tensor, weight: torch.Tensor, _: float, spec: ActQuantSpec) -> RowProblem:
-    return row_problem(x, weight, spec=spec)
+    return make_row_problem(x, weight, spec=spec)
 
 
 DECLARATION = OpDeclaration(

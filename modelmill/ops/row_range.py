@@ -48,7 +48,7 @@ class RowProblem(NamedTuple):
         return self.width if order is None else order.numel()
 
 
-def row_problem(
+def make_row_problem(
     x: torch.Tensor,
     *operands: torch.Tensor,
     residual: torch.Tensor | None = None,
@@ -77,7 +77,7 @@ def quantized_row_problem(
     x: torch.Tensor, dtype: torch.dtype, inv_scale: torch.Tensor | None = None
 ) -> RowProblem:
     """The problem of an op with an 8-bit output, scaled by one factor or by row."""
-    return row_problem(x, spec=ActQuantSpec(dtype, inv_scale))
+    return make_row_problem(x, spec=ActQuantSpec(dtype, inv_scale))
 
 
 @dataclass(frozen=True, kw_only=True)

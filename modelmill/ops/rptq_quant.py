@@ -24,7 +24,7 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
 from modelmill.ops.quant_types import MIN_AMAX, ActQuantSpec
 from modelmill.ops.rms_norm_quant import quant_range, quantize_rows
-from modelmill.ops.row_range import RowProblem, row_problem
+from modelmill.ops.row_range import RowProblem, make_row_problem
 
 # In integer steps: a value halfway between two integers may be rounded to either.
 TOLERANCE = {torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
@@ -70,7 +70,7 @@ def _problem(
     has_own_steps = inv_scale is None or group_step is not None
     group = group if has_own_steps else 0
     spec = ActQuantSpec(torch.int8, inv_scale, zero_point, perm, bits)
-    return row_problem(x, spec=spec, group=group, gated=gated)
+    return make_row_problem(x, spec=spec, group=group, gated=gated)
 
 
 DECLARATION = OpDeclaration(inputs=RptqQuantInputs, problem=_problem, match=match_rows)

@@ -17,7 +17,7 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.row_range import RowRange, row_problem
+from modelmill.ops.row_range import RowRange, make_row_problem
 
 # Ids are exact.
 TOLERANCE = {torch.float32: 0.0, torch.float16: 0.0, torch.bfloat16: 0.0}
@@ -56,7 +56,7 @@ class SampleInputs(NamedTuple):
     noise: torch.Tensor
 
 
-DECLARATION = OpDeclaration(inputs=SampleInputs, problem=row_problem, match=None)
+DECLARATION = OpDeclaration(inputs=SampleInputs, problem=make_row_problem, match=None)
 REFERENCE_DTYPES = RowRange(
     dtypes=(torch.float32,),
     operand_dtypes=(torch.float32, torch.int32, torch.float32, torch.float32, torch.float64),

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from modelmill.ops.case import Case, RowShapes, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import match_rows
-from modelmill.ops.row_range import row_problem
+from modelmill.ops.row_range import make_row_problem
 
-DECLARATION = OpDeclaration(problem=row_problem, operands=("gate_up",), match=match_rows)
+DECLARATION = OpDeclaration(problem=make_row_problem, operands=("gate_up",), match=match_rows)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 

@@ -69,7 +69,7 @@ class Tokenizer(ABC):
         self._special_pattern = _special_pattern([text for text in traits.special if len(text) > 1])
         self._edges = {text: edges for text, edges in traits.edges.items() if any(edges)}
 
-    def limit_tokens(self, max_tokens: int) -> None:
+    def set_max_tokens(self, max_tokens: int) -> None:
         """Refuse texts of more than ``max_tokens`` tokens from now on."""
         self.max_tokens = max_tokens
 

@@ -19,7 +19,7 @@ from modelmill.eval.summarize import (
     TLDR,
     EngineSummarizer,
     HfSummarizer,
-    SummaryStore,
+    SummaryResumeFile,
     count_equal_texts,
     engine_fingerprint,
     make_task,
@@ -111,15 +111,17 @@ def test_an_ids_only_engine_is_refused() -> None:
 def test_a_broken_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     task, path = make_task(fake_llm(), ITEMS, 5), tmp_path / "kept.jsonl"
     decode = Letters().decode
-    summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+    summaries = summarize_articles(task, Copier(), decode, store=SummaryResumeFile(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
     again = Copier()
     assert [
-        each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+        each.text for each in summarize_articles(task, again, decode, store=SummaryResumeFile(path))
     ] == [each.text for each in summaries]
     assert again.num_prompts == [2]
     other = Copier()
-    summarize_articles(make_task(fake_llm(), ITEMS, 6), other, decode, store=SummaryStore(path))
+    summarize_articles(
+        make_task(fake_llm(), ITEMS, 6), other, decode, store=SummaryResumeFile(path)
+    )
     assert other.num_prompts == [2, 1], "other settings are other summaries"
 
 
@@ -127,12 +129,12 @@ def test_articles_of_one_id_keep_their_own_summaries(tmp_path: Path) -> None:
     items = [Article("2", "one two", "x"), Article("2", "three", "y")]
     task, decode, path = make_task(fake_llm(), items, 5), Letters().decode, tmp_path / "kept.jsonl"
     for _ in range(2):  # made, and kept
-        summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+        summaries = summarize_articles(task, Copier(), decode, store=SummaryResumeFile(path))
         assert [each.text for each in summaries] == ["one t", "three"]
     path.write_text(path.read_text().splitlines(keepends=True)[1])
     again = Copier()
     assert [
-        each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+        each.text for each in summarize_articles(task, again, decode, store=SummaryResumeFile(path))
     ] == [
         "one t",
         "three",
@@ -173,7 +175,7 @@ def test_an_engine_that_is_run_otherwise_makes_its_own_summaries(
     task, decode, store = (
         make_task(fake_llm(), ITEMS, 5),
         Letters().decode,
-        SummaryStore(tmp_path / "kept.jsonl"),
+        SummaryResumeFile(tmp_path / "kept.jsonl"),
     )
     for facts, num_prompts in (
         (facts_of(), [2, 1]),
@@ -200,14 +202,15 @@ def test_another_reference_is_another_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [1, 9, 60, -1])
 def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
     task, decode, path = make_task(fake_llm(), ITEMS, 5), Letters().decode, tmp_path / "kept.jsonl"
-    summaries = summarize_articles(task, Copier(), decode, store=SummaryStore(path))
+    summaries = summarize_articles(task, Copier(), decode, store=SummaryResumeFile(path))
     lines = path.read_text().splitlines(keepends=True)
     for num_lines in (0, 2):  # behind no line, and behind two
         path.write_text("".join(lines[:num_lines]) + lines[num_lines][:at])
-        SummaryStore(path).check_file()
+        SummaryResumeFile(path).check_file()
         again = Copier()
         assert [
-            each.text for each in summarize_articles(task, again, decode, store=SummaryStore(path))
+            each.text
+            for each in summarize_articles(task, again, decode, store=SummaryResumeFile(path))
         ] == [e.text for e in summaries]
         assert sum(again.num_prompts) == 3 - num_lines
         assert sorted(path.read_text().splitlines(keepends=True)[:num_lines]) == sorted(
@@ -232,7 +235,7 @@ def test_a_line_that_was_cut_off_is_made_again(at: int, tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
     path.write_text(content)
-    for act in (SummaryStore(path).check_file, lambda: SummaryStore(path).read("k")):
+    for act in (SummaryResumeFile(path).check_file, lambda: SummaryResumeFile(path).read("k")):
         with pytest.raises(
             UsageError, match=r"other\.jsonl.*is no.*; choose another file for --save"
         ) as caught:
@@ -243,7 +246,7 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(content: str, tmp_pat
 
 def test_report_and_differences() -> None:
     task = make_task(fake_llm(), ITEMS, 9)
-    summaries = summarize_articles(task, Copier(), Letters().decode, store=SummaryStore(None))
+    summaries = summarize_articles(task, Copier(), Letters().decode, store=SummaryResumeFile(None))
     report = score_summaries(summaries, ITEMS, RougeScorer())
     assert report["items"] == 3
     assert report["output_tokens"] == 27

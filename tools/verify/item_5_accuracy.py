@@ -86,7 +86,7 @@ def _rouge(context: VerifyContext, dtype: str, bound: float) -> list[Fact]:
     sides: dict[str, Any] = {
         "modelmill": eval_summaries.EngineSummarizer(llm, BATCH, names["modelmill"])
     }
-    store = eval_summaries.SummaryStore(context.out / "kept" / "summaries.jsonl")
+    store = eval_summaries.SummaryResumeFile(context.out / "kept" / "summaries.jsonl")
 
     def decode(ids: list[int]) -> str:
         return str(llm.tokenizer.decode(ids))
