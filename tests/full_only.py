@@ -124,11 +124,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_planted_faults_are_named[*float16*",
         "test_planted_faults_are_named[*float32-*",
         "test_the_report_tells_of_embedding_masks_and_scores[*float16]",
-        "test_the_report_tells_of_embedding_masks_and_scores[*float16-*",
-        "test_the_report_tells_of_embedding_masks_and_scores[float32-int8]",
+        "test_the_report_tells_of_embedding_masks_and_scores[float16-*",
+        "test_the_report_tells_of_embedding_masks_and_scores[float32-*",
+        "test_the_report_tells_of_embedding_masks_and_scores[bfloat16-fp8]",
         "test_rows_that_a_matrix_hides_are_named[*-bfloat16-fp8]",
         "test_what_connects_the_modules_is_judged[bfloat16]",
-        "test_what_connects_the_modules_is_judged[bfloat16-int8]",
+        "test_what_connects_the_modules_is_judged[float32-fp8]",
         "test_what_connects_the_modules_is_judged[float32]",
         "test_an_overflow_between_the_modules_is_called_one",
     ),
@@ -145,6 +146,9 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_faultless_engine_is_accepted_in_every_dtype[mistral-*-int8]",
     ),
     "tests/accept/test_act_quant.py": (
+        "test_a_faultless_engine_is_accepted[llama-4]",
+        "test_a_faultless_engine_is_accepted[qwen3-1]",
+        "test_a_fault_is_refused_and_named[llama-eps x 10]",
         "test_a_faultless_engine_is_accepted[gpt2-*",
         "test_a_faultless_engine_is_accepted[llama-0]",
         "test_a_faultless_engine_is_accepted[llama-1]",
@@ -164,6 +168,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_kernel_that_errs_is_refused[a scale]",
     ),
     "tests/accept/test_low_bits.py": (
+        "test_so_is_one_of_every_form[{'symmetric': True}]",
         "test_a_faultless_engine_is_accepted[gpt2-*",
         "test_a_faultless_engine_is_accepted[llama-float*",
         "test_a_faultless_engine_is_accepted[llama-bias-*",
@@ -180,6 +185,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_so_is_one_of_every_form[{'group_size': -1}]",
     ),
     "tests/accept/test_vision_encoder.py": (
+        "test_a_refused_engine_is_not_written",
         "test_planted_faults_are_named[float16-*",
         "test_planted_faults_are_named[bfloat16-*",
         "test_faults_of_a_tower_in_8_bits_are_named[('bfloat16'*",
@@ -226,10 +232,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_head_in_integers_scales_its_inputs_as_they_come[llama-w4a8*",
         "test_clusters_are_as_large_as_planned_and_heavy_inputs_alone_have_copies[{'*",
         "test_two_builds_are_bit_identical",
-        "test_an_interrupted_smoothing_goes_on_where_it_was[gpt2]",
+        "test_an_interrupted_smoothing_goes_on_where_it_was*",
         "test_a_head_in_integers_scales_its_inputs_as_they_come[llama-w8a8-dynamic]",
     ),
     "tests/builder/test_auto_precision.py": (
+        "test_what_the_choice_was_made_on_is_no_text_to_be_judged_by",
         "test_a_wider_limit_is_never_larger_and_what_is_reported_is_kept",
         "test_a_rounded_head_is_within_the_limit",
         "test_the_search_is_the_same_every_time",
@@ -245,6 +252,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_two_engines_from_a_file",
     ),
     "tests/serve/catalogue/test_catalogue_server.py": (
+        "test_ollama_lists_shows_and_unloads_without_loading",
         "test_a_killed_worker_is_replaced_for_the_next_request",
     ),
     "tests/serve/test_examples.py": (
@@ -288,6 +296,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     "tests/trust/test_fuzz.py": ("test_hostile_requests_at_random",),
     "tests/test_architecture.py": ("test_skipped_modules_lend_nothing",),
+    "tests/accept/test_static_ranges.py": (
+        "test_a_planted_mismatch_is_named[fallback]",
+        "test_text_of_one_kind_is_not_warned_about[fallback]",
+    ),
+    "tests/ops/test_gemm_swiglu_large_m_emulated.py": ("test_products[*size=(300*",),
     # numbers and texts of many kinds
     "tests/weights/test_row_independence.py": (
         "test_what_is_no_number_in_one_row_stays_there[*float16]",
@@ -306,6 +319,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
     ),
     # further families: each keeps its logits, its split over ranks and its refused values
     "tests/models/test_dense_families.py": (
+        "test_every_recipe_is_built_and_accepted[phi-*-int8]",
+        "test_every_recipe_is_built_and_accepted[phi-*-fp8]",
+        "test_every_recipe_is_built_and_accepted[olmo2-*-int8]",
+        "test_every_recipe_is_built_and_accepted[olmo2-*-fp8]",
+        "test_every_recipe_is_built_and_accepted[glm4-*-int8]",
+        "test_every_recipe_is_built_and_accepted[glm4-*-fp8]",
         "test_logits_of_every_switch[further-*",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
@@ -534,6 +553,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_what_a_sam_saves_beside_its_weights[pixel_*",
     ),
     "tests/accept/test_rptq.py": (
+        "test_so_is_one_of_four_bits*",
         "test_a_faultless_engine_is_accepted[gpt2-*",
         "test_so_is_one_whose_heavy_inputs_have_several_columns[gpt2-*",
         "test_wrong_clusters_are_refused[_step]",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-from tests.source_files import parse
+from tests.source_files import dotted_name, parse
 
 ROOT = Path(__file__).resolve().parent.parent / "modelmill"
 SETTERS = {"setattr", "delattr", "object.__setattr__"}
@@ -105,30 +105,36 @@ def _made_here(function: ast.AST) -> set[str]:
             targets, values = target.elts, node.value.elts
         for name, value in zip(targets, values):
             if isinstance(name, ast.Name) and isinstance(value, ast.Call):
-                maker = ast.unparse(value.func)
+                maker = dotted_name(value.func)
                 if maker.split(".")[-1][:1].isupper() or maker == "copy.copy":
                     names.add(name.id)
     return names
 
 
+def _made_around(nodes: list[ast.AST]) -> dict[int, set[str]]:
+    """Of each node in a function, by its id: what the innermost function makes."""
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    made_in = [(each, _made_here(each)) for each in functions]
+    return {id(node): made for each, made in made_in for node in ast.walk(each)}
+
+
+def _is_own(owner: ast.expr) -> bool:
+    return isinstance(owner, ast.Name) and owner.id in {"self", "cls"}
+
+
 def _foreign_assignments(path: Path) -> Iterator[tuple[int, str]]:
     """Lines where an attribute of another object is assigned, with what is assigned."""
-    tree = parse(path)
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    made_in = [(f, _made_here(f)) for f in functions]
-    local_to = {id(n): made for f, made in made_in for n in ast.walk(f)}
-    for node in ast.walk(tree):
-        for target in _targets(node):
-            owner = target.value
-            if isinstance(owner, ast.Name) and owner.id in {
-                "self", "cls", *local_to.get(id(node), ()),
-            }:  # fmt: skip
-                continue
+    nodes = list(ast.walk(parse(path)))
+    pairs = [(n, target) for n in nodes for target in _targets(n) if not _is_own(target.value)]
+    made = _made_around(nodes) if pairs else {}  # few files have one
+    for node, target in pairs:
+        owner = target.value
+        if not (isinstance(owner, ast.Name) and owner.id in made.get(id(node), ())):
             yield target.lineno, ast.unparse(target)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS:
-            owner = node.args[0]
-            if not (isinstance(owner, ast.Name) and owner.id in {"self", "cls"}):
-                yield node.lineno, ast.unparse(node)
+    for node in nodes:
+        is_setter = isinstance(node, ast.Call) and dotted_name(node.func) in SETTERS
+        if is_setter and not _is_own(node.args[0]):
+            yield node.lineno, ast.unparse(node)
 
 
 def test_attributes_are_assigned_by_the_object_that_has_them() -> None:

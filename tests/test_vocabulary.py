@@ -12,12 +12,11 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.source_files import parse
+from tests.source_files import facts, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "modelmill"
@@ -71,11 +70,6 @@ FIELD_WORDS = {
 }
 
 
-@cache
-def _trees() -> dict[Path, ast.Module]:
-    return {path: parse(path) for path in sorted(PACKAGE.rglob("*.py"))}
-
-
 def _sources(folder: Path) -> list[Path]:
     """Modules of a folder; this one lists the banned words, so it is left out."""
     return sorted(path for path in folder.rglob("*.py") if path != Path(__file__).resolve())
@@ -92,10 +86,9 @@ def _names(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_class_names_are_unique() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in _trees().items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(ROOT)))
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in facts(path).classes:
+            places[name].append(str(path.relative_to(ROOT)))
     twice = {
         name: files
         for name, files in places.items()

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,7 @@ def _find_text(line: Mapping[str, Any]) -> str | None:
     return "\n".join(texts) if texts else None
 
 
+@cache
 def builtin_text() -> str:
     """Return random paragraphs made from the patterns of calibration.txt."""
     lines = (

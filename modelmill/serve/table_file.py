@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import UsageError
+from modelmill.core.quoting import quote
 
 
 def read_tables(flag: str, file: Path, name: str) -> list[Any]:
@@ -37,3 +38,27 @@ def read_tables(flag: str, file: Path, name: str) -> list[Any]:
     if not isinstance(tables, list) or not tables or set(raw) != {name}:
         raise UsageError(f"{flag} {file} must have a list {name}, and nothing else")
     return tables
+
+
+def check_table(where: str, raw: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+    """An element of the list, if it is a table with no other keys than these.
+
+    Args:
+        where: the element stands, for messages.
+        raw: the element.
+        keys: that it may have.
+
+    Returns:
+        raw.
+
+    Raises:
+        UsageError: it is no table, or has an unknown key.
+    """
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"{where} must be a table")
+    unknown = sorted(set(raw) - set(keys))
+    if unknown:
+        raise UsageError(
+            f"{where}: unknown key {quote(unknown[0], 60)}; known are {', '.join(sorted(keys))}"
+        )
+    return raw

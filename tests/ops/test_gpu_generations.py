@@ -11,7 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRITON = ROOT / "modelmill/ops/triton"
 BY_ARCH = {generation.arch: generation for generation in GENERATIONS}
 SMALL, LARGE = BY_ARCH["sm_86"], BY_ARCH["sm_90"]
+Variants = Future[list[dict[str, Any]]]
 PTX_OR_PDL = ("inline_asm_elementwise", "launch_pdl", "triton.language.extra.cuda")
 
 
@@ -45,10 +47,26 @@ def compile_triton(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Variants]]:
+    """The variants of each generation that a selected test names.
+
+    Two compile at a time, each for about two minutes: make test-all ends with these tests, when
+    other parts leave a core idle.
+    """
+    names = [item.name for item in request.session.items]
+    archs = [arch for arch in BY_ARCH if any(name.endswith(f"[{arch}]") for name in names)]
+    with ThreadPoolExecutor(2) as pool:
+        yield {arch: pool.submit(compile_triton, arch) for arch in archs}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("arch", BY_ARCH)
-def test_every_variant_compiles_and_fits_into_shared_memory(arch: str) -> None:
+def test_every_variant_compiles_and_fits_into_shared_memory(
+    arch: str, compiled: Mapping[str, Variants]
+) -> None:
     limit = BY_ARCH[arch].shared_bytes
-    variants = compile_triton(arch)
+    variants = compiled[arch].result()
     assert len(variants) > 150
     assert [
         variant for variant in variants if variant["shared"] is None or variant["shared"] > limit

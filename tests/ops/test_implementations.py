@@ -48,7 +48,13 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "mxfp4_linear": ("33x*", "70x*"),
     "rms_norm_quant": ("130x96-int8-token*", "130x96-int8-static", "130x96-int4-groups"),
     "rope_cos_sin": ("1024x64-32",),
-    "rptq_quant": ("21x260 a8 gated dynamic", "18x612 a8 dynamic", "18x612 a4 static"),
+    "rptq_quant": (
+        "21x260 a8 gated dynamic",
+        "21x260 a4 *",
+        "18x612 a8 dynamic",
+        "18x612 a8 fallback",
+        "18x612 a4 static",
+    ),
     "w8a8_fused_moe": ("21x*",),
     "upsample_masks": ("3x16->90x60", "2x16->33x107"),
 }

@@ -162,6 +162,14 @@ class Result(NamedTuple):
     err: str
 
 
+class Results(NamedTuple):
+    """Of the command lines that share a process."""
+
+    help: Result
+    built: Result
+    ran: Result
+
+
 def command_lines(folder: Path, *lines: tuple[object, ...], fault: str = "") -> list[Result]:
     """Run command lines in a process of their own, with the toy's folder in the package's path."""
     code = f"{DRIVER}{FAULT_IMPORTS if fault else ''}{fault}{EXECUTE_EACH}"
@@ -179,24 +187,33 @@ def command_lines(folder: Path, *lines: tuple[object, ...], fault: str = "") -> 
     return [Result(*each) for each in json.loads(done.stdout)]
 
 
-def test_its_flag_appears_in_help(folder: Path) -> None:
-    shown = command_lines(folder, ("build", "--help"))[0].out
+@pytest.fixture(scope="module")
+def results(folder: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Help, a build and a run, all in one process: each would import torch again."""
+    out = tmp_path_factory.mktemp("built")
+    engine, prompts = out / "e", out / "prompts.jsonl"
+    prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
+    words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
+    more = ("--max-tokens", 4, "--device", "cpu", "--json")
+    return Results(
+        *command_lines(
+            folder,
+            ("build", "--help"),
+            (*words, "-q", "toy", "--levels", 256, "--json"),
+            ("run", engine, "--file", prompts, *more),
+        )
+    )
+
+
+def test_its_flag_appears_in_help(results: Results) -> None:
+    shown = results.help.out
     assert "--levels" in shown
     assert "levels of a row (toy)" in shown
     assert "rptq, toy, keep, auto" in " ".join(shown.split())
 
 
-def test_it_builds_is_accepted_and_runs(folder: Path, checkpoint: Path, tmp_path: Path) -> None:
-    engine = tmp_path / "e"
-    words = ("build", checkpoint, "-o", engine, "--dtype", "float32", "--target", "cpu")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt_token_ids": [3, 1, 4]}\n')
-    more = ("--max-tokens", 4, "--device", "cpu", "--json")
-    built, ran = command_lines(
-        folder,
-        (*words, "-q", "toy", "--levels", 256, "--json"),
-        ("run", engine, "--file", prompts, *more),
-    )
+def test_it_builds_is_accepted_and_runs(results: Results) -> None:
+    built, ran = results.built, results.ran
     assert built.code == 0, built.err
     report = json.loads(built.out)
     assert report["acceptance"]["accepted"]

@@ -17,6 +17,7 @@ from modelmill.quant.recipe import Recipe
 from modelmill.weights.base import WeightFormat
 
 ROOT = Path(__file__).resolve().parent.parent.parent / "modelmill"
+FUNCTIONS = ("getattr", "hasattr")
 SUBJECTS = ("recipe", "weight", "quantized", "packed", "format_class")
 
 
@@ -30,11 +31,14 @@ def _names(node: ast.expr) -> Iterator[str]:
 
 def _getattr_members() -> Iterator[str]:
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(function in text for function in FUNCTIONS):  # parsing all takes seconds
+            continue
+        for node in ast.walk(ast.parse(text)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id in ("getattr", "hasattr")
+                and node.func.id in FUNCTIONS
                 and not isinstance(node.args[0], ast.Constant)
                 and any(name.lower().endswith(SUBJECTS) for name in _names(node.args[0]))
             ):

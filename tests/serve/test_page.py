@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,27 +27,34 @@ OWN_FILES = sorted(file for file in PAGE_DIR.iterdir() if file.is_file())
 VENDOR_FILES = sorted(file for file in VENDOR_DIR.rglob("*") if file.is_file())
 
 
-def call(
-    running: ServiceThread,
-    path: str,
-    method: str = "GET",
-    limits: ServiceLimits | None = None,
-    **headers: str,
-) -> Response:
-    service = Service(
-        running.service.engines, limits or ServiceLimits(), metrics=running.service.metrics
-    )
-    try:
-        return asyncio.run(Client(make_app(service)).call(method, path, headers=headers))
-    finally:
-        service.close()
+@pytest.fixture(scope="module")
+def client(running: ServiceThread) -> Iterator[Client]:
+    """Calls of an application without a key."""
+    yield from client_of(running, ServiceLimits())
+
+
+@pytest.fixture(scope="module")
+def client_without_key(running: ServiceThread) -> Iterator[Client]:
+    """Calls that bring no key, of an application that has one."""
+    yield from client_of(running, ServiceLimits(api_keys=("secret",)))
+
+
+def client_of(running: ServiceThread, limits: ServiceLimits) -> Iterator[Client]:
+    """An application takes a fifth of a second to make, so the tests share two of them."""
+    service = Service(running.service.engines, limits, metrics=running.service.metrics)
+    yield Client(make_app(service))
+    service.close()
+
+
+def call(client: Client, path: str, method: str = "GET", **headers: str) -> Response:
+    return asyncio.run(client.call(method, path, headers=headers))
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_each_file_is_sent_with_the_policy_and_without_a_key(
-    running: ServiceThread, path: str
+    client: Client, client_without_key: Client, path: str
 ) -> None:
-    response = call(running, path, limits=ServiceLimits(api_keys=("secret",)))
+    response = call(client_without_key, path)
     assert response.status == 200
     assert response.body == FILES[path].read_bytes()
     policy = response.headers["content-security-policy"]
@@ -65,7 +73,7 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(
         ".woff2": "font/woff2",
     }
     assert response.headers["content-type"].startswith(content_type[FILES[path].suffix])
-    again = call(running, path, **{"if-none-match": response.headers["etag"]})
+    again = call(client, path, **{"if-none-match": response.headers["etag"]})
     assert (again.status, again.body) == (304, b"")
 
 
@@ -75,16 +83,16 @@ def test_each_file_is_sent_with_the_policy_and_without_a_key(
     "/page/%2e%2e/app.py", "//",
      "/index.html"],
 )  # fmt: skip
-def test_nothing_else_is_sent(running: ServiceThread, path: str) -> None:
-    assert call(running, path).status == 404
-    assert call(running, path, limits=ServiceLimits(api_keys=("secret",))).status == 401
+def test_nothing_else_is_sent(client: Client, client_without_key: Client, path: str) -> None:
+    assert call(client, path).status == 404
+    assert call(client_without_key, path).status == 401
 
 
-def test_it_is_not_part_of_the_api(running: ServiceThread) -> None:
+def test_it_is_not_part_of_the_api(running: ServiceThread, client: Client) -> None:
     paths = running.get("/openapi.json").json["paths"]
     assert not any(path == "/" or path.startswith("/page") for path in paths)
-    assert call(running, "/", "POST").status == 405
-    head = call(running, "/", "HEAD")
+    assert call(client, "/", "POST").status == 405
+    head = call(client, "/", "HEAD")
     assert head.status == 200
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_files import each_file
+from tests.source_files import dotted_name, each_file
 
 ROOT = Path(__file__).resolve().parents[2] / "modelmill"
 # what unpickles, and what sends objects between processes by pickling them
@@ -67,7 +67,7 @@ def named(call: ast.Call, name: str) -> object:
 
 
 def of_call(call: ast.Call) -> Iterator[str]:
-    name = ast.unparse(call.func)
+    name = dotted_name(call.func)
     last = name.split(".")[-1]
     if name == "torch.load" and named(call, "weights_only") is not True:
         yield "torch.load without weights_only=True"
@@ -102,7 +102,7 @@ def faults(source: str) -> list[str]:
         elif isinstance(node, ast.Name) and node.id in NAMES:
             errors.append(node.id)
         elif isinstance(node, ast.Attribute) and (
-            node.attr == "ProcessPoolExecutor" or forbidden(ast.unparse(node))
+            node.attr == "ProcessPoolExecutor" or forbidden(dotted_name(node))
         ):
             errors.append(ast.unparse(node))
         elif isinstance(node, ast.Call):

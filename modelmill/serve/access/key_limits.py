@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from modelmill.core.errors import CapacityError
 from modelmill.serve.access.key_policy import KeyPolicy
-from modelmill.serve.segment_client import PREFIX
+from modelmill.serve.counters import make_counter
 
 WINDOW_SECONDS = 60.0
 REFUSALS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
@@ -33,17 +33,15 @@ class KeyMetrics:
     """Tokens and refusals of each key."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._tokens = Counter(
-            PREFIX + "key_tokens",
-            "Prompt and generated tokens of a key's requests.",
-            ("key_name",),
-            registry=registry,
+        self._tokens = make_counter(
+            registry, "key_tokens", "Prompt and generated tokens of a key's requests.", "key_name"
         )
-        self._refusals = Counter(
-            PREFIX + "key_refusals",
+        self._refusals = make_counter(
+            registry,
+            "key_refusals",
             "Requests that a limit of their key refused.",
-            ("key_name", "limit"),
-            registry=registry,
+            "key_name",
+            "limit",
         )
 
     def add_key(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from modelmill.core.errors import UsageError
 from modelmill.core.quoting import quote
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.table_file import read_tables
+from modelmill.serve.table_file import check_table, read_tables
 
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_parallel_requests")
 _KEYS = {"name", "key", "priority", "weight", *_LIMITS}
@@ -57,13 +56,7 @@ def read_key_file(file: Path) -> tuple[KeyPolicy, ...]:
 
 
 def _policy(where: str, raw: Any) -> KeyPolicy:
-    if not isinstance(raw, Mapping):
-        raise UsageError(f"{where} must be a table")
-    unknown = sorted(set(raw) - _KEYS)
-    if unknown:
-        raise UsageError(
-            f"{where}: unknown key {quote(unknown[0], 60)}; known are {', '.join(sorted(_KEYS))}"
-        )
+    raw = check_table(where, raw, _KEYS)
     name, key = raw.get("name"), raw.get("key")
     if not isinstance(name, str) or not name.strip() or len(name) > 128:
         raise UsageError(f"{where}: name must be a string of 1 to 128 characters")

@@ -11,7 +11,7 @@ from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
 from modelmill.core.errors import ArtifactError, UsageError
 from modelmill.core.quoting import quote
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
-from modelmill.serve.table_file import read_tables
+from modelmill.serve.table_file import check_table, read_tables
 
 _KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
 
@@ -93,13 +93,7 @@ def read_file(file: Path) -> list[CatalogueEntry]:
 
 def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
     where = f"--catalogue {file}: models[{number}]"
-    if not isinstance(raw, Mapping):
-        raise UsageError(f"{where} must be a table")
-    unknown = sorted(set(raw) - _KEYS)
-    if unknown:
-        raise UsageError(
-            f"{where}: unknown key {quote(unknown[0], 60)}; known are {', '.join(sorted(_KEYS))}"
-        )
+    raw = check_table(where, raw, _KEYS)
     engine = _checked(where, raw, "engine", str, None)
     if not engine:
         raise UsageError(f"{where}: engine is missing")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from modelmill.serve.counters import make_counter
 from modelmill.serve.segment_client import PREFIX
 
 LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -26,17 +27,11 @@ class LoadMetrics:
             buckets=LOAD_BUCKETS,
             registry=registry,
         )
-        self._failures = Counter(
-            PREFIX + "model_load_failures",
-            "Loads that failed.",
-            ("model_name",),
-            registry=registry,
+        self._failures = make_counter(
+            registry, "model_load_failures", "Loads that failed.", "model_name"
         )
-        self._unloads = Counter(
-            PREFIX + "model_unloads",
-            "Models that were unloaded.",
-            ("model_name", "reason"),
-            registry=registry,
+        self._unloads = make_counter(
+            registry, "model_unloads", "Models that were unloaded.", "model_name", "reason"
         )
 
     def add_model(self, name: str) -> None:
