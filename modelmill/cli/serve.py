@@ -49,7 +49,8 @@ class Args(CommonArgs):
 
     engines: tuple[Path, ...] = option(
         (),
-        "engine folders, or checkpoints (they are built into the cache first)",
+        "engine folders, checkpoints or a hub's org/name (built into the cache first); a folder of "
+        "engines is as --models-dir",
         positional=True,
         metavar="ENGINE…",
     )
@@ -62,7 +63,9 @@ class Args(CommonArgs):
     memory_budget: int | None = option(
         None,
         "with a catalogue: bytes that weights, KV caches and states of all loaded engines may "
-        "take; default on a CPU: four fifths of the memory that is free at the start",
+        "take, as 8GiB, 8GB or a number; default on a CPU: four fifths of the memory that is free "
+        "at the start",
+        is_bytes=True,
     )
     keep_alive: str = option(
         "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
@@ -164,8 +167,9 @@ def run(args: Args) -> int:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
-    from modelmill.cli.serve_catalogue import catalogue_entries
+    from modelmill.cli.serve_catalogue import catalogue_entries, with_models_folder
 
+    args = with_models_folder(args)
     place, names = _server_options(args), _model_names(args)
     aliases = _aliases(args, names)
     entries = catalogue_entries(args, [*names, *aliases])

@@ -31,6 +31,23 @@ KV_SCALE_BYTES = 4
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
+def with_models_folder(args: Args) -> Args:
+    """Take a folder of engines among the arguments as --models-dir.
+
+    Raises:
+        UsageError: there is more than one such folder.
+    """
+    from modelmill.serve.catalogue.entries import holds_engines
+
+    folders = [path for path in args.engines if holds_engines(path)]
+    if not folders:
+        return args
+    if len(folders) > 1 or args.models_dir is not None:
+        raise UsageError("give one folder of engines; a --catalogue file lists those of several")
+    engines = tuple(path for path in args.engines if path not in folders)
+    return replace(args, engines=engines, models_dir=folders[0])
+
+
 def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEntry]:
     """Read the catalogue; empty without one.
 
