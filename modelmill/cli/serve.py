@@ -73,6 +73,9 @@ class Args(CommonArgs):
     standby_worker: bool = option(
         True, "with a catalogue: keep a process ready, so that engines load sooner"
     )
+    watch_models: bool = option(
+        True, "with a catalogue: notice engines that are added, removed or rebuilt"
+    )
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
     served_model_name: tuple[str, ...] = option(
@@ -203,12 +206,12 @@ async def _serve(
 
     engines = {engine.name: engine for engine in _engines(args, names)}
     by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
-    manager, launcher = None, None
+    manager, launcher, watch = None, None, None
     if entries:
         launcher = StandbyLauncher() if args.standby_worker else None
         weights = [_engine_bytes(path) for path in args.engines]
         always = list(zip(engines.values(), weights, strict=True))
-        manager = make_manager(args, entries, always, launcher)
+        manager, watch = make_manager(args, entries, always, launcher)
         by_name |= manager.engines_by_name()
     doing = [f"loading {', '.join(names)}"] if names else []
     doing += [f"models loaded on demand: {len(entries)}"] if entries else []
@@ -216,7 +219,7 @@ async def _serve(
     try:
         if launcher is not None:
             await launcher.refill()
-        await Server([*engines.values()], place, by_name, manager).run(
+        await Server([*engines.values()], place, by_name, manager, watch).run(
             lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))

@@ -77,16 +77,21 @@ def read_folder(folder: Path) -> list[CatalogueEntry]:
     """
     if not folder.is_dir():
         raise UsageError(f"--models-dir {folder} is not a folder")
-    entries = [
-        CatalogueEntry(path.name.removesuffix(".engine"), path)
-        for path in sorted(folder.iterdir())
-        if (path / MANIFEST_FILE).is_file() and not path.name.startswith(".")
-    ]
+    entries = list_folder(folder)
     if not entries:
         raise UsageError(
             f"--models-dir {folder} holds no engine: no sub-folder has a {MANIFEST_FILE}"
         )
     return entries
+
+
+def list_folder(folder: Path) -> list[CatalogueEntry]:
+    """List the engines in a folder, which may be none. Raises OSError."""
+    return [
+        CatalogueEntry(path.name.removesuffix(".engine"), path)
+        for path in sorted(folder.iterdir())
+        if (path / MANIFEST_FILE).is_file() and not path.name.startswith(".")
+    ]
 
 
 def read_file(file: Path) -> list[CatalogueEntry]:

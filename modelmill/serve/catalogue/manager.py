@@ -260,6 +260,24 @@ class ModelManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    # -- models that come and go
+
+    def add(self, model: ManagedModel) -> None:
+        """Serve one more model, which is not loaded."""
+        self.models.append(model)
+        self.loader.add(model)
+        if model.pinned:
+            self._add_waiter(model, wants_lease=False)
+
+    def remove(self, model: ManagedModel) -> None:
+        """Serve a model no longer: requests that wait are refused, running ones end first."""
+        self.models.remove(model)
+        self.loader.forget(model)
+        model.cancel_timer()
+        self._refuse(model, ModelLoadFailed(f"the model {model.name} was removed"))
+        if model.instance is not None:
+            self._start(self.loader.unload(model, "removed"))
+
     # -- administration
 
     async def load(self, model: ManagedModel) -> None:
