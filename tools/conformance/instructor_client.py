@@ -44,7 +44,8 @@ def openai_client(base_url: str, mode: str) -> Any:
 
 
 def _create(client: Any, model: str, **more: Any) -> Any:
-    options = {"temperature": 0, "max_tokens": 128, "max_retries": 0, "messages": MESSAGES}
+    greedy = {"extra_body": {"temperature": 0}}  # Anthropic's client knows no such argument
+    options = {**greedy, "max_tokens": 128, "max_retries": 0, "messages": MESSAGES}
     return client.create(model=model, response_model=weather_type(), **{**options, **more})
 
 

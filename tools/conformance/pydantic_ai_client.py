@@ -22,13 +22,15 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:  # noqa: ARG001  t
 
 def models(base_url: str, model: str) -> dict[str, Any]:
     """The server as each of the library's model classes."""
+    from anthropic import AsyncAnthropic
     from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
 
     openai = OpenAIProvider(base_url=base_url, api_key="none")
-    anthropic = AnthropicProvider(base_url=base_url.removesuffix("/v1"), api_key="none")
+    plain = AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="none", max_retries=0)
+    anthropic = AnthropicProvider(anthropic_client=plain)
     return {
         "chat": OpenAIChatModel(model, provider=openai),
         "responses": OpenAIResponsesModel(model, provider=openai),
