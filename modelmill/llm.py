@@ -292,6 +292,7 @@ class LLM(OpenedEngine[EngineCore]):
 
         Closing the iterator aborts it.
         """
+        self.opened  # noqa: B018 -- raises UsageError if closed
         return self._step_until_done([request])
 
     # -- stepping

@@ -430,10 +430,10 @@ class ChatSession:
 
 def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
     """Drop the oldest question and its answer; False if only the newest question is left."""
-    asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
-    if len(asked) < 2:
+    questions = [place for place, each in enumerate(messages) if each["role"] == "user"]
+    if len(questions) < 2:
         return False
-    del messages[asked[0] : asked[1]]
+    del messages[questions[0] : questions[1]]
     return True
 
 

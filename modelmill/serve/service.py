@@ -131,9 +131,9 @@ class Service:
             UsageError: a name is taken.
         """
         names = (model.name, *model.entry.aliases)
-        taken = next((name for name in names if name in self.engines), None)
-        if taken is not None:
-            raise UsageError(f"another engine is served as {taken}; rename the folder")
+        double = next((name for name in names if name in self.engines), None)
+        if double is not None:
+            raise UsageError(f"another engine is served as {double}; rename the folder")
         self._record_metrics(model.engine)
         self.engines = {**self.engines, **dict.fromkeys(names, model.engine)}
 

@@ -64,8 +64,8 @@ def make_session(turns: int, characters: int, seed: int) -> list[AgentTurn]:
             )
             for place, name in enumerate(names)
         ]
-        said = (per_turn - length * len(names)) // 3
-        session.append(AgentTurn(_text(rng, said), _text(rng, said), calls))
+        spoken = (per_turn - length * len(names)) // 3
+        session.append(AgentTurn(_text(rng, spoken), _text(rng, spoken), calls))
     return session
 
 
