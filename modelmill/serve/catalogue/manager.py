@@ -25,6 +25,8 @@ from modelmill.serve.catalogue.model_loader import ModelLoader, ModelLoadFailed
 from modelmill.serve.engine_client import EngineClient, QueueFull, ServerShuttingDown
 
 _log = log.get_logger("serve")
+MAX_PRELOADED = 8
+"""Models whose tokenizers are read at the start; all of a large catalogue would take memory."""
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
@@ -82,6 +84,7 @@ class ModelManager:
         for model in self.models:
             if model.pinned:
                 self._add_waiter(model, wants_lease=False)
+        self._start(self._preload_tokenizers())
         while True:
             self._waiters = [each for each in self._waiters if not each.future.done()]
             if not self._waiters:
@@ -89,6 +92,14 @@ class ModelManager:
                 await self._wake.wait()
                 continue
             await self._serve_next(self._waiters[0].model)
+
+    async def _preload_tokenizers(self) -> None:
+        """Read tokenizers before the first requests, one after another while nothing loads."""
+        for model in self.models[:MAX_PRELOADED]:
+            if self._closing or self._waiters:
+                return  # a load reads its own
+            with contextlib.suppress(ModelmillError):  # the load says what is wrong
+                await asyncio.to_thread(model.engine.preload_text_processor)
 
     def refuse_waiting(self) -> None:
         """Refuse the requests that wait, and all that come later: the server is being shut down."""

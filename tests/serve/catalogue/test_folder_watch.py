@@ -186,6 +186,15 @@ def test_what_cannot_be_served_is_refused_once(
     run(stories, tmp_path, check)
 
 
+def test_tokenizers_are_read_before_the_first_request(stories: Path, tmp_path: Path) -> None:
+    async def check(watched: WatchedFolder) -> None:
+        engines = [model.engine for model in watched.models.manager.models]
+        await watched.models.until(lambda: all(each.input_modalities for each in engines))
+        assert {model.state for model in watched.models.manager.models} == {"unloaded"}
+
+    run(stories, tmp_path, check)
+
+
 def test_a_look_at_what_is_not_there(tmp_path: Path) -> None:
     assert look(tmp_path / "none", [tmp_path / "x"]).engines == {}
     assert look(None, []).entries == []
