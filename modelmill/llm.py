@@ -287,6 +287,14 @@ class LLM(OpenedEngine[EngineCore]):
         self.opened  # noqa: B018 -- raises UsageError if closed
         return self.language.chat_request(messages, check_params(params), **template)
 
+    def stream_request(self, request: RequestState) -> Iterator[OutputDelta]:
+        """Yield the deltas of a request that ``request`` or ``chat_request`` made.
+
+        Closing the iterator aborts it.
+        """
+        self.opened  # noqa: B018 -- raises UsageError if closed
+        return self._step_until_done([request])
+
     # -- stepping
     # ---------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "embed": lambda llm: llm.embed("Once"),
     "request": lambda llm: llm.request("Once"),
     "chat_request": lambda llm: llm.chat_request([{"role": "user", "content": "Once"}], None),
+    "stream_request": lambda llm: llm.stream_request(cast(Any, None)),
     "embedding_request": lambda llm: llm.embedding_request("Once"),
     "step": lambda llm: llm.step({}),
     "with": lambda llm: llm.__enter__(),

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.chat_input import keep_history, pipe_line, read_message, terminal_line
+from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChat
+from modelmill.cli.chat_tools import ask_results, call_message, read_tools, shown_tools
+from modelmill.cli.chat_writer import AnswerWriter
 from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_note
@@ -20,15 +24,15 @@ from modelmill.cli.run import (
     warn_max_tokens,
     with_max_tokens,
 )
-from modelmill.cli.terminal_chat import WordWrapper, hide_typed_keys, terminal_width
+from modelmill.cli.terminal_chat import hide_typed_keys
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import ModelmillError, RequestError, TemplateError, UsageError
 from modelmill.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from modelmill.cli.remote_chat import RemoteChat
-    from modelmill.llm import LLM
     from modelmill.outputs import RequestOutput
+    from modelmill.text.answer_pieces import ParsedAnswer
 
 HELP = "Chat with an engine in the terminal; /help shows the commands."
 EPILOG = """Ctrl-C stops the answer, not the program. From a pipe, every line is a turn.
@@ -37,11 +41,19 @@ Examples:
 
   modelmill chat model.engine --system "Answer briefly." --temperature 0.7
 
-  modelmill chat --url http://127.0.0.1:8000"""
+  modelmill chat --url http://127.0.0.1:8000
 
+  modelmill chat model.engine --tools tools.json --think on"""
+
+THINK_MODES = ("on", "off", "auto")
+_THINKS = {"on": True, "off": False, "auto": None}
 COMMANDS = """/system TEXT   set the system message (alone: show it)
 /image FILE    attach a picture to the next message (engines that read pictures)
-/model NAME    with --url: go on with another served model (alone: list them)
+/model NAME    go on with another model: a served one with --url (alone: list them), else an
+               engine's path or a hub's org/name
+/tools FILE    offer the tools of a JSON file in OpenAI's form (alone: list them; off: none).
+               You type the result of each call, or @FILE; an empty line leaves it open
+/think on|off|auto [TOKENS]  think before the answer or not, for at most so many tokens
 /reset         forget the conversation
 /save FILE     write the conversation as JSON (/save! FILE replaces a file)
 /help          this list
@@ -65,6 +77,13 @@ class Args(CommonArgs):
     image: tuple[Path, ...] = option(
         (), "picture of the first message, for engines that read pictures (repeatable)"
     )
+    tools: Path | None = option(
+        None, "JSON file of tool definitions in OpenAI's form; you type the results of calls"
+    )
+    think: str = option(
+        "auto", "thinking before an answer; auto: as the model does", choices=THINK_MODES
+    )
+    think_tokens: int | None = option(None, "maximum tokens of the thinking")
     stream: bool = option(True, "show the answer while it is generated")
     chat_template: str | None = option(
         None, "chat template, or a file with one, instead of the engine's own"
@@ -81,6 +100,11 @@ def run(args: Args) -> int:
     """
     if (args.engine is None) == (args.url is None):
         raise UsageError("give one of ENGINE and --url URL")
+    _check_think_tokens(args.think_tokens)
+    settings = ChatSettings(
+        () if args.tools is None else read_tools(args.tools), _THINKS[args.think], args.think_tokens
+    )
+    typed = sys.stdin.isatty()
     llm, params = _open_remote(args) if args.engine is None else _open_local(args, args.engine)
     talk = ChatSession(
         llm,
@@ -89,10 +113,12 @@ def run(args: Args) -> int:
         stream=args.stream,
         silent=args.json,
         explicit_options=args.sampling,
+        settings=settings,
+        read_result=lambda prompt: read_message(terminal_line, prompt) if typed else pipe_line(),
+        open_engine=None if args.engine is None else lambda path: _open_local(args, path),
     )
     for image in args.image:
         talk.attach_image(image)
-    typed = sys.stdin.isatty()
     if typed:
         keep_history()
         if not args.json:
@@ -104,7 +130,12 @@ def run(args: Args) -> int:
     return 0
 
 
-def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
+def _check_think_tokens(tokens: int | None) -> None:
+    if tokens is not None and tokens < 1:
+        raise UsageError(f"--think-tokens must be at least 1, not {tokens}")
+
+
+def _open_local(args: Args, engine: Path) -> tuple[LocalChat, SamplingParams]:
     """Open an engine in this process."""
     llm = open_llm(engine, args.build, args.run, chat_template=args.chat_template)
     if llm.chat_format is None:
@@ -112,7 +143,7 @@ def _open_local(args: Args, engine: Path) -> tuple[LLM, SamplingParams]:
             f"{engine} has no chat template; give one with --chat-template, or use modelmill run "
             "--prompt"
         )
-    return llm, with_max_tokens(args.sampling, llm)
+    return LocalChat(llm), with_max_tokens(args.sampling, llm)
 
 
 def _open_remote(args: Args) -> tuple[RemoteChat, SamplingParams]:
@@ -130,13 +161,16 @@ class ChatSession:
 
     def __init__(
         self,
-        llm: LLM | RemoteChat,
+        llm: ChatModel,
         params: SamplingParams,
         system: str | None,
         *,
         stream: bool = True,
         silent: bool = False,
         explicit_options: SamplingParams | None = None,
+        settings: ChatSettings | None = None,
+        read_result: Callable[[str], str | None] = lambda _: None,
+        open_engine: Callable[[Path], tuple[LocalChat, SamplingParams]] | None = None,
     ) -> None:
         """Start a conversation.
 
@@ -148,14 +182,19 @@ class ChatSession:
             silent: print nothing on stdout.
             explicit_options: the fields of ``params`` that the user set; if the context is too
                 short for them, one warning is printed.
+            settings: tools and thinking.
+            read_result: reads the result of a call; None: there is none.
+            open_engine: opens the engine of /model; None: a server's models.
         """
         self.llm, self.params = llm, params
         self.stream, self.silent = stream, silent
+        self.settings = settings or ChatSettings()
         self.messages: list[dict[str, Any]] = []
+        self._read_result, self._open_engine = read_result, open_engine
         self._attached_images: list[str] = []
         self._saved_paths: set[Path] = set()
         # the context length of a server's engine is not known
-        self._explicit_options = explicit_options if hasattr(llm, "engine_core") else None
+        self._explicit_options = explicit_options if isinstance(llm, LocalChat) else None
         if system is not None:
             self._set_system(system)
 
@@ -190,8 +229,8 @@ class ChatSession:
             )
         elif name == "image":
             self._attach_file(rest)
-        elif name == "model":
-            self._choose_model(rest)
+        elif name in ("model", "tools", "think"):
+            self._change_settings(name, rest)
         elif name in ("save", "save!"):
             self._save(rest, replace=name == "save!")
         else:
@@ -207,9 +246,8 @@ class ChatSession:
         """
         from modelmill.vision.image_input import to_data_url
 
-        text_processor = getattr(self.llm, "text_processor", None)
-        if text_processor is not None and not text_processor.reads_images:
-            raise UsageError(f"{text_processor.path} has no vision encoder: it takes text only")
+        if isinstance(self.llm, LocalChat) and not self.llm.reads_images:
+            raise UsageError(f"{self.llm.llm.path} has no vision encoder: it takes text only")
         self._attached_images.append(to_data_url(image))
 
     def _attach_file(self, name: str) -> None:
@@ -219,26 +257,57 @@ class ChatSession:
         except UsageError as error:
             print_note(str(error))
 
-    def _choose_model(self, name: str) -> None:
-        """Go on with another model of the server; without a name list them."""
-        from modelmill.cli.remote_chat import RemoteChat
-
-        if not isinstance(self.llm, RemoteChat):
-            self._print("/model needs a server: modelmill chat --url")
-            return
+    def _change_settings(self, name: str, rest: str) -> None:
+        """Run /model, /tools or /think; an error changes nothing."""
+        change = {"model": self._choose_model, "tools": self._set_tools, "think": self._set_think}
         try:
-            names = self.llm.models()
+            self._print(change[name](rest))
         except ModelmillError as error:
             print_note(str(error))
-            return
-        if not name:
-            lines = (f"{'*' if each == self.llm.model else ' '} {each}" for each in names)
-            self._print("\n".join(lines))
-        elif name in names:
+
+    def _choose_model(self, name: str) -> str:
+        """Go on with another engine, or model of the server; without a name list these."""
+        from modelmill.cli.remote_chat import RemoteChat
+
+        if isinstance(self.llm, RemoteChat):
+            names = self.llm.models()
+            if not name:
+                lines = (f"{'*' if each == self.llm.model else ' '} {each}" for each in names)
+                return "\n".join(lines)
+            if name not in names:
+                return f"the server has no {name}; it has {', '.join(names)}"
             self.llm.choose_model(name)
-            self._print(f"({name} answers from now on)")
-        else:
-            self._print(f"the server has no {name}; it has {', '.join(names)}")
+            return f"({name} answers from now on)"
+        if self._open_engine is None or not isinstance(self.llm, LocalChat):
+            return "/model needs a server: modelmill chat --url"
+        if not name:
+            return f"* {self.llm.llm.path}"
+        former = self.llm.llm
+        self.llm, self.params = self._open_engine(Path(name).expanduser())
+        former.close()
+        return f"({name} answers from now on)"
+
+    def _set_tools(self, name: str) -> str:
+        """Offer the tools of a file, none, or list them."""
+        if name == "off":
+            self.settings = replace(self.settings, tools=())
+            return "(no tools)"
+        if name:
+            self.settings = replace(self.settings, tools=read_tools(Path(name).expanduser()))
+        return shown_tools(self.settings.tools)
+
+    def _set_think(self, rest: str) -> str:
+        """Set whether and how long the model thinks, or show it."""
+        mode, _, tokens = rest.partition(" ")
+        if rest and (mode not in _THINKS or not (tokens == "" or tokens.isdecimal())):
+            raise UsageError("/think takes on, off or auto, and a maximum of tokens: /think on 512")
+        if rest:
+            budget = int(tokens) if tokens else None
+            _check_think_tokens(budget)
+            self.settings = replace(self.settings, thinks=_THINKS[mode], thinking_budget=budget)
+        mode = next(name for name, thinks in _THINKS.items() if thinks is self.settings.thinks)
+        limit = self.settings.thinking_budget
+        return f"(thinking: {mode}" + (f", at most {limit} tokens)" if limit else ")")
 
     def _set_system(self, text: str) -> None:
         rest = [each for each in self.messages if each["role"] != "system"]
@@ -268,65 +337,82 @@ class ChatSession:
         ]
         self._attached_images = []
         content = [*shown, {"type": "text", "text": line}] if shown else line
-        trial = [*self.messages, {"role": "user", "content": content}]
+        trial: list[dict[str, Any]] | None = [*self.messages, {"role": "user", "content": content}]
+        while trial is not None:
+            answered = self._answer_fitting(trial)
+            if answered is None:
+                return
+            self.messages, results = answered
+            trial = None if results is None else [*self.messages, *results]
+
+    def _answer_fitting(
+        self, trial: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None] | None:
+        """Answer a conversation, without its oldest turns if it is too long.
+
+        Returns:
+            The conversation with the answer, and the results of its calls if there are any; None
+            if it cannot be answered.
+        """
         forgotten = 0
         while True:
             try:
-                text = self._stream_answer(trial)
+                answer = self._stream_answer(trial)
                 break
             except RequestError as error:
                 # most likely too long: without the oldest turns it may fit
                 if not _forget_oldest(trial):
                     print_note(str(error))
-                    return
+                    return None
                 forgotten += 1
-            except TemplateError as error:
+            except (TemplateError, UsageError) as error:
                 print_note(str(error))
-                return
+                return None
         if forgotten:
             print_note(
                 "the conversation is longer than the engine's context; oldest turns forgotten: "
                 f"{forgotten}"
             )
-        self.messages = [*trial, {"role": "assistant", "content": text}]
+        if not answer.calls:
+            return [*trial, {"role": "assistant", "content": answer.content}], None
+        called = [*trial, call_message(answer.content, answer.calls)]
+        results = ask_results(answer.calls, self._read_result, print_note)
+        if results is None:
+            print_note("the calls stay without results")
+        return called, results
 
-    def _stream_answer(self, messages: list[dict[str, Any]]) -> str:
+    def _stream_answer(self, messages: list[dict[str, Any]]) -> ParsedAnswer:
         began = time.perf_counter()
-        parts: list[str] = []
-        answer: RequestOutput | None = None
-        wrapped = WordWrapper(terminal_width if sys.stdout.isatty() else lambda: sys.maxsize)
+        output: RequestOutput | None = None
+        writer = AnswerWriter(self._write)
         with (
             InterruptHandler() as interrupt,
             hide_typed_keys(),
             wait_for_first_token(self.llm) as came,
         ):
-            stream: Any = self.llm.stream(messages, self.params)
+            stream: Any = self.llm.stream(messages, self.params, self.settings)
+            delta: ChatDelta
             for delta in stream:
-                if answer is None:
+                if output is None:
                     if self.stream:
                         came()
                     self._warn_max_tokens(delta.output)
-                answer = delta.output
-                parts.append(delta.text)
-                if self.stream:
-                    self._write(wrapped.feed(delta.text))
+                output = delta.output
+                writer.add(delta.pieces, shown=self.stream)
                 if interrupt.requested:
                     stream.close()
                     break
-        if not self.stream:
-            self._write(wrapped.feed("".join(parts)))
-        self._write(wrapped.flush() + (" [stopped]\n" if interrupt.requested else "\n"))
-        if answer is not None and not self.silent:
-            note_speed([answer], time.perf_counter() - began)
-        return "".join(parts)
+        answer = writer.finish(stopped=interrupt.requested, shown=self.stream)
+        if output is not None and not self.silent:
+            note_speed([output], time.perf_counter() - began)
+        return answer
 
     def _warn_max_tokens(self, answer: RequestOutput) -> None:
         """Warn once; the space left for answers shrinks with every turn."""
-        if self._explicit_options is not None and len(answer.prompt_token_ids) + (
-            self._explicit_options.max_tokens or 0
-        ) > (
-            self.llm.engine_core.max_model_len  # type: ignore[union-attr]
-        ):
+        if self._explicit_options is None or not isinstance(self.llm, LocalChat):
+            return
+        length = len(answer.prompt_token_ids) + (self._explicit_options.max_tokens or 0)
+        if length > self.llm.engine_core.max_model_len:
             warn_max_tokens(self.llm, self._explicit_options, [answer])
             self._explicit_options = None
 
@@ -344,10 +430,10 @@ class ChatSession:
 
 def _forget_oldest(messages: list[dict[str, Any]]) -> bool:
     """Drop the oldest question and its answer; False if only the newest question is left."""
-    turns = [place for place, each in enumerate(messages) if each["role"] != "system"]
-    if len(turns) < 3:
+    questions = [place for place, each in enumerate(messages) if each["role"] == "user"]
+    if len(questions) < 2:
         return False
-    del messages[turns[0] : turns[0] + 2]
+    del messages[questions[0] : questions[1]]
     return True
 
 

@@ -20,7 +20,7 @@ def history_file() -> Path:
     return cache_dir() / "chat_history"
 
 
-def read_message(read_line: Callable[[str], str | None]) -> str | None:
+def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -> str | None:
     r"""Read one message; None at the end of the input.
 
     A backslash at the end of a line continues it. A line that begins with ``\"\"\"`` opens a
@@ -29,8 +29,9 @@ def read_message(read_line: Callable[[str], str | None]) -> str | None:
 
     Args:
         read_line: returns a line for a prompt, without its end, or None.
+        prompt: of the first line.
     """
-    line = read_line(PROMPT)
+    line = read_line(prompt)
     if line is None:
         return None
     if line.startswith(QUOTES):

@@ -115,6 +115,8 @@ def _flag_help(flag: CliParameter) -> str:
 def _metavar(flag: CliParameter) -> str:
     if flag.metavar:
         return flag.metavar
+    if flag.is_bytes:
+        return "SIZE"
     if flag.choices:
         return "CHOICE"
     return METAVARS.get(flag.container) or METAVARS.get(flag.value_type.__name__, "VALUE")

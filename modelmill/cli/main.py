@@ -40,6 +40,7 @@ NOT_VERBS = (
         "terminal_chat",
         "chat_input",
     ),
+    *("chat_model", "chat_tools", "chat_writer"),
     *("remote_chat", "segment_output"),
 )
 """Modules of this folder that are not verbs."""

@@ -7,7 +7,7 @@ FILE.yaml``, else from the dataclass.
 
 Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x``
 replaces the long name, others are aliases), ``positional``, ``metavar``, ``required``, ``hidden``,
-``python_only`` (no flag).
+``python_only`` (no flag), ``is_bytes`` (takes 8GiB; so does every integer named ``…_bytes``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from modelmill.core import env
+from modelmill.core.byte_size import parse_bytes
 from modelmill.core.config import option
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name
@@ -61,6 +62,7 @@ class CliParameter:
         value_type: the type of a value.
         key_type: the type of a pair's key.
         negatable: whether there is a --no-FLAG.
+        is_bytes: whether a value may have a unit, such as 8GiB.
     """
 
     name: str
@@ -78,6 +80,7 @@ class CliParameter:
     hidden: bool
     panel: str | None
     negatable: bool
+    is_bytes: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,6 +188,8 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> CliParam
         hidden=bool(metadata.get("hidden")),
         panel=panel,
         negatable=value_type is bool and not long,
+        is_bytes=value_type is int
+        and (each.name.endswith("_bytes") or bool(metadata.get("is_bytes"))),
     )
 
 
@@ -228,7 +233,7 @@ def _annotation(flag: CliParameter) -> Any:
     if flag.choices:
         # every version of typer supports an Enum
         return Enum(flag.name, {str(c): str(c) for c in flag.choices}, type=str) | None  # type: ignore[operator]
-    return flag.value_type | None
+    return (str if flag.is_bytes else flag.value_type) | None
 
 
 def _parameter(flag: CliParameter) -> Any:
@@ -400,6 +405,11 @@ def _parse_value(flag: CliParameter, value: Any, source: str) -> Any:
     """Convert ``value`` (from the command line or YAML) to the type of the flag's field."""
     if isinstance(value, Enum):
         value = value.value
+    if flag.is_bytes and isinstance(value, str):
+        size = parse_bytes(value)
+        if size is None:
+            raise UsageError(f"{source} must be a size as 8GiB, 8GB or bytes, not {value!r}")
+        return size
     if flag.container == "one":
         return _parse_scalar(flag.value_type, value, source, flag.choices)
     if flag.container == "pairs":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from modelmill.cli.chat_model import ChatDelta, ChatSettings
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
-from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.outputs import CompletionOutput, RequestOutput
+from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta, ToolCallDelta
 
 RENAMED_FIELDS = {"include_stop": "include_stop_str_in_output"}
 OMITTED_FIELDS = (
@@ -33,14 +35,15 @@ class RemoteChat:
         self.model = model or self._loop.run_until_complete(remote.first_model())
 
     def stream(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams
-    ) -> Iterator[OutputDelta]:
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+    ) -> Iterator[ChatDelta]:
         """Yield the deltas of one answer; closing the iterator aborts the request.
 
         Raises:
             ModelmillError: if the server cannot be reached or rejects the request.
         """
         body = {"model": self.model, "messages": list(messages), **explicit_fields(params)}
+        body |= settings_fields(settings)
         events = self._client.stream(
             "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
         )
@@ -57,12 +60,12 @@ class RemoteChat:
                     "prompt_tokens", len(answer.prompt_token_ids)
                 )
                 for choice in event.get("choices") or ():
-                    text = (choice.get("delta") or {}).get("content") or ""
-                    if text and answer.first_token_seconds is None:
+                    pieces = read_pieces(choice.get("delta") or {})
+                    if pieces and answer.first_token_seconds is None:
                         answer.first_token_seconds = when - began
-                    output.text += text
+                    output.text += "".join(each for each in pieces if isinstance(each, str))
                     output.finish_reason = choice.get("finish_reason") or output.finish_reason
-                    yield OutputDelta(0, text, (), output.finish_reason, answer)
+                    yield ChatDelta(pieces, answer)
             answer.seconds = time.perf_counter() - began
         finally:
             self._loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
@@ -78,6 +81,39 @@ class RemoteChat:
     def close(self) -> None:
         """Close the event loop."""
         self._loop.close()
+
+
+def settings_fields(settings: ChatSettings) -> dict[str, Any]:
+    """Return the set settings under the API's names."""
+    fields: dict[str, Any] = {}
+    if settings.tools:
+        fields["tools"] = list(settings.tools)
+    if settings.thinks is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": settings.thinks}
+    if settings.thinking_budget is not None:
+        fields["thinking_token_budget"] = settings.thinking_budget
+    return fields
+
+
+def read_pieces(delta: Mapping[str, Any]) -> list[AnswerPiece]:
+    """Return the thinking, the text and the parts of calls of a streamed delta."""
+    pieces: list[AnswerPiece] = []
+    thinking = delta.get("reasoning_content") or delta.get("reasoning")
+    if isinstance(thinking, str) and thinking:
+        pieces.append(ReasoningDelta(thinking))
+    if delta.get("content"):
+        pieces.append(str(delta["content"]))
+    for place, call in enumerate(delta.get("tool_calls") or ()):
+        function = call.get("function") or {}
+        pieces.append(
+            ToolCallDelta(
+                call.get("index", place),
+                function.get("arguments") or "",
+                call.get("id"),
+                function.get("name"),
+            )
+        )
+    return pieces
 
 
 def explicit_fields(params: SamplingParams) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class Args(CommonArgs):
 
     engines: tuple[Path, ...] = option(
         (),
-        "engine folders, or checkpoints (they are built into the cache first)",
+        "engine folders, checkpoints or a hub's org/name (built into the cache first); a folder of "
+        "engines is as --models-dir",
         positional=True,
         metavar="ENGINE…",
     )
@@ -62,13 +63,18 @@ class Args(CommonArgs):
     memory_budget: int | None = option(
         None,
         "with a catalogue: bytes that weights, KV caches and states of all loaded engines may "
-        "take; default on a CPU: four fifths of the memory that is free at the start",
+        "take, as 8GiB, 8GB or a number; default on a CPU: four fifths of the memory that is free "
+        "at the start",
+        is_bytes=True,
     )
     keep_alive: str = option(
         "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
     )
     standby_worker: bool = option(
         True, "with a catalogue: keep a process ready, so that engines load sooner"
+    )
+    watch_models: bool = option(
+        True, "with a catalogue: notice engines that are added, removed or rebuilt"
     )
     host: str = option("127.0.0.1", "address to listen on; other than localhost needs an API key")
     port: int = option(8000, "port to listen on; 0: any free port")
@@ -164,8 +170,9 @@ def run(args: Args) -> int:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
-    from modelmill.cli.serve_catalogue import catalogue_entries
+    from modelmill.cli.serve_catalogue import catalogue_entries, with_models_folder
 
+    args = with_models_folder(args)
     place, names = _server_options(args), _model_names(args)
     aliases = _aliases(args, names)
     entries = catalogue_entries(args, [*names, *aliases])
@@ -199,12 +206,12 @@ async def _serve(
 
     engines = {engine.name: engine for engine in _engines(args, names)}
     by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
-    manager, launcher = None, None
+    manager, launcher, watch = None, None, None
     if entries:
         launcher = StandbyLauncher() if args.standby_worker else None
         weights = [_engine_bytes(path) for path in args.engines]
         always = list(zip(engines.values(), weights, strict=True))
-        manager = make_manager(args, entries, always, launcher)
+        manager, watch = make_manager(args, entries, always, launcher)
         by_name |= manager.engines_by_name()
     doing = [f"loading {', '.join(names)}"] if names else []
     doing += [f"models loaded on demand: {len(entries)}"] if entries else []
@@ -212,7 +219,7 @@ async def _serve(
     try:
         if launcher is not None:
             await launcher.refill()
-        await Server([*engines.values()], place, by_name, manager).run(
+        await Server([*engines.values()], place, by_name, manager, watch).run(
             lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
                 "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))

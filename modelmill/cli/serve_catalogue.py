@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from modelmill.cli.serve import Args
     from modelmill.core.config import RunConfig
     from modelmill.serve.catalogue.entries import CatalogueEntry
+    from modelmill.serve.catalogue.folder_watch import FolderWatch
     from modelmill.serve.catalogue.managed_model import ManagedModel
     from modelmill.serve.catalogue.manager import ModelManager
     from modelmill.serve.engine_client import EngineClient
@@ -29,6 +30,23 @@ CACHE_FRACTION = 0.25
 KV_SCALE_BYTES = 4
 """Of a head's keys or values of a token in 8 bits (float32)."""
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+
+def with_models_folder(args: Args) -> Args:
+    """Take a folder of engines among the arguments as --models-dir.
+
+    Raises:
+        UsageError: there is more than one such folder.
+    """
+    from modelmill.serve.catalogue.entries import holds_engines
+
+    folders = [path for path in args.engines if holds_engines(path)]
+    if not folders:
+        return args
+    if len(folders) > 1 or args.models_dir is not None:
+        raise UsageError("give one folder of engines; a --catalogue file lists those of several")
+    engines = tuple(path for path in args.engines if path not in folders)
+    return replace(args, engines=engines, models_dir=folders[0])
 
 
 def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEntry]:
@@ -62,8 +80,8 @@ def make_manager(
     entries: Sequence[CatalogueEntry],
     always_loaded: Sequence[tuple[EngineClient, int]],
     launcher: StandbyLauncher | None,
-) -> ModelManager:
-    """Make the manager of the catalogue's models.
+) -> tuple[ModelManager, FolderWatch | None]:
+    """Make the manager of the catalogue's models, and what watches their files.
 
     Args:
         args: of the command line.
@@ -75,6 +93,7 @@ def make_manager(
         UsageError: no memory budget is set and it cannot be derived.
         ArtifactError: a manifest is damaged.
     """
+    from modelmill.serve.catalogue.folder_watch import FolderWatch
     from modelmill.serve.catalogue.keep_alive import parse_keep_alive
     from modelmill.serve.catalogue.manager import ModelManager
     from modelmill.serve.catalogue.model_loader import ModelLoader
@@ -90,12 +109,14 @@ def make_manager(
         return sum(weights + engine.cache_bytes for engine, weights in always_loaded)
 
     loader = ModelLoader(budget, fixed_bytes=fixed_bytes)
-    return ModelManager(
+    manager = ModelManager(
         [make.model(entry) for entry in entries],
         loader,
         args.max_waiting + args.run.max_num_seqs,
         lambda model, manifest: make.engine(model.entry, manifest),
     )
+    watch = FolderWatch(manager, args.models_dir, make.model) if args.watch_models else None
+    return manager, watch
 
 
 def _default_budget(args: Args) -> int:

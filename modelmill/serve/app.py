@@ -47,6 +47,7 @@ from modelmill.serve.routes import (
     ollama,
     page,
     responses,
+    saved_sessions,
     scores,
     segment,
     sessions,
@@ -134,7 +135,9 @@ def make_app(service: Service) -> ASGIApp:
     )  # fmt: skip
     for module in modules:
         app.include_router(module.router)
-    for more in (stored_responses.router, stored_responses.by_id, ollama.listing):
+    for more in (
+        stored_responses.router, stored_responses.by_id, saved_sessions.router, ollama.listing,
+    ):  # fmt: skip
         app.include_router(more)
     app.add_route("/openapi.json", _document, include_in_schema=False)
     app.add_exception_handler(ApiError, _handle_error)

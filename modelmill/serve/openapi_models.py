@@ -24,7 +24,7 @@ from modelmill.serve.dialects.ollama_models import (
 )
 from modelmill.serve.model_schema import ModelStateResponse
 from modelmill.serve.response_model import ResponseModel
-from modelmill.serve.session_schema import SessionResponse
+from modelmill.serve.session_schema import DeletedSession, SessionList, SessionResponse
 
 REF = "#/components/schemas/{model}"
 
@@ -475,6 +475,8 @@ RESPONSE_MODELS: dict[str, type[ResponseModel]] = {
     "/v1/models/{name}": ModelCard,
     "/v1/models/load": ModelStateResponse,
     "/v1/models/unload": ModelStateResponse,
+    "/v1/sessions": SessionList,
+    "/v1/sessions/{name}": DeletedSession,
     "/v1/sessions/save": SessionResponse,
     "/v1/sessions/restore": SessionResponse,
     "/v1/models/pin": ModelStateResponse,

@@ -21,6 +21,7 @@ from modelmill.core import log
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS, make_app
+from modelmill.serve.catalogue.folder_watch import FolderWatch
 from modelmill.serve.catalogue.manager import ModelManager, stop_task
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
@@ -71,6 +72,7 @@ class Server:
         options: ServerOptions,
         names: dict[str, EngineClient] | None = None,
         catalogue: ModelManager | None = None,
+        watch: FolderWatch | None = None,
     ) -> None:
         self.options = options
         self.service = Service(
@@ -79,6 +81,9 @@ class Server:
             traces=options.traces,
             catalogue=catalogue,
         )
+        self._watch = watch
+        if watch is not None:
+            watch.notify(self.service.add_model, self.service.remove_model)
         self._num_signals = 0
         self._stop_requested = asyncio.Event()
         self._failed_engine: EngineClient | None = None
@@ -111,6 +116,7 @@ class Server:
         ]
         catalogue = self.service.catalogue
         loading = None if catalogue is None else asyncio.create_task(catalogue.run())
+        watching = None if self._watch is None else asyncio.create_task(self._watch.run())
         loop = asyncio.get_running_loop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(name, self._on_signal)
@@ -119,6 +125,8 @@ class Server:
             await self._drain()
         finally:
             server.should_exit = True
+            if watching is not None:
+                await stop_task(watching)
             for engine in self.service.always_loaded:
                 await engine.close()
             if catalogue is not None and loading is not None:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from modelmill.core.errors import UsageError
 from modelmill.serve.access.key_limits import KeyUsage
 from modelmill.serve.access.key_policy import KeyPolicy
 from modelmill.serve.access.request_use import RequestUse
+from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
@@ -123,6 +125,25 @@ class Service:
         self._large_body_pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-large-body")
         self._parsing_bytes = {self._small_body_pool: 0, self._large_body_pool: 0}
 
+    def add_model(self, model: ManagedModel) -> None:
+        """Serve a model of the catalogue under its names from now on.
+
+        Raises:
+            UsageError: a name is taken.
+        """
+        names = (model.name, *model.entry.aliases)
+        double = next((name for name in names if name in self.engines), None)
+        if double is not None:
+            raise UsageError(f"another engine is served as {double}; rename the folder")
+        self._record_metrics(model.engine)
+        self.engines = {**self.engines, **dict.fromkeys(names, model.engine)}
+
+    def remove_model(self, model: ManagedModel) -> None:
+        """Serve a model of the catalogue no longer."""
+        self.engines = {
+            name: each for name, each in self.engines.items() if each is not model.engine
+        }
+
     def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestUse:
         """Count a request of a key; raises as ``RequestUse``."""
         return RequestUse(policy, self._key_usages.get(policy), priority)
@@ -172,6 +193,9 @@ class Service:
         Raises:
             ApiError: 404, there is no such engine.
         """
+        if not self.engines:
+            raise ApiError(404, "no model is served now; add an engine to --models-dir",
+                param="model", code="model_not_found")  # fmt: skip
         if name is None:
             return next(
                 (each for each in self.unique_engines if each.engine_type != SEGMENTATION),

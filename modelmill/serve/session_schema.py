@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from modelmill.serve.access.priority_field import PriorityField
@@ -39,3 +41,25 @@ class SessionResponse(ResponseModel):
     model: str
     tokens: int = Field(description="of the prefix whose KV pages were saved or restored")
     bytes: int
+
+
+class SavedSession(ResponseModel):
+    """A file of the session folder."""
+
+    name: str
+    bytes: int
+    created: int = Field(description="seconds since 1970")
+
+
+class SessionList(ResponseModel):
+    """Response body of GET /v1/sessions."""
+
+    object: Literal["list"]
+    data: list[SavedSession]
+
+
+class DeletedSession(ResponseModel):
+    """Response body of DELETE /v1/sessions/NAME."""
+
+    name: str
+    deleted: Literal[True]

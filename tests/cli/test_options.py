@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 
 from modelmill.cli import main as command
+from modelmill.cli import serve
 from modelmill.cli.engine_options import (
     REFERENCE_GPU_FRACTION,
     CacheBuildOptions,
     share_gpu_with_reference,
 )
-from modelmill.cli.options import CommonArgs, collect_flags, config, flag_variable
+from modelmill.cli.options import (
+    CommonArgs,
+    _parse_value,
+    collect_flags,
+    config,
+    flag_variable,
+)
 from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
+from modelmill.core.errors import UsageError
 from modelmill.core.registry import find_module
 from modelmill.core.types import SamplingParams
 
@@ -300,3 +308,24 @@ def test_an_engine_makes_room_for_the_reference_unless_a_size_is_set() -> None:
         == 0.8
     )
     assert share_gpu_with_reference(RunConfig(kv_cache_bytes=1 << 30)).gpu_memory_utilization == 0.9
+
+
+def test_every_byte_option_takes_a_unit() -> None:
+    flags = {flag.name: flag for flag in collect_flags(serve.Args)}
+    sizes = {name for name, flag in flags.items() if flag.is_bytes}
+    assert sizes == {
+        "memory_budget",
+        "max_body_bytes",
+        "max_text_body_bytes",
+        "response_store_bytes",
+        "session_bytes",
+        "image_cache_bytes",
+        "kv_cache_bytes",
+        "prefix_cache_bytes",
+        "state_cache_bytes",
+    }
+    for name in sizes:
+        assert _parse_value(flags[name], "8GiB", "--x") == 8 << 30
+        assert _parse_value(flags[name], 12, "--x") == 12
+        with pytest.raises(UsageError, match="--x must be a size as 8GiB, 8GB or bytes"):
+            _parse_value(flags[name], "much", "--x")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelmill.cli.serve import Args, _aliases, _model_names
+from modelmill.cli.serve_catalogue import with_models_folder
 from modelmill.core.errors import UsageError
 
 ONE, TWO = Path("a.engine"), Path("b.engine")
@@ -17,6 +18,18 @@ def test_the_first_name_of_a_single_engine_is_its_name() -> None:
     names = _model_names(args)
     assert names == ["x"]
     assert _aliases(args, names) == {"y": "x", "z": "x", "w": "x"}
+
+
+def test_a_folder_of_engines_is_a_catalogue(tmp_path: Path) -> None:
+    for name in ("a.engine", "b.engine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text("{}")
+    one = tmp_path / "a.engine"
+    args = with_models_folder(Args(engines=(one, tmp_path)))
+    assert (args.engines, args.models_dir) == ((one,), tmp_path)
+    assert with_models_folder(Args(engines=(one,))).models_dir is None
+    with pytest.raises(UsageError, match="one folder of engines"):
+        with_models_folder(Args(engines=(tmp_path,), models_dir=tmp_path))
 
 
 def test_aliases_of_several_engines() -> None:

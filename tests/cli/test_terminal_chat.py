@@ -33,18 +33,19 @@ COLUMNS = 40
 TALK = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from modelmill.outputs import RequestOutput, CompletionOutput, OutputDelta
+from modelmill.outputs import RequestOutput, CompletionOutput
+from modelmill.cli.chat_model import ChatDelta
 from modelmill.cli.chat import ChatSession
 from modelmill.cli.chat_input import read_message, terminal_line
 from modelmill.core.types import SamplingParams
 
 class Engine:
-    def stream(self, messages, params):
+    def stream(self, messages, params, settings):
         answer = RequestOutput("r0", None, [1], [CompletionOutput(0)])
         for piece in ("first ", "second ", *{words!r}):
             if piece == "second ":
                 os.read({gate}, 1)
-            yield OutputDelta(0, piece, (1,), None, answer)
+            yield ChatDelta([piece], answer)
 
 session = ChatSession(Engine(), SamplingParams(), None)
 while True:

@@ -122,6 +122,38 @@ def test_a_conversation_is_saved_through_its_template(
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
+def test_sessions_are_listed_and_deleted(tmp_path: Path) -> None:
+    keys = {"api_keys": ("mine", "theirs")}
+
+    async def main() -> None:
+        async with session_client(tmp_path, "mine", **keys) as client:
+            other = Client(client.app, "theirs")
+            assert (await client.get("/v1/sessions")).json == {"object": "list", "data": []}
+            for name in ("chat-1", "chat-2"):
+                saved = await client.post("/v1/sessions/save", {**SAVE, "name": name})
+                assert saved.status == 200
+            listed = (await client.get("/v1/sessions")).json["data"]
+            assert {each["name"] for each in listed} == {"chat-1", "chat-2"}
+            assert {each["bytes"] for each in listed} == {saved.json["bytes"]}
+            assert all(each["created"] > 1_700_000_000 for each in listed)
+            assert (await other.get("/v1/sessions")).json["data"] == []
+            path = "/v1/sessions/chat-1"
+            assert (await other.call("DELETE", path)).status == 404
+            deleted = await client.call("DELETE", path)
+            assert deleted.json == {"name": "chat-1", "deleted": True}
+            assert (await client.call("DELETE", path)).json["error"]["code"] == (
+                "session_not_found"
+            )
+            assert (await client.post("/v1/sessions/restore", RESTORE)).status == 404
+            (left,) = (await client.get("/v1/sessions")).json["data"]
+            assert left["name"] == "chat-2"
+            assert (await client.call("DELETE", "/v1/sessions/.x")).status == 400
+        async with session_client(None) as client:
+            assert (await client.get("/v1/sessions")).json["error"]["code"] == "no_sessions"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("path", ["/v1/sessions/save", "/v1/sessions/restore"])
 def test_without_a_folder_nothing_is_saved(running: ServiceThread, path: str) -> None:
     assert running.post(path, {"model": "stories", "name": "x"}).status == 404

@@ -239,3 +239,16 @@ def test_the_page_is_a_table() -> None:
     assert "| [a](#a) | What a does | p 2 | 1 | 0 | 0 | today |" in text
     assert "## a" in text
     assert "`python -m tools.conformance --only a`: 0 s on one core, today; p 2" in text
+
+
+def test_a_sampled_answer_that_fills_the_context_is_asked_for_again() -> None:
+    def result(*errors: str) -> SimpleNamespace:
+        return SimpleNamespace(id="streaming", errors=list(errors))
+
+    second, notes = result(), list[str]()
+    runner = SimpleNamespace(run_all=lambda: SimpleNamespace(results=[second]))
+    other = result("no output")
+    assert llm_comply._asked_again(other, runner, notes) is other
+    assert notes == []
+    assert llm_comply._asked_again(result(llm_comply.RAMBLED), runner, notes) is second
+    assert len(notes) == 1

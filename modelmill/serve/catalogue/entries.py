@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.artifact.manifest import MANIFEST_FILE, Manifest
+from modelmill.core.byte_size import parse_bytes
 from modelmill.core.errors import ArtifactError, UsageError
 from modelmill.core.quoting import quote
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
 from modelmill.serve.table_file import check_table, read_tables
 
+MODEL_FILES = (MANIFEST_FILE, "config.json")
+"""Of an engine and of a checkpoint."""
 _KEYS = {"name", "engine", "pinned", "idle_timeout", "aliases", "kv_cache_bytes"}
 
 
@@ -59,6 +62,13 @@ def manifest_fingerprint(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
+def holds_engines(folder: Path) -> bool:
+    """Whether a folder is no model itself but has engines as sub-folders."""
+    if not folder.is_dir() or any((folder / name).exists() for name in MODEL_FILES):
+        return False
+    return any((path / MANIFEST_FILE).is_file() for path in folder.iterdir())
+
+
 def read_folder(folder: Path) -> list[CatalogueEntry]:
     """List the engines in a folder: each sub-folder with a manifest, by name.
 
@@ -67,16 +77,21 @@ def read_folder(folder: Path) -> list[CatalogueEntry]:
     """
     if not folder.is_dir():
         raise UsageError(f"--models-dir {folder} is not a folder")
-    entries = [
-        CatalogueEntry(path.name.removesuffix(".engine"), path)
-        for path in sorted(folder.iterdir())
-        if (path / MANIFEST_FILE).is_file() and not path.name.startswith(".")
-    ]
+    entries = list_folder(folder)
     if not entries:
         raise UsageError(
             f"--models-dir {folder} holds no engine: no sub-folder has a {MANIFEST_FILE}"
         )
     return entries
+
+
+def list_folder(folder: Path) -> list[CatalogueEntry]:
+    """List the engines in a folder, which may be none. Raises OSError."""
+    return [
+        CatalogueEntry(path.name.removesuffix(".engine"), path)
+        for path in sorted(folder.iterdir())
+        if (path / MANIFEST_FILE).is_file() and not path.name.startswith(".")
+    ]
 
 
 def read_file(file: Path) -> list[CatalogueEntry]:
@@ -102,9 +117,7 @@ def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
     aliases = _checked(where, raw, "aliases", list, [])
     if not name.strip() or not all(isinstance(each, str) and each.strip() for each in aliases):
         raise UsageError(f"{where}: name and aliases must be strings that are not empty")
-    kv_cache_bytes = _checked(where, raw, "kv_cache_bytes", int, None)
-    if kv_cache_bytes is not None and kv_cache_bytes < 1:
-        raise UsageError(f"{where}: kv_cache_bytes must be at least 1")
+    kv_cache_bytes = _size(where, raw, "kv_cache_bytes")
     idle = raw.get("idle_timeout")
     if not isinstance(idle, str | int | float | None):
         raise UsageError(f'{where}: idle_timeout must be seconds or a duration as "5m"')
@@ -114,6 +127,19 @@ def _entry(file: Path, number: int, raw: Any) -> CatalogueEntry:
         raise UsageError(f"{where}: {str(error).replace('keep_alive', 'idle_timeout')}") from None
     pinned = _checked(where, raw, "pinned", bool, False)
     return CatalogueEntry(name, path, pinned, idle_timeout, tuple(aliases), kv_cache_bytes)
+
+
+def _size(where: str, raw: Mapping[str, Any], key: str) -> int | None:
+    """A number of bytes, or a size as "2GiB"; None: not set."""
+    value = raw.get(key)
+    size = parse_bytes(value) if isinstance(value, str) else _checked(where, raw, key, int, None)
+    if size is None and value is not None:
+        raise UsageError(
+            f'{where}: {key} must be bytes or a size as "2GiB", not {quote(value, 60)}'
+        )
+    if size is not None and size < 1:
+        raise UsageError(f"{where}: {key} must be at least 1")
+    return size
 
 
 def _checked(where: str, raw: Mapping[str, Any], key: str, expected: type, default: Any) -> Any:

@@ -11,7 +11,7 @@ from modelmill.serve.counters import make_counter
 from modelmill.serve.segment_client import PREFIX
 
 LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
-UNLOAD_REASONS = ("idle", "memory", "request", "reload")
+UNLOAD_REASONS = ("idle", "memory", "request", "reload", "removed")
 STATES = ("unloaded", "loading", "loaded", "unloading")
 
 

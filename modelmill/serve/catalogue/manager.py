@@ -26,6 +26,8 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import QueueFull, ServerShuttingDown
 
 _log = log.get_logger("serve")
+MAX_PRELOADED = 8
+"""Models whose tokenizers are read at the start; all of a large catalogue would take memory."""
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
@@ -83,6 +85,7 @@ class ModelManager:
         for model in self.models:
             if model.pinned:
                 self._add_waiter(model, wants_lease=False)
+        self._start(self._preload_tokenizers())
         while True:
             self._waiters = [each for each in self._waiters if not each.future.done()]
             if not self._waiters:
@@ -90,6 +93,14 @@ class ModelManager:
                 await self._wake.wait()
                 continue
             await self._serve_next(self._waiters[0].model)
+
+    async def _preload_tokenizers(self) -> None:
+        """Read tokenizers before the first requests, one after another while nothing loads."""
+        for model in self.models[:MAX_PRELOADED]:
+            if self._closing or self._waiters:
+                return  # a load reads its own
+            with contextlib.suppress(ModelmillError):  # the load says what is wrong
+                await asyncio.to_thread(model.engine.preload_text_processor)
 
     def refuse_waiting(self) -> None:
         """Refuse the requests that wait, and all that come later: the server is being shut down."""
@@ -260,6 +271,24 @@ class ModelManager:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    # -- models that come and go
+
+    def add(self, model: ManagedModel) -> None:
+        """Serve one more model, which is not loaded."""
+        self.models.append(model)
+        self.loader.add(model)
+        if model.pinned:
+            self._add_waiter(model, wants_lease=False)
+
+    def remove(self, model: ManagedModel) -> None:
+        """Serve a model no longer: requests that wait are refused, running ones end first."""
+        self.models.remove(model)
+        self.loader.forget(model)
+        model.cancel_timer()
+        self._refuse(model, ModelLoadFailed(f"the model {model.name} was removed"))
+        if model.instance is not None:
+            self._start(self.loader.unload(model, "removed"))
 
     # -- administration
 

@@ -48,6 +48,11 @@ class ModelLoader:
     def add(self, model: ManagedModel) -> None:
         """Manage one more model."""
         self._models.append(model)
+        self.metrics.add_model(model.name)
+
+    def forget(self, model: ManagedModel) -> None:
+        """Manage a model no longer; its worker is unloaded by the caller."""
+        self._models.remove(model)
 
     def record_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
@@ -207,7 +212,7 @@ class ModelLoader:
 
         Args:
             model: to unload.
-            reason: of the log and the metrics: "idle", "memory" or "request".
+            reason: of the log and the metrics: "idle", "memory", "request" or "removed".
         """
         instance = model.instance
         if instance is None:

@@ -30,7 +30,7 @@ SUFFIX = ".session"
 @router.post("/v1/sessions/save")
 async def save(body: SaveSessionRequest, request: Request) -> Any:
     """Compute a prompt and write its KV pages to a file of the session folder."""
-    folder = _owner_folder(request)
+    folder = owner_folder(request)
     service, engine = await acquire_engine(request, body.model, body.keep_alive)
     engine.check_capacity(1)
     states, handle = await submit_requests(
@@ -51,11 +51,9 @@ async def save(body: SaveSessionRequest, request: Request) -> Any:
 @router.post("/v1/sessions/restore")
 async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     """Put the KV pages of a saved session into the prefix cache."""
-    path = _owner_folder(request) / (body.name + SUFFIX)
+    path = owner_folder(request) / (body.name + SUFFIX)
     if not await get_service(request).run_in_thread(path.is_file):
-        raise ApiError(
-            404, f"there is no session {body.name!r}", param="name", code="session_not_found"
-        )
+        raise missing_session(body.name)
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     assert engine.request_limits is not None  # raises for an engine that segments
     reply = await run_while_connected(
@@ -64,7 +62,12 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     return _response(body.name, engine, reply)
 
 
-def _owner_folder(request: Request) -> Path:
+def missing_session(name: str) -> ApiError:
+    """The error for a name without a file."""
+    return ApiError(404, f"there is no session {name!r}", param="name", code="session_not_found")
+
+
+def owner_folder(request: Request) -> Path:
     """The folder of the request's key, whose sessions other keys cannot restore.
 
     Raises:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import UsageError
-from modelmill.serve.catalogue.entries import CatalogueEntry, check_names, read_file, read_folder
+from modelmill.serve.catalogue.entries import (
+    CatalogueEntry,
+    check_names,
+    holds_engines,
+    read_file,
+    read_folder,
+)
 
 
 def make_engine(folder: Path, name: str) -> Path:
@@ -51,6 +57,20 @@ def test_a_file_in_json_or_toml(tmp_path: Path) -> None:
     check_names(expected, ["other"])
 
 
+def test_sizes_may_have_a_unit(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"models": [{"engine": "m", "kv_cache_bytes": "2MiB"}]}')
+    assert read_file(tmp_path / "c.json")[0].kv_cache_bytes == 2 << 20
+
+
+def test_a_folder_of_engines_is_no_model_itself(tmp_path: Path) -> None:
+    path = make_engine(tmp_path, "m")
+    assert holds_engines(tmp_path)
+    assert not holds_engines(path)
+    assert not holds_engines(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{}")
+    assert not holds_engines(tmp_path)
+
+
 def test_a_negative_idle_timeout_is_forever(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"models": [{"engine": "m", "idle_timeout": -1}]}')
     assert read_file(tmp_path / "c.json")[0].idle_timeout == math.inf
@@ -69,6 +89,7 @@ def test_a_negative_idle_timeout_is_forever(tmp_path: Path) -> None:
         ({"models": [{"engine": "m", "pinned": 1}]}, "pinned must be true or false"),
         ({"models": [{"engine": "m", "aliases": [1]}]}, "name and aliases must be strings"),
         ({"models": [{"engine": "m", "kv_cache_bytes": True}]}, "kv_cache_bytes must be an int"),
+        ({"models": [{"engine": "m", "kv_cache_bytes": "much"}]}, "must be bytes or a size"),
         ({"models": [{"engine": "m", "kv_cache_bytes": 0}]}, "kv_cache_bytes must be at least 1"),
         ({"models": [{"engine": "m", "idle_timeout": "soon"}]}, "idle_timeout must be seconds"),
         ({"models": [{"engine": "m", "idle_timeout": []}]}, "idle_timeout must be seconds"),

@@ -1,0 +1,126 @@
+"""What answers a chat in the terminal: pieces of an answer, and an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from modelmill.core.errors import UsageError
+from modelmill.core.types import SamplingParams
+from modelmill.outputs import RequestOutput
+from modelmill.text.answer_pieces import AnswerPiece
+
+if TYPE_CHECKING:
+    from modelmill.llm import LLM
+    from modelmill.text.answer_parser import AnswerParser
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What applies to every answer of a chat.
+
+    Attributes:
+        tools: definitions in OpenAI's form.
+        thinks: whether the model thinks first; None: as its template does by itself.
+        thinking_budget: maximum tokens of the thinking.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    thinks: bool | None = None
+    thinking_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class ChatDelta:
+    """A streamed increment: pieces of the answer, and the request so far."""
+
+    pieces: Sequence[AnswerPiece]
+    output: RequestOutput
+
+
+class ChatModel(Protocol):
+    """An engine in this process, or a server."""
+
+    def stream(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+    ) -> Iterator[ChatDelta]:
+        """Yield the deltas of one answer; closing the iterator aborts it."""
+
+
+class LocalChat:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        """Use an opened engine with a chat template."""
+        self.llm = llm
+
+    @property
+    def engine_core(self) -> Any:
+        """The engine core."""
+        return self.llm.engine_core
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether messages may have pictures."""
+        return self.llm.language.reads_images
+
+    def stream(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
+    ) -> Iterator[ChatDelta]:
+        """Yield the deltas of one answer; closing the iterator aborts it.
+
+        Raises:
+            ModelmillError: the conversation or a setting is invalid for this engine.
+        """
+        from modelmill.text.chat_format_files import load_format
+        from modelmill.text.tool_prompts import prepare_tools
+
+        chat_format = self.llm.chat_format
+        assert chat_format is not None, "a chat is opened with a template"
+        history, template = prepare_tools(
+            chat_format.format_name, messages, settings.tools, writes_calls=chat_format.writes_calls
+        )
+        if settings.thinks is not None:
+            if chat_format.thinking is None:
+                raise UsageError(
+                    "the chat template of this engine has no thinking; /think auto answers again"
+                )
+            template["options"] = {"enable_thinking": settings.thinks}
+        if settings.tools:
+            stops = load_format(chat_format.format_name).calls.stops
+            params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
+        request = self.llm.chat_request(
+            history,
+            params,
+            calls=bool(settings.tools),
+            parses_thinking=True,
+            thinking_budget=settings.thinking_budget,
+            **template,
+        )
+        parser = self._parser(messages, settings, request.prompt_thinking == "open")
+        for delta in self.llm.stream_request(request):
+            pieces: list[AnswerPiece] = [delta.text] if parser is None else parser.push(delta.text)
+            if parser is not None and delta.finish_reason is not None:
+                pieces += parser.flush(delta.finish_reason != "stop")
+            yield ChatDelta([piece for piece in pieces if piece != ""], delta.output)
+
+    def _parser(
+        self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings, thinks: bool
+    ) -> AnswerParser | None:
+        """The parser of an answer; None if it has neither tools nor thinking."""
+        from modelmill.text.answer_parser import make_answer_parser
+        from modelmill.text.chat_format_files import load_format
+
+        chat_format = self.llm.chat_format
+        assert chat_format is not None
+        if not (settings.tools or chat_format.thinking):
+            return None
+        functions = [each["function"] for each in settings.tools]
+        return make_answer_parser(
+            load_format(chat_format.format_name),
+            {each["name"]: each.get("parameters") for each in functions},
+            thinking=chat_format.thinking,
+            thinks=thinks,
+            continues=messages[-1].get("role") == "tool",
+        )

@@ -1,0 +1,1 @@
+"""Replays an agent's long session against a server and reports what came from the prefix cache."""
