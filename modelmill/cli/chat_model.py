@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from modelmill.core.errors import UsageError
 from modelmill.core.types import SamplingParams
-from modelmill.outputs import RequestOutput
 from modelmill.text.answer_pieces import AnswerPiece
 
 if TYPE_CHECKING:
     from modelmill.llm import LLM
+    from modelmill.outputs import RequestOutput
     from modelmill.text.answer_parser import AnswerParser
 
 

@@ -41,7 +41,7 @@ class Args(EvaluationArgs):
     stride: int | None = option(
         None, "tokens from one window's begin to the next (default: --max-length)"
     )
-    set_max_tokens: int | None = option(None, "read only this many tokens of the file")
+    limit_tokens: int | None = option(None, "read only this many tokens of the file")
 
 
 def run(args: Args) -> int:
@@ -53,7 +53,7 @@ def run(args: Args) -> int:
     assert args.data is not None
     for name, value, minimum in (
         ("--max-length", args.max_length, 2),
-        ("--limit-tokens", args.set_max_tokens, 1),
+        ("--limit-tokens", args.limit_tokens, 1),
     ):
         if value is not None and value < minimum:
             raise UsageError(f"{name} must be at least {minimum}, not {value}")
@@ -71,7 +71,7 @@ def run(args: Args) -> int:
             f"({llm.engine_core.max_model_len})"
         )
     stride = args.stride if args.stride is not None else length
-    ids = llm.tokenizer.encode(text, bos=False)[: args.set_max_tokens]
+    ids = llm.tokenizer.encode(text, bos=False)[: args.limit_tokens]
     with show_progress("perplexity", quiet=args.json) as on_progress:
         measured = measure_perplexity(
             ids,

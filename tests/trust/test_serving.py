@@ -590,7 +590,7 @@ def test_a_bug_tells_nothing_of_itself(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("address 0x7f00 of the user's secret prompt")
 
-    monkeypatch.setattr(TemplateChat, "encode", broken)
+    monkeypatch.setattr(TemplateChat, "render_pieces", broken)
     error = refusal(running, "/v1/chat/completions", CHAT, 500)
     assert "0x7f00" not in json.dumps(error)
     record = next(record for record in caplog.records if record.getMessage() == "bug")
