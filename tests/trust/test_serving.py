@@ -311,7 +311,7 @@ def test_whatever_a_template_may_write_is_measured(
     running: ServiceThread, message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only a message's content: nothing of it is rendered."""
-    monkeypatch.setattr(TemplateChat, "encode", None)
+    monkeypatch.setattr(TemplateChat, "render_pieces", None)
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
     for path, body in (
         ("/v1/chat/completions", {**CHAT, "messages": messages}),
@@ -332,7 +332,7 @@ def test_whatever_a_template_may_write_is_measured(
 def test_tools_are_measured_too(
     running: ServiceThread, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TemplateChat, "encode", None)
+    monkeypatch.setattr(TemplateChat, "render_pieces", None)
     error = refusal(running, "/v1/chat/completions", {**CHAT, "tools": function(**body)})
     assert error["code"] == "context_length_exceeded"
     flat = {"type": "function", **function(**body)[0]["function"]}
