@@ -96,7 +96,7 @@ def disable_kernels() -> None:
         "available": _nothing,
         "sm_count": lambda *_: NUM_SMS,
         "supports_pdl": lambda *_: True,
-        "set_carveout": _nothing,
+        "set_smem_carveout": _nothing,
     }
     replaced = set()
     for backend in (triton_backend, cuda_backend):

@@ -45,7 +45,7 @@ class Rule:
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
         pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
         "neighbours" (2i, 2i + 1) or "halves" (i, i + turned/2)
-        "by_part:groups/size/…"  rows stored by group, each with some of every part, as one part after another
+        "deinterleave:groups/size/…"  rows stored by group, each with some of every part, as one part after another
         "ungate:heads/dim"  of each of the first heads its rows of q, without those of its gate behind them
         "gates:heads/dim"   of each head the rows of its gate
         "rows:a-b/c-d/…/n"  the rows a … b − 1, then c … d − 1, … of n
@@ -405,9 +405,9 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
-    "by_part": RenameStep(row_order.by_part_shape, row_order.by_part),
+    "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),
     "ungate": RenameStep(row_order.ungate_shape, row_order.ungate),
-    "gates": RenameStep(row_order.gates_shape, row_order.gates),
+    "gates": RenameStep(row_order.output_gate_shape, row_order.gates),
     "rows": RenameStep(row_order.rows_shape, row_order.rows),
     "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),
     "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 Sources = Iterator[torch.Tensor]
 
 
-def by_part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def deinterleave_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """As the source, whose rows are ``groups`` times the parts."""
     (shape,), (groups, *sizes) = shapes, map(int, argument.split("/"))
     if not shape or shape[0] != groups * sum(sizes):
@@ -26,7 +26,7 @@ def by_part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return shape
 
 
-def by_part(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
+def deinterleave(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
     """Rows stored by group, each with some of every part, as one part after another."""
     groups, *sizes = map(int, argument.split("/"))
     rows = next(sources).reshape(groups, -1, *shape[1:])
@@ -51,7 +51,7 @@ def ungate(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> tor
     return torch.cat((first.reshape(-1, *shape[1:]), tensor[2 * heads * dim :]))
 
 
-def gates_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def output_gate_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """The rows of gates alone."""
     (shape,), (heads, dim) = shapes, map(int, argument.split("/"))
     if not shape or shape[0] != 2 * heads * dim:

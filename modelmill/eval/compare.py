@@ -35,7 +35,7 @@ MARKERS = "osD^v"
 
 
 @dataclass(frozen=True)
-class TextCheck(BenchResult):
+class TokenizerCheck(BenchResult):
     """Comparison of one text or conversation between the engine and a reference.
 
     equal: None if the reference cannot process it; ``note`` has the reason. place: index of the
@@ -53,7 +53,7 @@ class TextCheck(BenchResult):
     note: str | None = None
 
 
-def check_text(llm: Any, checkpoint: Checkpoint) -> list[TextCheck]:
+def check_text(llm: Any, checkpoint: Checkpoint) -> list[TokenizerCheck]:
     """Compare chat rendering and tokens of sample texts with a reference.
 
     The reference is the transformers tokenizer if it can be loaded, else the checkpoint's own
@@ -63,7 +63,7 @@ def check_text(llm: Any, checkpoint: Checkpoint) -> list[TextCheck]:
         return []
     if llm.tokenizer is None:
         return [
-            TextCheck(
+            TokenizerCheck(
                 "tokens",
                 "",
                 "checkpoint",
@@ -130,12 +130,12 @@ def _checkpoint_reference(checkpoint: Checkpoint) -> TextReference:
     )
 
 
-def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
+def _check_templates(llm: Any, reference: TextReference) -> Iterable[TokenizerCheck]:
     if llm.chat_format is None and reference.render is None:
         return
     if llm.chat_format is None or reference.render is None:
         side = "the engine" if llm.chat_format is None else reference.name
-        yield TextCheck(
+        yield TokenizerCheck(
             "template", "", reference.name, False, note=f"only {side} has no chat template"
         )
         return
@@ -144,7 +144,7 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
         try:
             expected = reference.render([dict(message) for message in messages])
         except Exception as error:
-            yield TextCheck(
+            yield TokenizerCheck(
                 "template",
                 subject,
                 reference.name,
@@ -157,7 +157,7 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
                 [dict(message) for message in messages], add_generation_prompt=True
             )
         except ModelmillError as error:
-            yield TextCheck(
+            yield TokenizerCheck(
                 "template",
                 subject,
                 reference.name,
@@ -168,7 +168,7 @@ def _check_templates(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
         yield _make_check("template", subject, reference.name, actual, expected)
 
 
-def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
+def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TokenizerCheck]:
     for text in SAMPLE_TEXTS:
         yield _make_check(
             "tokens", text, reference.name, llm.tokenizer.encode(text), reference.encode(text)
@@ -177,14 +177,14 @@ def _check_tokens(llm: Any, reference: TextReference) -> Iterable[TextCheck]:
 
 def _make_check(
     what: str, subject: str, against: str, actual: Sequence[Any], expected: Sequence[Any]
-) -> TextCheck:
+) -> TokenizerCheck:
     """Compare two sequences and describe the first difference."""
     if list(actual) == list(expected):
-        return TextCheck(what, subject, against, True)
+        return TokenizerCheck(what, subject, against, True)
     pairs = zip(actual, expected, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(actual), len(expected)))
     excerpt_len = 20 if isinstance(actual, str) else 1
-    return TextCheck(
+    return TokenizerCheck(
         what,
         subject,
         against,
@@ -207,7 +207,7 @@ def compare_to_checkpoint(
     llm: Any,
     checkpoint: Checkpoint,
     compare_layers: Callable[[], dict[str, Any]],
-    checks: Sequence[TextCheck] | None = None,
+    checks: Sequence[TokenizerCheck] | None = None,
 ) -> dict[str, Any]:
     """Run the whole comparison: text checks, then layers.
 

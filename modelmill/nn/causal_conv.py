@@ -83,10 +83,10 @@ class CausalConv(nn.Module):
 
     def _own(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of this rank's channels."""
-        return own_rows(values, self.channels)
+        return select_row_ranges(values, self.channels)
 
 
-def own_rows(values: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
+def select_row_ranges(values: torch.Tensor, ranges: tuple[Range, ...]) -> torch.Tensor:
     """The rows of a tensor in ascending ranges; the tensor itself where they are all of it."""
     if sum(end - first for first, end in ranges) == len(values):
         return values

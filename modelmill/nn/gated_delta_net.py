@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, own_rows
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, RecurrenceSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
@@ -81,8 +81,8 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
             group = self.heads // self.key_heads
             values = group * self.value_dim
             parts = self.key_dim, self.key_dim, values, values
-            steps["attn.in_proj"] = f"by_part:{self.key_heads}/" + "/".join(map(str, parts))
-            steps["attn.rates"] = f"by_part:{self.key_heads}/{group}/{group}"
+            steps["attn.in_proj"] = f"deinterleave:{self.key_heads}/" + "/".join(map(str, parts))
+            steps["attn.rates"] = f"deinterleave:{self.key_heads}/{group}/{group}"
         return steps
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
@@ -152,7 +152,7 @@ class DeltaRates(RankHeads):
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The rates of this rank's heads before their activations."""
         half, (first, end) = len(self.weight) // 2, self.heads
-        weight = own_rows(self.weight, ((first, end), (half + first, half + end)))
+        weight = select_row_ranges(self.weight, ((first, end), (half + first, half + end)))
         return x.float() @ weight.float().T
 
 
@@ -175,8 +175,8 @@ class DeltaRule(HeadRecurrence):
             GatedDeltaInputs(
                 mixed,
                 rates,
-                own_rows(self.A_log, heads),
-                own_rows(self.dt_bias, heads),
+                select_row_ranges(self.A_log, heads),
+                select_row_ranges(self.dt_bias, heads),
                 step.state.cache.states[self.state_index],
                 step.state.rows,
             )

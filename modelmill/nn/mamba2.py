@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, own_rows
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
@@ -161,8 +161,8 @@ class StepSizes(RankHeads):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The steps of this rank's heads before their activation."""
-        dt = x.float() @ own_rows(self.weight, (self.heads,)).float().T
-        return dt if self.bias is None else dt + own_rows(self.bias, (self.heads,)).float()
+        dt = x.float() @ select_row_ranges(self.weight, (self.heads,)).float().T
+        return dt if self.bias is None else dt + select_row_ranges(self.bias, (self.heads,)).float()
 
 
 class StateSpaceScan(HeadRecurrence):
@@ -186,9 +186,9 @@ class StateSpaceScan(HeadRecurrence):
             SSDScanInputs(
                 mixed,
                 dt,
-                own_rows(self.A_log, heads),
-                own_rows(self.dt_bias, heads),
-                own_rows(self.D, heads),
+                select_row_ranges(self.A_log, heads),
+                select_row_ranges(self.dt_bias, heads),
+                select_row_ranges(self.D, heads),
                 self.spec.dt_limit,
                 step.state.cache.states[self.state_index],
                 step.state.rows,
@@ -213,7 +213,9 @@ class GatedGroupNorm(RankHeads):
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
         spec, (first, end) = self.spec, self.heads
         gated = x * exact_silu(xbcz[:, xbcz.shape[1] - x.shape[1] :].float())
-        weight = own_rows(self.weight, ((first * spec.head_dim, end * spec.head_dim),)).float()
+        weight = select_row_ranges(
+            self.weight, ((first * spec.head_dim, end * spec.head_dim),)
+        ).float()
         if step.tp_group.size == 1:
             grouped = gated.unflatten(1, (spec.groups, -1))
             scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)

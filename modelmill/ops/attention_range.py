@@ -141,7 +141,7 @@ class AttentionRange(KernelRange):
         return least <= size <= most and size & (size - 1) == 0
 
 
-def phases_of(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
+def split_prefill_and_decode(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
     """The prompts and the single queries of a step that may have both; () for any other step."""
     if problem.phase is not Phase.MIXED:
         return ()
@@ -149,7 +149,7 @@ def phases_of(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
 
 
 @functools.cache
-def join_phases(
+def combine_prefill_and_decode(
     prefill: Callable[..., torch.Tensor], decode: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
     """One function of two kernels that fill the rows of a mixed step."""

@@ -19,7 +19,7 @@ DECODE_CARVEOUT_PERCENT = 7
 _CARVEOUT_ATTRIBUTE = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
-def set_carveout(function: int, percent: int) -> None:
+def set_smem_carveout(function: int, percent: int) -> None:
     """Set the preferred shared-memory carveout of a loaded kernel.
 
     It is a hint: a driver that ignores it is not an error.

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from modelmill.ops.attention_range import AttentionProblem, Phase, join_phases, phases_of
+from modelmill.ops.attention_range import (
+    AttentionProblem,
+    Phase,
+    combine_prefill_and_decode,
+    split_prefill_and_decode,
+)
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.operand_match import ALIGNMENT, Match, StepOperands, reference_to
@@ -118,8 +123,8 @@ DECLARATION = OpDeclaration(
     problem=_problem,
     match=_match,
     counts=("m", "queries", "sequences", "pairs"),
-    split=phases_of,
-    join=join_phases,
+    split=split_prefill_and_decode,
+    join=combine_prefill_and_decode,
 )
 
 

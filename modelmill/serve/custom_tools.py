@@ -52,7 +52,7 @@ def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-class CallDeltas:
+class ToolCallDeltaFormatter:
     """Formats the deltas of the calls of one choice."""
 
     def __init__(self, custom_names: Collection[str]) -> None:

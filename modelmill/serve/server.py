@@ -149,7 +149,7 @@ class Server:
             tasks.append(asyncio.create_task(self._run_engine(engine)))
             await engine.load_finished.wait()
             if engine.state is EngineState.READY:
-                await warmup.warm_up_engine(
+                await warmup.warm_up_text_processing(
                     self._app,
                     next(name for name, each in self.service.engines.items() if each is engine),
                 )
@@ -198,7 +198,7 @@ class Server:
     def _abort_all(self, reason: str) -> None:
         """End every request, also those that wait for a model to load."""
         if self.service.catalogue is not None:
-            self.service.catalogue.refuse_waiting()
+            self.service.catalogue.reject_pending()
         for engine in self.service.unique_engines:
             engine.abort_all(reason)
 

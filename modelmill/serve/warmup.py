@@ -27,7 +27,7 @@ async def warm_up_routes(app: ASGIApp, paths: Sequence[str]) -> None:
         await _call(app, "POST", path, {"model": 1})
 
 
-async def warm_up_engine(app: ASGIApp, name: str) -> None:
+async def warm_up_text_processing(app: ASGIApp, name: str) -> None:
     """Load an engine's tokenizer and the process of its chat template.
 
     An engine without them returns an error, which is ignored.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from modelmill.eval import compare
-from modelmill.eval.compare import TextCheck, TextReference, draw_errors
+from modelmill.eval.compare import TextReference, TokenizerCheck, draw_errors
 from modelmill.eval.report import plot
 
 
@@ -37,9 +37,9 @@ def accept_report(accepted: bool) -> dict[str, Any]:
     }
 
 
-RIGHT = TextCheck("tokens", "a", "transformers", True)
-WRONG = TextCheck("tokens", "b", "transformers", False, 1, "5", "6")
-UNSURE = TextCheck("template", "c", "transformers", None, note="cannot render")
+RIGHT = TokenizerCheck("tokens", "a", "transformers", True)
+WRONG = TokenizerCheck("tokens", "b", "transformers", False, 1, "5", "6")
+UNSURE = TokenizerCheck("template", "c", "transformers", None, note="cannot render")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ UNSURE = TextCheck("template", "c", "transformers", None, note="cannot render")
         (False, [WRONG], False, "bug at layer 1, module q_proj"),
     ],
 )
-def test_verdict(accepted: bool, checks: list[TextCheck], passed: bool, verdict: str) -> None:
+def test_verdict(accepted: bool, checks: list[TokenizerCheck], passed: bool, verdict: str) -> None:
     result = compare.compare_to_checkpoint(None, None, lambda: accept_report(accepted), checks)  # type: ignore[arg-type]
     assert result["passed"] is passed
     assert result["verdict"].startswith(verdict)
@@ -67,7 +67,7 @@ def plain(messages: list[dict[str, str]], add_generation_prompt: bool = True) ->
     return "".join(f"<{turn['role']}>{turn['content']}" for turn in messages)
 
 
-def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> list[TextCheck]:
+def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> list[TokenizerCheck]:
     monkeypatch.setattr(compare, "_transformers_reference", lambda checkpoint: judge)
     checkpoint: Any = SimpleNamespace(tokenizer_files=lambda: {"tokenizer.json": b""})
     return compare.check_text(llm, checkpoint)

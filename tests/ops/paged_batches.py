@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelmill.ops import registry
-from modelmill.ops.attention_range import phases_of
+from modelmill.ops.attention_range import split_prefill_and_decode
 from modelmill.ops.binding import Implementation
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 
@@ -147,5 +147,5 @@ def serves_part(args: dict[str, Any], backend: str = "cuda") -> bool:
     assert module is not None
     inputs, own = PagedAttentionInputs(**args), Implementation.of_module(module, module.run)
     problem = DECLARATION.problem_of(inputs)
-    parts = (problem, *phases_of(problem))
+    parts = (problem, *split_prefill_and_decode(problem))
     return any(own.select(part, inputs) is not None for part in parts)

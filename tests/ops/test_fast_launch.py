@@ -104,7 +104,9 @@ def test_the_carveout_is_set_once_when_a_kernel_is_compiled(
 ) -> None:
     carveouts: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        fast_launch, "set_carveout", lambda function, percent: carveouts.append((function, percent))
+        fast_launch,
+        "set_smem_carveout",
+        lambda function, percent: carveouts.append((function, percent)),
     )
     launch, x = CachedLauncher(Kernel()), torch.zeros(64)
     for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.serve.custom_tools import CallDeltas, custom_input
+from modelmill.serve.custom_tools import ToolCallDeltaFormatter, custom_input
 from modelmill.serve.message_keys import clean_messages
 from modelmill.text.answer_pieces import ToolCallDelta
 from tests.serve.dialect_calls import events, post
@@ -48,7 +48,7 @@ def test_grammars_of_tools_are_refused(running: ServiceThread) -> None:
 
 
 def test_deltas_of_functions_and_custom_tools() -> None:
-    deltas = CallDeltas({"run"})
+    deltas = ToolCallDeltaFormatter({"run"})
     parts = [
         ToolCallDelta(0, '{"a"', "c0", "f"),
         ToolCallDelta(0, ":1}"),

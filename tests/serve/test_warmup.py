@@ -46,7 +46,7 @@ def test_the_warm_up_does_what_a_first_request_would(
         tokenize, "encode_prompt", lambda *args: (made.append(ids(*args)), made[-1])[1]
     )
     counted = running.run(running.engine.stats())
-    running.run(warmup.warm_up_engine(running.client.app, "stories"))
+    running.run(warmup.warm_up_text_processing(running.client.app, "stories"))
     assert len(made) == 2
     assert all(made)
     assert running.run(running.engine.stats()) == counted

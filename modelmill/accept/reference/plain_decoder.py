@@ -305,7 +305,7 @@ class PlainDecoderReference(ReferenceModel):
         del prompt_length
         return self.rope
 
-    def query_scale(self, count: int) -> Tensor | None:
+    def logn_scaling(self, count: int) -> Tensor | None:
         """Return [count]: factors of the rotated queries, by position; None: 1."""
         del count
         return None
@@ -322,7 +322,7 @@ class PlainDecoderReference(ReferenceModel):
         if self.rope is not None and index not in self.unrotated:
             q_turned = self.rotate(index, q_turned, prompt_length)
             k_turned = self.rotate(index, k_turned, prompt_length)
-        scale = self.query_scale(len(q))
+        scale = self.logn_scaling(len(q))
         if scale is not None:
             q_turned = q_turned * scale[:, None]
         r.record("q_rot", q_turned, q)

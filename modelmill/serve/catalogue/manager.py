@@ -102,7 +102,7 @@ class ModelManager:
             with contextlib.suppress(ModelmillError):  # the load says what is wrong
                 await asyncio.to_thread(model.engine.preload_text_processor)
 
-    def refuse_waiting(self) -> None:
+    def reject_pending(self) -> None:
         """Refuse the requests that wait, and all that come later: the server is being shut down."""
         self._closing = True
         for waiter in self._waiters:
@@ -112,7 +112,7 @@ class ModelManager:
 
     async def close(self) -> None:
         """End all workers; requests that still wait are refused."""
-        self.refuse_waiting()
+        self.reject_pending()
         await self.loader.close(self.models)
 
     async def _serve_next(self, model: ManagedModel) -> None:

@@ -63,7 +63,7 @@ class Replica:
             await engine.load_finished.wait()
             if engine.state is EngineState.FAILED:
                 raise ModelmillError(engine.error or f"the engine {engine.name} ended")
-            await warmup.warm_up_engine(self._app, engine.name)
+            await warmup.warm_up_text_processing(self._app, engine.name)
         warmup.freeze_gc()
 
     async def call(

@@ -16,7 +16,7 @@ from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.call_progress import CallProgress
-from modelmill.serve.custom_tools import CallDeltas, call_json
+from modelmill.serve.custom_tools import ToolCallDeltaFormatter, call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.final_message import split_answer_start
 from modelmill.serve.openai_format import ChatLogprobsFormatter, sse_event
@@ -283,7 +283,7 @@ class ChatResponseBuilder(EventFormatter):
         self._readers = [AnswerReader(body, text_processor, state) for _ in range(self._n)]
         self._calls = [CallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
-        self._call_deltas = [CallDeltas(body.custom_names) for _ in range(self._n)]
+        self._call_deltas = [ToolCallDeltaFormatter(body.custom_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 

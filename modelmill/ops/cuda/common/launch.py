@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from modelmill.ops.carveout import cuda_driver, set_carveout
+from modelmill.ops.carveout import cuda_driver, set_smem_carveout
 from modelmill.ops.cuda.common import build
 
 # Of the driver: CUtensorMapDataType, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -91,7 +91,7 @@ def load_kernel(
     """
     loaded = load_cubin(build.compile_cubin(source, macros), name, threads, shared)
     if carveout is not None:
-        set_carveout(loaded.function, carveout)
+        set_smem_carveout(loaded.function, carveout)
     return loaded
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 
-from modelmill.ops.carveout import set_carveout
+from modelmill.ops.carveout import set_smem_carveout
 from modelmill.ops.triton.common.device import INTERPRETED
 
 POINTER_ALIGNMENT = 16  # bytes; Triton specializes a kernel on pointers that are multiples of it
@@ -85,7 +85,7 @@ class CachedLauncher:
             compiled is not None
         ):  # None while it is compiled in the background; the next call tries again
             if carveout is not None:
-                set_carveout(compiled.function, carveout)
+                set_smem_carveout(compiled.function, carveout)
             self.compiled_launches[key] = _direct_launch(compiled) or _triton_launch(compiled)
 
     def _check(self, pointers: int, numbers: tuple[float, ...], fixed: tuple[int, ...]) -> None:
