@@ -128,13 +128,11 @@ def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sour
 
 
 def test_streaming_holds_one_source_at_a_time():
-    import gc
     import weakref
 
     alive: list[weakref.ref] = []
 
     def get(name):
-        gc.collect()
         assert not [r for r in alive if r() is not None]
         tensor = TENSORS[name].clone()
         alive.append(weakref.ref(tensor))
