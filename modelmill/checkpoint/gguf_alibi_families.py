@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.checkpoint.gguf_config import ArchitectureKeys
-from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture, read_rms_config
+from modelmill.checkpoint.gguf_families import (
+    LLAMA_NAMES,
+    MEGATRON_LAYER_NAMES,
+    GgufArchitecture,
+    read_rms_config,
+)
 from modelmill.core.errors import UnknownArchitecture
 
 BLOOM_NAMES = {
@@ -13,12 +18,7 @@ BLOOM_NAMES = {
     "token_embd_norm": "transformer.word_embeddings_layernorm",
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
-    "blk.attn_norm": "input_layernorm",
-    "blk.attn_qkv": "self_attention.query_key_value",
-    "blk.attn_output": "self_attention.dense",
-    "blk.ffn_norm": "post_attention_layernorm",
-    "blk.ffn_up": "mlp.dense_h_to_4h",
-    "blk.ffn_down": "mlp.dense_4h_to_h",
+    **MEGATRON_LAYER_NAMES,
 }
 MPT_NAMES = {
     "token_embd": "transformer.wte",

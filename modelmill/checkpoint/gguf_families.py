@@ -97,16 +97,19 @@ PHI_NAMES = {
     "blk.ffn_up": "mlp.fc1",
     "blk.ffn_down": "mlp.fc2",
 }
-CHATGLM_NAMES = {
-    "token_embd": "transformer.embedding.word_embeddings",
-    "output_norm": "transformer.encoder.final_layernorm",
-    "output": "transformer.output_layer",
+MEGATRON_LAYER_NAMES = {
     "blk.attn_norm": "input_layernorm",
     "blk.attn_qkv": "self_attention.query_key_value",
     "blk.attn_output": "self_attention.dense",
     "blk.ffn_norm": "post_attention_layernorm",
     "blk.ffn_up": "mlp.dense_h_to_4h",
     "blk.ffn_down": "mlp.dense_4h_to_h",
+}
+CHATGLM_NAMES = {
+    **MEGATRON_LAYER_NAMES,
+    "token_embd": "transformer.embedding.word_embeddings",
+    "output_norm": "transformer.encoder.final_layernorm",
+    "output": "transformer.output_layer",
 }
 GPT_NEOX_NAMES = {
     "token_embd": "gpt_neox.embed_in",

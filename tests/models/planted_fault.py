@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +63,18 @@ def assert_refused_by_name(faulty: FaultyBuild, checkpoint: Path, out: Path) -> 
         )
     assert not written
     assert (report["layer"], report["module"] in modules) == (layer, True), report["reason"]
+
+
+def refusal_test(
+    faults: Mapping[str, PlantedFault], recipes: Iterable[str] = FEW_RECIPES
+) -> Callable[..., None]:
+    """The test that each of a module's faults is refused by name, with its ``checkpoint``."""
+
+    @each_fault(faults, tuple(recipes))
+    def test(faulty: FaultyBuild, checkpoint: Path, tmp_path: Path) -> None:
+        assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+
+    return test
 
 
 @contextmanager

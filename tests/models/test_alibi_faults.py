@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,27 +17,17 @@ from modelmill.models import bloom
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionCore
 from modelmill.nn.norm import SingleNorm
+from tests.models import planted_fault as planted
 from tests.models.family_cases import EvenSlopes, ReversedSlopes, changed
-from tests.models.planted_fault import (
-    RECIPES,
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_config,
-    changed_module,
-    changed_rules,
-    changed_tensor,
-    each_fault,
-)
 
 FAMILY = "bloom"
 CORE = ("attn.core",)
 QKV = "attn.q_proj", "attn.k_proj", "attn.v_proj"
 
 
-def alibi(config: AlibiConfig | None) -> PlantedFault:
+def alibi(config: AlibiConfig | None) -> planted.PlantedFault:
     """Other slopes, in every layer."""
-    return lambda: changed_config(bloom, changed(alibi=config)), CORE, 0
+    return lambda: planted.changed_config(bloom, changed(alibi=config)), CORE, 0
 
 
 class ChangedSlopes(AlibiConfig):
@@ -53,7 +42,7 @@ class ChangedSlopes(AlibiConfig):
         return self.change(super().slopes(heads))  # type: ignore[attr-defined]
 
 
-def slopes(change: Callable[[list[float]], list[float]]) -> PlantedFault:
+def slopes(change: Callable[[list[float]], list[float]]) -> planted.PlantedFault:
     """Slopes that follow from the right ones."""
     return alibi(ChangedSlopes(change))
 
@@ -80,10 +69,10 @@ def not_ungrouped(rule: Any) -> Any:
 
 
 real_core = AttentionCore.forward
-FAULTS: dict[str, PlantedFault] = {
+FAULTS: dict[str, planted.PlantedFault] = {
     "no ALiBi": alibi(None),
     "no ALiBi behind the first layer": (
-        lambda: changed_module(AttentionCore, only_in_the_first_layer), CORE, 1,
+        lambda: planted.changed_module(AttentionCore, only_in_the_first_layer), CORE, 1,
     ),
     "slopes in the other order": alibi(ReversedSlopes()),
     "slopes of the next power of two": alibi(EvenSlopes()),
@@ -101,18 +90,14 @@ FAULTS: dict[str, PlantedFault] = {
     "slopes of the power of two repeated": slopes(lambda right: [*right[:4], *right[:2]]),
     "heads beyond the power of two without": slopes(lambda right: [*right[:4], 0.0, 0.0]),
     "one slope for all heads": slopes(lambda right: [right[1]] * len(right)),
-    "rows of q, k and v as stored": (lambda: changed_rules(bloom, not_ungrouped), QKV, 0),
+    "rows of q, k and v as stored": (lambda: planted.changed_rules(bloom, not_ungrouped), QKV, 0),
     "norm behind the embedding forgotten": (
-        lambda: changed_module(SingleNorm, pass_through), ("embed",), None,
+        lambda: planted.changed_module(SingleNorm, pass_through), ("embed",), None,
     ),
     "a bias of q, k and v forgotten": (
-        lambda: changed_tensor("layers.1.attn.qkv_proj.bias", torch.zeros_like), QKV, 1,
+        lambda: planted.changed_tensor("layers.1.attn.qkv_proj.bias", torch.zeros_like), QKV, 1,
     ),
 }  # fmt: skip
 
 
-@each_fault(FAULTS, tuple(RECIPES))
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)

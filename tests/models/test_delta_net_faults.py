@@ -17,14 +17,7 @@ from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
 from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
-from tests.models.planted_fault import (
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_module,
-    changed_tensor,
-    each_fault,
-)
+from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
 
 FAMILY = "qwen3_5_text"
 LAYER = "layers.0.attn"
@@ -184,11 +177,7 @@ FAULTS: dict[str, PlantedFault] = {
 }  # fmt: skip
 
 
-@each_fault(FAULTS)
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)
 
 
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:

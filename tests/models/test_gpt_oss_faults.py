@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,25 +15,15 @@ import torch
 from modelmill.models import gpt_oss
 from modelmill.nn.attention import AttentionCore
 from modelmill.nn.mlp import ClampedSwiglu
+from tests.models import planted_fault as planted
 from tests.models.family_cases import ROTARY, changed, with_scaling
-from tests.models.planted_fault import (
-    RECIPES,
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_config,
-    changed_module,
-    changed_rules,
-    changed_tensor,
-    each_fault,
-)
 
 FAMILY = "gpt_oss"
 LAYER = "layers.1"
 CORE, ACT = ("attn.core",), ("mlp.experts.0.act",)
 
 
-def sinks(change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
+def sinks(change: Callable[[torch.Tensor], torch.Tensor]) -> planted.PlantedFault:
     """Other sinks than the checkpoint's, in every layer."""
     real = AttentionCore._score_mods
 
@@ -45,26 +34,28 @@ def sinks(change: Callable[[torch.Tensor], torch.Tensor]) -> PlantedFault:
     return lambda: mock.patch.object(AttentionCore, "_score_mods", score_mods), CORE, 0
 
 
-def config(modules: tuple[str, ...], layer: int = 0, **changes: Any) -> PlantedFault:
+def config(modules: tuple[str, ...], layer: int = 0, **changes: Any) -> planted.PlantedFault:
     """Another config than the checkpoint's."""
-    return lambda: changed_config(gpt_oss, changed(**changes)), modules, layer
+    return lambda: planted.changed_config(gpt_oss, changed(**changes)), modules, layer
 
 
 def tensor(
     name: str, modules: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tensor]
-) -> PlantedFault:
+) -> planted.PlantedFault:
     """Another tensor than the checkpoint's, in one layer."""
-    return lambda: changed_tensor(f"{LAYER}.{name}", change), modules, 1
+    return lambda: planted.changed_tensor(f"{LAYER}.{name}", change), modules, 1
 
 
-def gate(compute: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]) -> PlantedFault:
+def gate(
+    compute: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
+) -> planted.PlantedFault:
     """Another gate of the experts; it gets gate, up and the bounds."""
 
     def forward(self: Any, gate_up: torch.Tensor, step: Any) -> torch.Tensor:
         del step
         return compute(*gate_up.chunk(2, -1), self.clamp)
 
-    return lambda: changed_module(ClampedSwiglu, forward), ACT, 0
+    return lambda: planted.changed_module(ClampedSwiglu, forward), ACT, 0
 
 
 def gated(low: torch.Tensor, up: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -96,7 +87,7 @@ def experts_swapped(rule: Any) -> Any:
 
 
 GATE_UP = "mlp.experts.3.gate_proj", "mlp.experts.3.up_proj"
-FAULTS: dict[str, PlantedFault] = {
+FAULTS: dict[str, planted.PlantedFault] = {
     "sinks forgotten": sinks(lambda t: torch.full_like(t, float("-inf"))),
     "sinks of other heads": sinks(lambda t: t.roll(1)),
     "sinks of another KV head": sinks(lambda t: t.roll(2)),
@@ -119,7 +110,7 @@ FAULTS: dict[str, PlantedFault] = {
         "mlp.router.bias", ("mlp.router",), lambda t: t.roll(1)
     ),
     "experts swapped": (
-        lambda: changed_rules(gpt_oss, experts_swapped),
+        lambda: planted.changed_rules(gpt_oss, experts_swapped),
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"),
         0,
     ),
@@ -146,8 +137,4 @@ FAULTS: dict[str, PlantedFault] = {
 }
 
 
-@each_fault(FAULTS, tuple(RECIPES))
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,18 +16,9 @@ from modelmill.models import deepseek_v3
 from modelmill.nn import latent_attention
 from modelmill.nn.latent_attention import LatentAttention, LatentCache, LatentCore, LatentNorm
 from modelmill.nn.norm import SingleNorm
+from tests.models import planted_fault as planted
 from tests.models.family_cases import ROTARY, changed, times, with_scaling
 from tests.models.latent_faults import YARN, MovedRotation, ValuesFirst, with_module
-from tests.models.planted_fault import (
-    RECIPES,
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_config,
-    changed_module,
-    changed_tensor,
-    each_fault,
-)
 
 FAMILY = "deepseek_v3"
 CHANGES = {"rope_scaling": YARN, "first_k_dense_replace": 2}
@@ -39,28 +29,28 @@ CORE, NORM = ("attn.core",), ("attn.kv_a_norm.kv_a_norm",)
 KV_A = "attn.kv_a_proj", "attn.k_pe_proj"
 
 
-def attention(modules: tuple[str, ...], **changes: Any) -> PlantedFault:
+def attention(modules: tuple[str, ...], **changes: Any) -> planted.PlantedFault:
     """Another config of latent attention."""
     change = changed(latent_attention=changed(**changes))
-    return lambda: changed_config(deepseek_v3, change), modules, 0
+    return lambda: planted.changed_config(deepseek_v3, change), modules, 0
 
 
-def module(modules: tuple[str, ...], name: str, cls: Any) -> PlantedFault:
+def module(modules: tuple[str, ...], name: str, cls: Any) -> planted.PlantedFault:
     """Another class of one of its modules."""
     change = changed(latent_attention=with_module(name, cls))
-    return lambda: changed_config(deepseek_v3, change), modules, 0
+    return lambda: planted.changed_config(deepseek_v3, change), modules, 0
 
 
-def rope(change: Any) -> PlantedFault:
+def rope(change: Any) -> planted.PlantedFault:
     """Another rotation; the factor of the scores stays."""
-    return lambda: changed_config(deepseek_v3, changed(rope=change)), ROTARY, 0
+    return lambda: planted.changed_config(deepseek_v3, changed(rope=change)), ROTARY, 0
 
 
 def tensor(
     name: str, modules: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tensor]
-) -> PlantedFault:
+) -> planted.PlantedFault:
     """Another tensor than the checkpoint's, in one layer."""
-    return lambda: changed_tensor(f"{LAYER}.{name}", change), modules, 1
+    return lambda: planted.changed_tensor(f"{LAYER}.{name}", change), modules, 1
 
 
 def all_keys_first(rows: torch.Tensor) -> torch.Tensor:
@@ -143,7 +133,7 @@ def norm_bypassed(self: Any, x: torch.Tensor, rope: Any, step: Any) -> torch.Ten
     return self.o_proj(self.core(self.rope_cache(q, latent, rope, step), step), step)
 
 
-FAULTS: dict[str, PlantedFault] = {
+FAULTS: dict[str, planted.PlantedFault] = {
     "latent split: rotated key first": tensor("kv_a_proj.weight", KV_A, lambda t: t.roll(ROPE, 0)),
     "latent split off by one": tensor("kv_a_proj.weight", KV_A, lambda t: t.roll(1, 0)),
     "keys of all heads in front of values": tensor("core.kv_b", CORE, all_keys_first),
@@ -169,16 +159,16 @@ FAULTS: dict[str, PlantedFault] = {
     "YaRN's factor of the rotation": rope(with_scaling(mscale=1.4)),
     "YaRN's trained length": rope(with_scaling(original_max_position_embeddings=32)),
     "norm of keys' vector forgotten": (
-        lambda: changed_module(LatentNorm, pass_through), NORM, 0,
+        lambda: planted.changed_module(LatentNorm, pass_through), NORM, 0,
     ),
     "norm over the rotated key, too": (
-        lambda: changed_module(LatentNorm, norm_over_all), NORM, 0,
+        lambda: planted.changed_module(LatentNorm, norm_over_all), NORM, 0,
     ),
     "norm of keys' vector not used": (
-        lambda: changed_module(LatentAttention, norm_bypassed), ("layer",), 0,
+        lambda: planted.changed_module(LatentAttention, norm_bypassed), ("layer",), 0,
     ),
     "norm of queries' vector forgotten": (
-        lambda: changed_module(SingleNorm, pass_through), ("attn.q_a_norm",), 0,
+        lambda: planted.changed_module(SingleNorm, pass_through), ("attn.q_a_norm",), 0,
     ),
     "eps of latent norms x 10": (
         lambda: mock.patch.object(latent_attention, "NORM_EPS", 1e-5),
@@ -187,8 +177,4 @@ FAULTS: dict[str, PlantedFault] = {
 }  # fmt: skip
 
 
-@each_fault(FAULTS, tuple(RECIPES))
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)

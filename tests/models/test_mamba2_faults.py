@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,14 +11,7 @@ import torch
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
 from modelmill.ops import causal_conv, ssd_scan
-from tests.models.planted_fault import (
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_module,
-    changed_tensor,
-    each_fault,
-)
+from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
 from tests.models.test_delta_net_faults import changed_state, swapped
 
 FAMILY = "mamba2"
@@ -94,8 +86,4 @@ FAULTS: dict[str, PlantedFault] = {
 }  # fmt: skip
 
 
-@each_fault(FAULTS, ("none", "int4"))
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS, ("none", "int4"))

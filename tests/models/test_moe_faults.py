@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,14 +12,7 @@ import torch
 
 from modelmill.models import qwen2_moe
 from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
-from tests.models.planted_fault import (
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_module,
-    changed_tensor,
-    each_fault,
-)
+from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
 
 
 @contextmanager
@@ -115,8 +107,4 @@ FAULTS: dict[str, PlantedFault] = {
 }
 
 
-@each_fault(FAULTS)
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,34 +13,24 @@ from modelmill.models import gemma2
 from modelmill.nn.attention import AttentionCore
 from modelmill.nn.embedding import LMHead, TokenEmbedding
 from modelmill.nn.norm import SingleNorm
+from tests.models import planted_fault as planted
 from tests.models.family_cases import changed, times
-from tests.models.planted_fault import (
-    RECIPES,
-    FaultyBuild,
-    PlantedFault,
-    assert_refused_by_name,
-    changed_config,
-    changed_module,
-    changed_rules,
-    changed_tensor,
-    each_fault,
-)
 
 FAMILY = "gemma2"
 CORE, HEAD, EMBED = ("attn.core",), ("head",), ("embed",)
 
 
-def config(modules: tuple[str, ...], layer: int | None = 0, **changes: Any) -> PlantedFault:
+def config(modules: tuple[str, ...], layer: int | None = 0, **changes: Any) -> planted.PlantedFault:
     """Another config than the checkpoint's."""
-    return lambda: changed_config(gemma2, changed(**changes)), modules, layer
+    return lambda: planted.changed_config(gemma2, changed(**changes)), modules, layer
 
 
-def rule(module: str, change: Callable[[Any], Any], layer: int | None = 0) -> PlantedFault:
+def rule(module: str, change: Callable[[Any], Any], layer: int | None = 0) -> planted.PlantedFault:
     """Some tensors made by another rule."""
-    return lambda: changed_rules(gemma2, change), (module,), layer
+    return lambda: planted.changed_rules(gemma2, change), (module,), layer
 
 
-def logits(change: Callable[[torch.Tensor, float], torch.Tensor]) -> PlantedFault:
+def logits(change: Callable[[torch.Tensor, float], torch.Tensor]) -> planted.PlantedFault:
     """Another bound of the logits."""
 
     def scale_logits(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +83,7 @@ def scaled_twice(self: Any, ids: torch.Tensor, step: Any) -> torch.Tensor:
 
 
 real_embedding = TokenEmbedding.forward
-FAULTS: dict[str, PlantedFault] = {
+FAULTS: dict[str, planted.PlantedFault] = {
     "no cap of scores": config(CORE, attention_softcap=None),
     "a cap of scores x 1.2": config(CORE, attention_softcap=times(1.2)),
     # c · tanh(s / c) of the raw scores, then their scale
@@ -110,18 +99,19 @@ FAULTS: dict[str, PlantedFault] = {
     "norms in front of the MLP as stored": rule("mlp_norm", as_stored("mlp_norm")),
     "last norm as stored": rule("norm", as_stored("norm"), None),
     "a norm plus 2": (
-        lambda: changed_tensor("layers.1.mlp_post.weight", lambda t: t + 1), ("mlp_post",), 1,
+        lambda: planted.changed_tensor("layers.1.mlp_post.weight", lambda t: t + 1),
+        ("mlp_post",), 1,
     ),
     "norms behind the branches exchanged": rule("attn_post", exchanged("attn_post", "mlp_post")),
     "norms behind attention and in front of the MLP exchanged": rule(
         "attn_post", exchanged("attn_post", "mlp_norm")
     ),
     "norms behind the branches forgotten": (
-        lambda: changed_module(SingleNorm, pass_through), ("attn_post",), 0,
+        lambda: planted.changed_module(SingleNorm, pass_through), ("attn_post",), 0,
     ),
     "embeddings not scaled": config(EMBED, None, embedding_scale=None),
     "embeddings scaled twice": (
-        lambda: changed_module(TokenEmbedding, scaled_twice), EMBED, None,
+        lambda: planted.changed_module(TokenEmbedding, scaled_twice), EMBED, None,
     ),
     "scores scaled by the channels of a head": config(CORE, attention_scale=None),
     "window + 1": config(CORE, windows=(21, None, 21)),
@@ -130,8 +120,4 @@ FAULTS: dict[str, PlantedFault] = {
 }  # fmt: skip
 
 
-@each_fault(FAULTS, tuple(RECIPES))
-def test_a_planted_fault_is_refused_by_name(
-    faulty: FaultyBuild, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert_refused_by_name(faulty, checkpoint, tmp_path / "e")
+test_a_planted_fault_is_refused_by_name = planted.refusal_test(FAULTS, planted.RECIPES)

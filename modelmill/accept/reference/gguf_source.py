@@ -443,9 +443,13 @@ def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
     }
     if fact("rope.scaling.type", "none") != "yarn":
         return experts | {"rope_parameters": {"rope_type": "default"}}
+    return experts | {"rope_scaling": {"truncate": False, **_yarn(fact)}}
+
+
+def _yarn(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return a YaRN rotation."""
     scaling = {
         "rope_type": "yarn",
-        "truncate": False,
         "factor": float(fact("rope.scaling.factor")),
         "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
     }
@@ -453,7 +457,7 @@ def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
         value = float(fact(f"rope.scaling.yarn_{name}", 0))
         if value:
             scaling[name] = value
-    return experts | {"rope_scaling": scaling}
+    return scaling
 
 
 def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
@@ -483,17 +487,8 @@ def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, A
     if fact("rope.scaling.type", "none") != "yarn":
         return config
     tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
-    scaling = {
-        "rope_type": "yarn",
-        "factor": float(fact("rope.scaling.factor")),
-        "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
-        **({"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}),
-    }
-    for name in ("beta_fast", "beta_slow"):
-        value = float(fact(f"rope.scaling.yarn_{name}", 0))
-        if value:
-            scaling[name] = value
-    return config | {"rope_scaling": scaling}
+    factors = {"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}
+    return config | {"rope_scaling": _yarn(fact) | factors}
 
 
 def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
