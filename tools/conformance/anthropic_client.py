@@ -6,21 +6,21 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal, catch_error
+from tools.conformance.client_checks import (
+    CITY_SCHEMA,
+    MESSAGES,
+    ClientChecks,
+    assert_equal,
+    catch_error,
+)
 from tools.conformance.suite import SuiteResult
 
 TITLE = "Anthropic's Python client: messages, streaming, tools, token counts, models, errors"
 PACKAGE = "anthropic"
-MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
 TOOL: Any = {
     "name": "weather",
     "description": "Weather",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "input_schema": CITY_SCHEMA,
 }
 PAGE_TOKENS = 16
 """Tokens of a page of the KV cache: a prefix is cached in whole pages."""

@@ -8,6 +8,14 @@ from typing import Any
 from tools.conformance.suite import SuiteResult, make_result
 
 Check = Callable[[Any, str], None]
+MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
+CITY_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+"""The parameters of a tool, and an answer's format, that the suites share."""
 
 
 class ClientChecks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal
+from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal
 from tools.conformance.suite import SuiteResult
 
 TITLE = "langchain-anthropic: ChatAnthropic's answers, streams, tools, structured output, usage"
@@ -14,11 +14,7 @@ PROMPT = "Name three fruits, please."
 TOOL: dict[str, Any] = {
     "name": "weather",
     "description": "Weather",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-    },
+    "input_schema": CITY_SCHEMA,
 }
 CHECKS = ClientChecks()
 

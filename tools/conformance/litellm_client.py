@@ -8,21 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal, catch_error
+from tools.conformance.client_checks import (
+    CITY_SCHEMA,
+    MESSAGES,
+    ClientChecks,
+    assert_equal,
+    catch_error,
+)
 from tools.conformance.suite import SuiteResult
 
 TITLE = "litellm: OpenAI's, Anthropic's and Ollama's routes; streaming, tools, formats, errors"
 PACKAGE = "litellm"
-MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS},
+    "function": {"name": "weather", "description": "Weather", "parameters": CITY_SCHEMA},
 }
 ROUTES = {"openai": "/v1", "anthropic": "", "ollama_chat": ""}
 """Prefix of a model's name → what follows the server's address."""
@@ -96,7 +95,7 @@ def _tools(client: Any, model: str) -> None:
 
 @CHECKS.add("response_format: JSON of a schema through OpenAI's and Ollama's routes")
 def _format(client: Any, model: str) -> None:
-    schema = {"name": "place", "schema": PARAMETERS, "strict": True}
+    schema = {"name": "place", "schema": CITY_SCHEMA, "strict": True}
     for route in ("openai", "ollama_chat"):
         answer = complete(
             client,

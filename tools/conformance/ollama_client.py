@@ -7,19 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal, catch_error
+from tools.conformance.client_checks import (
+    CITY_SCHEMA,
+    MESSAGES,
+    ClientChecks,
+    assert_equal,
+    catch_error,
+)
 from tools.conformance.suite import SuiteResult
 
 TITLE = "Ollama's Python client: chat, generate, streaming, formats, embeddings, models, errors"
 PACKAGE = "ollama"
-MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
 OPTIONS = {"temperature": 0, "num_predict": 12, "num_ctx": 2048}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 CHECKS = ClientChecks()
 
 
@@ -78,7 +77,7 @@ def _async(client: Any, model: str) -> None:
 @CHECKS.add("chat: format json and a schema")
 def _format(client: Any, model: str) -> None:
     options = {"temperature": 0, "num_predict": 64}
-    answer = chat(client, model, format=SCHEMA, options=options)
+    answer = chat(client, model, format=CITY_SCHEMA, options=options)
     assert_equal(set(json.loads(answer.message.content)), {"city"}, "keys")
     answer = chat(client, model, format="json", options=options)
     assert_equal(answer.message.content.lstrip()[:1], "{", "an object")

@@ -8,18 +8,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal
+from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal
 from tools.conformance.suite import SuiteResult
 
 TITLE = "openai-agents: runs over responses and chat; streams, forced tools, structured output"
 PACKAGE = "openai-agents"
 PROMPT = "Name three fruits, please."
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 CHECKS = ClientChecks()
 
 
@@ -92,7 +86,7 @@ def _tools(base_url: str, model: str) -> None:
 
     async def check() -> None:
         for name, each in models(base_url, model).items():
-            tool = FunctionTool("weather", "Weather of a city", PARAMETERS, weather)
+            tool = FunctionTool("weather", "Weather of a city", CITY_SCHEMA, weather)
             forced = agent(
                 each,
                 {"tool_choice": "weather"},

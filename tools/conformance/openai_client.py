@@ -8,7 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal, catch_error
+from tools.conformance.client_checks import (
+    CITY_SCHEMA,
+    MESSAGES,
+    ClientChecks,
+    assert_equal,
+    catch_error,
+)
 from tools.conformance.suite import SuiteResult
 
 TITLE = (
@@ -16,22 +22,15 @@ TITLE = (
     "embeddings"
 )
 PACKAGE = "openai"
-MESSAGES: list[Any] = [{"role": "user", "content": "Name three fruits, please."}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 TOOL: Any = {
     "type": "function",
-    "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS},
+    "function": {"name": "weather", "description": "Weather", "parameters": CITY_SCHEMA},
 }
 FLAT_TOOL: Any = {
     "type": "function",
     "name": "weather",
     "description": "Weather",
-    "parameters": PARAMETERS,
+    "parameters": CITY_SCHEMA,
     "strict": True,
 }
 CHECKS = ClientChecks()
