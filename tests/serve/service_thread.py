@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from modelmill.serve.app import make_app
 from modelmill.serve.engine_client import EngineClient
@@ -80,6 +80,12 @@ class ServiceThread:
         """
         service = Service(self.service.engines, ServiceLimits(**limits), self.service.metrics)
         return Client(make_app(service), key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         async def end() -> None:

@@ -36,11 +36,8 @@ SECOND_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def service(stories: Path) -> Iterator[ServiceThread]:
-    running = ServiceThread(stories, template=TEMPLATE)
-    try:
+    with ServiceThread(stories, template=TEMPLATE) as running:
         yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture

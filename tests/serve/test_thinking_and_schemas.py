@@ -29,11 +29,8 @@ THINKING_TOKENS, MAX_TOKENS = 6, 420
 
 @pytest.fixture(scope="module")
 def service(stories: Path) -> Iterator[ServiceThread]:
-    running = ServiceThread(stories, template=TEMPLATE)
-    try:
+    with ServiceThread(stories, template=TEMPLATE) as running:
         yield running
-    finally:
-        running.close()
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
