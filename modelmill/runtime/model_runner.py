@@ -86,7 +86,7 @@ class StepRows:
     pooled_rows: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     @property
-    def num_state_rows(self) -> int:
+    def num_pooled_rows(self) -> int:
         """Rows whose hidden state is returned."""
         return sum(count for _, _, count in self.pooled_rows)
 
@@ -336,16 +336,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(
-        self, batch: PackedBatch, num_state_rows: int
+        self, batch: PackedBatch, num_pooled_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a batch whose last ``num_state_rows`` rows return hidden states.
+        """Run a batch whose last ``num_pooled_rows`` rows return hidden states.
 
         Returns:
-            Logits of the other rows, and hidden states [num_state_rows, H].
+            Logits of the other rows, and hidden states [num_pooled_rows, H].
         """
         step = self._step(batch)
         x = self.active_model.hidden_states(step)  # type: ignore[operator]
-        rest = len(x) - num_state_rows
+        rest = len(x) - num_pooled_rows
         logits = self.model.head(x[:rest], step) if rest else x[:0]  # type: ignore[operator]
         return logits, x[rest:]
 
@@ -370,8 +370,8 @@ class ModelRunner:
         """On ranks above 0: run the step that rank 0 runs after it has sent ``command``."""
         if command.embed_width:
             batch = self._broadcast_embeds(batch, command.embed_width)
-        if command.command == FORWARD and command.num_state_rows:
-            self.hidden_states(batch, command.num_state_rows)
+        if command.command == FORWARD and command.num_pooled_rows:
+            self.hidden_states(batch, command.num_pooled_rows)
         elif command.command == FORWARD:
             self.forward(batch)
         elif self.decode_graphs is not None:
@@ -388,12 +388,12 @@ class ModelRunner:
             )
 
     def _broadcast_step(
-        self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0
+        self, batch: PackedBatch, command: str, num_kept_ids: int = 0, num_pooled_rows: int = 0
     ) -> None:
         """Send the batch that was packed last to the other ranks, if there are any."""
         if self.tp_workers is None:
             return
-        message = StepCommand.from_batch(batch, command, num_kept_ids, num_state_rows)
+        message = StepCommand.from_batch(batch, command, num_kept_ids, num_pooled_rows)
         self.tp_workers.broadcast(message, self.packer.packed_bytes(batch))
         if message.embed_width:
             self._broadcast_embeds(batch, message.embed_width)
@@ -436,10 +436,10 @@ class ModelRunner:
             schedule.work, rows.logit_rows(schedule, sampling), prefill_pad=prefill_pad
         )
         num_kept_ids = len(rows.seqs) if self.keep_last_ids else 0
-        self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_state_rows)
+        self._broadcast_step(batch, FORWARD, num_kept_ids, rows.num_pooled_rows)
         states = None
-        if rows.num_state_rows:
-            logits, states = self.hidden_states(batch, rows.num_state_rows)
+        if rows.num_pooled_rows:
+            logits, states = self.hidden_states(batch, rows.num_pooled_rows)
         else:
             logits = (self.forward if prefill_pad is None else self._replay_prefill_graph)(batch)
         return StepForward(schedule, rows, sampling, batch, logits, states=states)

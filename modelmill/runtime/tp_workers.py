@@ -53,7 +53,7 @@ class StepCommand:
         num_words: 64-bit words that follow.
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
-        num_state_rows: The last so many logit rows return hidden states instead of logits.
+        num_pooled_rows: The last so many logit rows return hidden states instead of logits.
     """
 
     command: str
@@ -65,11 +65,11 @@ class StepCommand:
     uses_last_ids: bool = False
     num_kept_ids: int = 0
     embed_width: int = 0
-    num_state_rows: int = 0
+    num_pooled_rows: int = 0
 
     @staticmethod
     def from_batch(
-        batch: PackedBatch, command: str, num_kept_ids: int = 0, num_state_rows: int = 0
+        batch: PackedBatch, command: str, num_kept_ids: int = 0, num_pooled_rows: int = 0
     ) -> StepCommand:
         """The command that runs this batch."""
         embed_width = 0 if batch.embeds is None else batch.embeds.shape[1]
@@ -81,7 +81,7 @@ class StepCommand:
             batch.uses_last_ids,
             num_kept_ids,
             embed_width,
-            num_state_rows,
+            num_pooled_rows,
         )
         return StepCommand(command, views.num_words, views.layout, *fields)
 
@@ -105,7 +105,7 @@ class StepCommand:
             layout.has_state,
             self.all_rows, self.max_query, self.max_context, self.uses_last_ids, self.num_kept_ids,
             self.embed_width,
-            self.num_state_rows,
+            self.num_pooled_rows,
         )  # fmt: skip
 
     @staticmethod

@@ -135,11 +135,11 @@ class EngineClient:
             name, self._send, lambda id: self._send(AbortRequest(id))
         )
 
-    def record_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
+    def set_metrics(self, metrics: EngineMetrics, segment_metrics: SegmentMetrics) -> None:
         """Count requests and tokens in these metrics from now on."""
         self.metrics = metrics
-        self.generation_client.record_metrics(metrics)
-        self.segment_client.record_metrics(segment_metrics)
+        self.generation_client.set_metrics(metrics)
+        self.segment_client.set_metrics(segment_metrics)
 
     @property
     def state(self) -> EngineState:

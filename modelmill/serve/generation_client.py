@@ -53,7 +53,7 @@ class GenerationClient:
         self._max_num_seqs = 0
         self._metrics: EngineMetrics | None = None
 
-    def record_metrics(self, metrics: EngineMetrics) -> None:
+    def set_metrics(self, metrics: EngineMetrics) -> None:
         """Count requests and tokens in these metrics from now on."""
         self._metrics = metrics
 

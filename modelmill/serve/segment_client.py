@@ -105,7 +105,7 @@ class SegmentClient:
         self._waiting: dict[str, PendingSegment] = {}
         self._waiting_bytes = 0
 
-    def record_metrics(self, metrics: SegmentMetrics) -> None:
+    def set_metrics(self, metrics: SegmentMetrics) -> None:
         """Count jobs in these metrics from now on."""
         self.metrics = metrics
 

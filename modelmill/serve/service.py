@@ -117,7 +117,7 @@ class Service:
             self._record_metrics(engine)
         if self.catalogue is not None:
             self.catalogue.notify_replace(self._replace_engine)
-            self.catalogue.record_metrics(self.metrics.loads)
+            self.catalogue.set_metrics(self.metrics.loads)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
         # their own queue, so that they do not delay small requests
@@ -173,7 +173,7 @@ class Service:
         return [each for each in self.unique_engines if self.catalogue.find(each) is None]
 
     def _record_metrics(self, engine: EngineClient) -> None:
-        engine.record_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
+        engine.set_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)
 
     def _replace_engine(self, old: EngineClient, new: EngineClient) -> None:
         """Serve ``new`` under the names of ``old`` from now on."""

@@ -221,7 +221,7 @@ def test_what_comes_behind_a_stop_string_is_no_news() -> None:
         async with served_engine() as (engine, launcher):
             launcher.children[0].allow_steps.clear()
             metrics = ServerMetrics()
-            engine.record_metrics(metrics.for_engine("tiny"), metrics.segment)
+            engine.set_metrics(metrics.for_engine("tiny"), metrics.segment)
             dialogue = RequestState(
                 Request(id="r", prompt=(5,), params=params), None, load_tokenizer(gguf_spm())
             )

@@ -177,7 +177,7 @@ class Watched:
         self.engine = EngineClient(
             "tiny", order, max_waiting=8, restart_delay=0.001, sleep=self.turns, **options
         )
-        self.engine.record_metrics(self.metrics.for_engine("tiny"), self.metrics.segment)
+        self.engine.set_metrics(self.metrics.for_engine("tiny"), self.metrics.segment)
 
     async def __aenter__(self) -> Watched:
         self._task = asyncio.create_task(self.engine.run())

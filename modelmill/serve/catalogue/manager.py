@@ -70,9 +70,9 @@ class ModelManager:
         for model in self.models:
             self.loader.add(model)
 
-    def record_metrics(self, metrics: LoadMetrics) -> None:
+    def set_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
-        self.loader.record_metrics(metrics)
+        self.loader.set_metrics(metrics)
 
     def notify_replace(self, on_replace: Callable[[EngineClient, EngineClient], None]) -> None:
         """Call ``on_replace`` with the old and the new client of a model that was reloaded."""

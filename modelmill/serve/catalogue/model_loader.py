@@ -54,7 +54,7 @@ class ModelLoader:
         """Manage a model no longer; its worker is unloaded by the caller."""
         self._models.remove(model)
 
-    def record_metrics(self, metrics: LoadMetrics) -> None:
+    def set_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
         self.metrics = metrics
         for model in self._models:
