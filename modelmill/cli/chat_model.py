@@ -81,11 +81,11 @@ class LocalChat:
         history, template = prepare_tools(
             chat_format.format_name, messages, settings.tools, writes_calls=chat_format.writes_calls
         )
-        if settings.thinks is not None:
-            if chat_format.thinking is None:
-                raise UsageError(
-                    "the chat template of this engine has no thinking; /think auto answers again"
-                )
+        if settings.thinks and chat_format.thinking is None:
+            raise UsageError(
+                "the chat template of this engine has no thinking; /think auto answers again"
+            )
+        if settings.thinks is not None and chat_format.thinking is not None:
             template["options"] = {"enable_thinking": settings.thinks}
         if settings.tools:
             stops = load_format(chat_format.format_name).calls.stops

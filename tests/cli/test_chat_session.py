@@ -165,6 +165,10 @@ def test_thinking_that_a_template_does_not_have(
     code, _, err = cli("chat", engine, "--chat-template", "chatml", "--think", "on")
     assert code == 0
     assert "has no thinking" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    code, _, err = cli("chat", engine, "--chat-template", "chatml", "--think", "off")
+    assert code == 0
+    assert "tokens/s" in err, "it does not think: nothing to refuse"
 
 
 def test_flags_that_are_wrong(cli: Cli, engine: Path, tmp_path: Path) -> None:
