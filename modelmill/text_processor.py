@@ -109,6 +109,10 @@ class TextProcessor:
         if self.tokenizer is not None:
             self.tokenizer.set_max_tokens(max_text_tokens)
 
+    def limit_answer_history(self, max_bytes: int) -> None:
+        """Remember the tokens of earlier answers in so many bytes from now on; 0: of none."""
+        self._answer_history = AnswerHistory(max_bytes)
+
     @staticmethod
     def from_engine(path: Path, chat_template: str | Path | None = None) -> TextProcessor:
         """The text processor of an engine folder, for a server. Raises ArtifactError as well."""

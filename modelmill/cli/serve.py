@@ -123,6 +123,11 @@ class Args(CommonArgs):
     image_cache_bytes: int = option(
         64 << 20, "cache for image embeddings, per multimodal or segmentation engine"
     )
+    answer_history_bytes: int = option(
+        32 << 20,
+        "memory per engine for the tokens of earlier answers, which later prompts repeat exactly; "
+        "0: prompts are what the chat template writes",
+    )
     shutdown_timeout: float = option(
         30.0, "seconds after SIGTERM in which running answers may finish"
     )
@@ -262,10 +267,11 @@ def _server_options(args: Args) -> ServerOptions:
             "--watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
             f"{args.watchdog_timeout:g}"
         )
-    if args.max_image_pixels < 1 or args.image_cache_bytes < 0 or args.response_store_bytes < 0:
+    sizes = (args.image_cache_bytes, args.response_store_bytes, args.answer_history_bytes)
+    if args.max_image_pixels < 1 or min(sizes) < 0:
         raise UsageError(
-            "--max-image-pixels must be at least 1, --image-cache-bytes and "
-            "--response-store-bytes not negative"
+            "--max-image-pixels must be at least 1, --image-cache-bytes, --response-store-bytes "
+            "and --answer-history-bytes not negative"
         )
     keys, admin_keys, policies = server_keys(args)
     if not (keys or policies) and args.host not in LOOPBACK_HOSTS:
@@ -398,6 +404,7 @@ def _open_messages(args: Args) -> list[OpenEngine]:
             str(path), _build_overrides(args, path), run, args.warm_up, args.chat_template, later,
             segmenting[:index].count(False),
             other_bytes, args.image_cache_bytes, args.max_image_pixels, args.watchdog_timeout,
+            args.answer_history_bytes,
         )  # fmt: skip
         messages.append(message)
     return messages

@@ -217,5 +217,6 @@ class _ModelFactory:
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,
             watchdog_seconds=args.watchdog_timeout,
+            answer_history_bytes=args.answer_history_bytes,
             cache_bytes=self._cache_bytes(entry, manifest),
         )  # fmt: skip

@@ -219,6 +219,7 @@ class EngineClient:
     def _read_text_processor(self, path: Path, max_model_len: int) -> TextProcessor:
         processor = self._load_text_processor(path, self._open_engine.chat_template)
         processor.limit_inputs(self._open_engine.max_pixels, max_tokenize_tokens(max_model_len))
+        processor.limit_answer_history(self._open_engine.answer_history_bytes)
         return processor
 
     @property

@@ -44,6 +44,7 @@ from modelmill.serve.segment_messages import (
     split_blob_frame,
 )
 from modelmill.serve.watchdog import DEFAULT_TIMEOUT
+from modelmill.text.answer_history import MAX_HISTORY_BYTES
 
 LENGTH_PREFIX = struct.Struct(">I")
 
@@ -64,6 +65,7 @@ class OpenEngine:
         image_cache_bytes: size of the cache of image embeddings.
         max_pixels: limit of one image.
         watchdog_seconds: without a sign of life, after which the worker counts as hung; 0: never.
+        answer_history_bytes: memory for the tokens of earlier answers, in the API process.
         cache_bytes: for KV pages and recurrent states of all ranks, unless ``run`` says both;
             None: from the free memory.
     """
@@ -79,6 +81,7 @@ class OpenEngine:
     image_cache_bytes: int = 64 << 20
     max_pixels: int = 50_000_000
     watchdog_seconds: float = DEFAULT_TIMEOUT
+    answer_history_bytes: int = MAX_HISTORY_BYTES
     cache_bytes: int | None = None
 
 

@@ -314,6 +314,7 @@ def test_every_byte_option_takes_a_unit() -> None:
     flags = {flag.name: flag for flag in collect_flags(serve.Args)}
     sizes = {name for name, flag in flags.items() if flag.is_bytes}
     assert sizes == {
+        "answer_history_bytes",
         "memory_budget",
         "max_body_bytes",
         "max_text_body_bytes",

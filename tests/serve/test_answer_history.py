@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from modelmill.request_state import RequestState
-from modelmill.text.answer_history import AnswerHistory
 from modelmill.text_processor import TextProcessor
 from tests.serve.dialect_calls import post
 from tests.serve.service_thread import ServiceThread
@@ -162,7 +161,9 @@ def test_the_next_prompt_has_the_tokens_of_the_answer(
 def test_without_the_memory_the_prompt_differs(
     service: ServiceThread, states: list[RequestState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AnswerHistory, "find", lambda *_: [])
+    processor = service.engine.text_processor
+    monkeypatch.setattr(processor, "_answer_history", processor._answer_history)  # restores it
+    processor.limit_answer_history(0)
     chat(service, True, 0)
     first, second = states
     computed = [*first.request.prompt, *first.output.outputs[0].token_ids[:-1]]
