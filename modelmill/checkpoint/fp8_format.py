@@ -147,6 +147,11 @@ class Fp8Container:
             shapes.append((-(-rows // block_rows), -(-columns // block_columns)))
         return scale.torch_dtype.is_floating_point and tuple(scale.shape) in shapes
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether any matrix is in 8-bit floats."""
+        return bool(self._scale_names)
+
     def names(self) -> list[str]:
         """Return the names of all tensors but the scales."""
         return list(self._names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from modelmill.core.errors import UsageError
@@ -13,7 +13,6 @@ from modelmill.text.answer_pieces import AnswerPiece
 if TYPE_CHECKING:
     from modelmill.llm import LLM
     from modelmill.outputs import RequestOutput
-    from modelmill.text.answer_parser import AnswerParser
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ class LocalChat:
         Raises:
             ModelmillError: the conversation or a setting is invalid for this engine.
         """
-        from modelmill.text.chat_format_files import load_format
-        from modelmill.text.tool_prompts import prepare_tools
+        from modelmill.text.chat import make_chat_answer_parser
+        from modelmill.text.tool_prompts import prepare_tools, tool_schemas, with_call_stops
 
         chat_format = self.llm.chat_format
         assert chat_format is not None, "a chat is opened with a template"
@@ -88,8 +87,7 @@ class LocalChat:
         if settings.thinks is not None and chat_format.thinking is not None:
             template["options"] = {"enable_thinking": settings.thinks}
         if settings.tools:
-            stops = load_format(chat_format.format_name).calls.stops
-            params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
+            params = with_call_stops(params, chat_format.format_name)
         request = self.llm.chat_request(
             history,
             params,
@@ -98,29 +96,14 @@ class LocalChat:
             thinking_budget=settings.thinking_budget,
             **template,
         )
-        parser = self._parser(messages, settings, request.prompt_thinking == "open")
+        parser = make_chat_answer_parser(
+            chat_format,
+            tool_schemas(settings.tools),
+            thinks=request.prompt_thinking == "open",
+            continues=messages[-1].get("role") == "tool",
+        )
         for delta in self.llm.stream_request(request):
             pieces: list[AnswerPiece] = [delta.text] if parser is None else parser.push(delta.text)
             if parser is not None and delta.finish_reason is not None:
                 pieces += parser.flush(delta.finish_reason != "stop")
             yield ChatDelta([piece for piece in pieces if piece != ""], delta.output)
-
-    def _parser(
-        self, messages: Sequence[Mapping[str, Any]], settings: ChatSettings, thinks: bool
-    ) -> AnswerParser | None:
-        """The parser of an answer; None if it has neither tools nor thinking."""
-        from modelmill.text.answer_parser import make_answer_parser
-        from modelmill.text.chat_format_files import load_format
-
-        chat_format = self.llm.chat_format
-        assert chat_format is not None
-        if not (settings.tools or chat_format.thinking):
-            return None
-        functions = [each["function"] for each in settings.tools]
-        return make_answer_parser(
-            load_format(chat_format.format_name),
-            {each["name"]: each.get("parameters") for each in functions},
-            thinking=chat_format.thinking,
-            thinks=thinks,
-            continues=messages[-1].get("role") == "tool",
-        )

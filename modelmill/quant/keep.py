@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.fp8_format import LABEL
+from modelmill.checkpoint.fp8_format import Fp8Container
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.rename import ResolvedRule
@@ -123,7 +123,7 @@ EXPANDED = (
 
 def has_scaled_fp8(checkpoint: Checkpoint) -> bool:
     """Whether matrices are stored in 8-bit floats with scales, which no weight format keeps."""
-    return any(checkpoint.tensor_info(name).dtype == LABEL for name in checkpoint.names())
+    return isinstance(checkpoint.view, Fp8Container) and checkpoint.view.has_matrices
 
 
 def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConfig, dict[str, str]]:
@@ -141,7 +141,7 @@ def resolve_keep(checkpoint: Checkpoint, config: BuildConfig) -> tuple[BuildConf
             labels[form.label] += 1
         else:
             types[checkpoint.tensor_info(name).dtype] += len(checkpoint.tensor_info(name).shape) > 1
-    if not labels and LABEL in types:
+    if has_scaled_fp8(checkpoint):
         raise UsageError(
             f"{checkpoint.path} holds 8-bit floats, which are expanded when they are read and "
             "cannot be kept; build it with -q fp8, int8 or none"

@@ -127,7 +127,7 @@ class EngineClient:
         self._preload: asyncio.Task[None] | None = None
         self.fair_queue = FairQueue()
         self.generation_client = GenerationClient(
-            name, self._send, self._write, max_waiting, self.fair_queue
+            name, self._send, self._write, lambda: self.capacity, self.fair_queue
         )
         self.session_client = SessionClient(self._send)
         self.stats_client = StatsClient(self._send)
@@ -329,7 +329,8 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Sequences that may run and wait together."""
-        return self.generation_client.capacity
+        running = 0 if self.engine_info is None else self.engine_info.max_num_seqs
+        return self._max_waiting + running
 
     def check_capacity(self, num_sequences: int) -> None:
         """Check whether so many sequences could be queued now, before the prompts are processed.
@@ -451,7 +452,6 @@ class EngineClient:
         """Forget what is known about the engine, whose files have changed."""
         self.manifest = manifest
         self.engine_info = self._text_processor = None
-        self.generation_client.set_max_num_seqs(0)
 
     async def close(self) -> None:
         """Kill the worker; its requests end with an error."""
@@ -577,7 +577,6 @@ class EngineClient:
                     "generation_config", extra={"data": {"engine": self.name, "reason": warning}}
                 )
         self.engine_info, self._was_ready = engine_info, True
-        self.generation_client.set_max_num_seqs(engine_info.max_num_seqs)
         self.error = None
         self.state = EngineState.READY
         self.load_finished.set()

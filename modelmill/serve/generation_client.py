@@ -34,7 +34,7 @@ class GenerationClient:
         name: str,
         send: Callable[[Message], None],
         write: Callable[[bytes], None],
-        max_waiting: int,
+        capacity: Callable[[], int],
         fair_queue: FairQueue,
     ) -> None:
         """Start without a request.
@@ -43,28 +43,18 @@ class GenerationClient:
             name: served name of the engine.
             send: sends a message to the worker.
             write: sends an encoded message.
-            max_waiting: sequences that may wait beyond those of a step.
+            capacity: sequences that may run and wait together now.
             fair_queue: learns which requests have started.
         """
         self.active_requests: dict[str, tuple[RequestState, RequestHandle]] = {}
         self.num_sequences = 0
-        self._name, self._max_waiting, self._fair_queue = name, max_waiting, fair_queue
+        self._name, self._capacity, self._fair_queue = name, capacity, fair_queue
         self._send, self._write = send, write
-        self._max_num_seqs = 0
         self._metrics: EngineMetrics | None = None
 
     def set_metrics(self, metrics: EngineMetrics) -> None:
         """Count requests and tokens in these metrics from now on."""
         self._metrics = metrics
-
-    def set_max_num_seqs(self, count: int) -> None:
-        """Set how many sequences a step takes; 0 before the engine is open."""
-        self._max_num_seqs = count
-
-    @property
-    def capacity(self) -> int:
-        """Sequences that may run and wait together."""
-        return self._max_waiting + self._max_num_seqs
 
     def check_capacity(self, num_sequences: int) -> None:
         """Check whether so many sequences could be queued now, before the prompts are processed.
@@ -73,12 +63,13 @@ class GenerationClient:
             RequestError: the server never queues so many.
             QueueFull: the queue has no room now.
         """
-        if num_sequences > self.capacity:
+        capacity = self._capacity()
+        if num_sequences > capacity:
             raise RequestError(
-                f"{num_sequences} sequences in one request are more than the {self.capacity} that "
+                f"{num_sequences} sequences in one request are more than the {capacity} that "
                 "this server queues"
             )
-        if self.num_sequences + num_sequences > self.capacity:
+        if self.num_sequences + num_sequences > capacity:
             raise QueueFull(
                 f"the engine {self._name} has {self.num_sequences} sequences in its queue; try "
                 "again soon"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from modelmill.core.errors import RequestError, TemplateError
+from modelmill.text.answer_parser import AnswerParser, make_answer_parser
+from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
@@ -269,3 +271,29 @@ def _tools_for_template(tools: object) -> list[Mapping[str, Any]] | None:
         raise RequestError("tools must be a list of objects")
     check_data(tools, "tools")
     return list(tools)
+
+
+def make_chat_answer_parser(
+    chat_format: ChatFormat | None,
+    tools: ToolSchemas,
+    *,
+    thinks: bool,
+    continues: bool,
+    max_calls: int | None = None,
+    forced: bool = False,
+) -> AnswerParser | None:
+    """Make the parser of an answer in a chat; None if it has neither tools nor thinking.
+
+    The other arguments are those of ``make_answer_parser``.
+    """
+    if chat_format is None or not (tools or chat_format.thinking):
+        return None
+    return make_answer_parser(
+        load_format(chat_format.format_name),
+        tools,
+        thinking=chat_format.thinking,
+        thinks=thinks,
+        continues=continues,
+        max_calls=max_calls,
+        forced=forced,
+    )

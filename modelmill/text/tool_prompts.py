@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from modelmill.core.types import SamplingParams
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
 from modelmill.text.answer_writer import write_answer
 from modelmill.text.chat_format_files import WITHOUT_TOOLS, load_format
@@ -59,6 +61,18 @@ def prepare_tools(
     if calls.short_ids:
         out = [_shorten_ids(message) for message in out]
     return list(out), {"tools": list(tools)} if tools else {}
+
+
+def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The names of tools in OpenAI's form, with the schemas of their parameters."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") for function in functions}
+
+
+def with_call_stops(params: SamplingParams, format_name: str) -> SamplingParams:
+    """The parameters of an answer that may have calls: the format's ends of calls stop it."""
+    stops = load_format(format_name).calls.stops
+    return replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
 
 
 def describe_tools(

@@ -360,8 +360,8 @@ def test_a_full_engine_makes_nothing_of_a_request(
     running: ServiceThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has to be refused is not rendered and not split."""
-    client = running.engine.generation_client
-    monkeypatch.setattr(client, "num_sequences", client.capacity)
+    engine = running.engine
+    monkeypatch.setattr(engine.generation_client, "num_sequences", engine.capacity)
     for name in ("request", "chat_request"):
         monkeypatch.setattr(running.engine.text_processor, name, None)
     for path, body in (

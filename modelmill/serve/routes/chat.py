@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -37,7 +36,7 @@ from modelmill.serve.schema import ChatRequest, Tool, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import last_fields, request_timings
 from modelmill.text import tool_grammar, tool_prompts
-from modelmill.text.answer_parser import AnswerParser, make_answer_parser
+from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import (
     AnswerPiece,
     ReasoningDelta,
@@ -45,6 +44,7 @@ from modelmill.text.answer_pieces import (
     collect_answer,
     collect_tool_calls,
 )
+from modelmill.text.chat import make_chat_answer_parser
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.grammar import check_grammar
 from modelmill.text_processor import TextProcessor
@@ -127,10 +127,7 @@ def chat_request_state(
         format_name, history, offered, writes_calls=text_processor.chat_format.writes_calls
     )
     if offered:
-        params = replace(
-            params,
-            stop=tuple(dict.fromkeys((*params.stop, *load_format(format_name).calls.stops))),
-        )
+        params = tool_prompts.with_call_stops(params, format_name)
     if grammar is None and answer_start is None:
         grammar = _strict_grammar(body, offered, format_name)
     options = dict(body.chat_template_kwargs or {})
@@ -149,7 +146,7 @@ def chat_request_state(
         add_generation_prompt=body.add_generation_prompt is not False or answer_start is not None,
         answer_start=answer_start or "",
         kept_prompt_tokens=kept,
-        tool_schemas=tool_schemas(body),
+        tool_schemas=tool_prompts.tool_schemas(offered),
         sent_messages=history,
         **template,
     )
@@ -180,12 +177,6 @@ def _strict_grammar(
     return grammar
 
 
-def tool_schemas(body: ChatRequest) -> dict[str, Any]:
-    """The names of the offered tools, with the schemas of their parameters."""
-    functions = (tool["function"] for tool in body.offered_tools)
-    return {function["name"]: function.get("parameters") for function in functions}
-
-
 def make_chat_tool_parser(
     body: ChatRequest, text_processor: TextProcessor, state: RequestState | None = None
 ) -> AnswerParser | None:
@@ -196,14 +187,9 @@ def make_chat_tool_parser(
         text_processor: of the engine.
         state: the engine's request, which knows whether the prompt began the thinking.
     """
-    chat_format = text_processor.chat_format
-    tools = tool_schemas(body)
-    if chat_format is None or not (tools or chat_format.thinking):
-        return None
-    return make_answer_parser(
-        load_format(chat_format.format_name),
-        tools,
-        thinking=chat_format.thinking,
+    return make_chat_answer_parser(
+        text_processor.chat_format,
+        tool_prompts.tool_schemas(body.offered_tools),
         thinks=state is not None and state.prompt_thinking == "open",
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
