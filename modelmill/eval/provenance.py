@@ -58,10 +58,12 @@ def host_facts() -> dict[str, Any]:
 
 @cache
 def _gpu_facts() -> dict[str, Any]:
-    """The first GPU's id, driver and power limit, read once; nothing without a GPU."""
-    gpus = _output(
-        ["nvidia-smi", "--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
-    )
+    """The first visible GPU's id, driver and power limit, read once; nothing without a GPU."""
+    # nvidia-smi lists every GPU of the machine, also those that this process may not use
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    selection = ["-i", first] if first else []
+    query = ["--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
+    gpus = _output(["nvidia-smi", *selection, *query])
     if not gpus:
         return {}
     uuid, driver, limit = (part.strip() for part in gpus.splitlines()[0].split(","))

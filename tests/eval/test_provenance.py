@@ -50,3 +50,23 @@ def test_the_host_is_named_with_its_load() -> None:
     assert facts["host_cpu"]
     assert facts["host_cores"] >= 1
     assert facts["load_1m"] >= 0
+
+
+@pytest.mark.parametrize(("visible", "card"), [(None, "GPU-0"), ("1", "GPU-1"), ("1,0", "GPU-1")])
+def test_the_card_is_the_first_visible_one(
+    visible: str | None, card: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = -i ] && exec echo "GPU-$2, 580.1, 700.00 W"\n'
+        'echo "GPU-0, 580.1, 700.00 W"; echo "GPU-1, 580.1, 700.00 W"\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    provenance_module._gpu_facts.cache_clear()
+    assert host_facts()["device_id"] == card
+    provenance_module._gpu_facts.cache_clear()
