@@ -69,6 +69,24 @@ SHAPES: Mapping[str, Config] = {
     "qwen3-8b": _llama_like("qwen3", 4096, 12288, 36, 32, 8, 151936, **_QWEN, head_dim=128),
 }  # fmt: skip
 """Smallest first."""
+MOE_SHAPES: Mapping[str, Config] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "swiglu_limit": 7.0, "vocab_size": 201088, "max_position_embeddings": 131072,
+        "rope_theta": 150000, "torch_dtype": "bfloat16",
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048,
+        "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "rope_theta": 1e6, "vocab_size": 151936,
+        "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+"""Of mixtures of experts: for steps without a checkpoint (``model_step.py``)."""
 
 
 def with_num_layers(shape: str, layers: int | None = None) -> Config:

@@ -30,7 +30,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.model_shapes import SHAPES  # noqa: E402
+from benchmarks.model_shapes import MOE_SHAPES, SHAPES  # noqa: E402
 from benchmarks.weight_formats import WEIGHT_FORMATS, weight_quantizer  # noqa: E402
 from benchmarks.weights_option import add_weights_option  # noqa: E402
 from benchmarks.workloads import parse_pairs  # noqa: E402
@@ -45,6 +45,7 @@ from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
 from modelmill.nn.kv import KVCache, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
+from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step  # noqa: E402
 from modelmill.ops.launch_configs import Tuning  # noqa: E402
@@ -63,7 +64,7 @@ def random_model(shape: str, weight_format: str = "dense", *, head: bool = False
 
     head: whether the matrix of the logits is held so, too.
     """
-    raw = SHAPES[shape]
+    raw = {**SHAPES, **MOE_SHAPES}[shape]
     model = build_model(str(raw["model_type"]), raw)
     linears = [
         name
@@ -131,14 +132,26 @@ def mixed_step(
     )
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of every matrix that a decode step reads."""
-    return sum(
-        t.nbytes
-        for m in model.modules()
-        if isinstance(m, Linear)
-        for t in m.weight.tensors().values()
-    )
+def weight_bytes(model: nn.Module, tokens: int = 1) -> float:
+    """Bytes of every matrix that a decode step of so many tokens reads.
+
+    Of a mixture of experts: of as many as evenly distributed choices are expected to name.
+    """
+    total, of_experts = 0.0, set()
+    for module in model.modules():
+        if isinstance(module, MoE):
+            config = module.routing.config
+            chosen = config.experts * (1 - (1 - config.top_k / config.experts) ** tokens)
+            linears = [each for each in module.experts.modules() if isinstance(each, Linear)]
+            total += sum(map(_linear_bytes, linears)) * chosen / config.experts
+            of_experts.update(linears)
+        elif isinstance(module, Linear) and module not in of_experts:
+            total += _linear_bytes(module)
+    return total
+
+
+def _linear_bytes(linear: Linear) -> int:
+    return sum(tensor.nbytes for tensor in linear.weight.tensors().values())
 
 
 @torch.inference_mode()
@@ -149,7 +162,7 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     times = [each * 1e3 for each in time_interleaved([capture_graph(call)], ROUNDS, 4, "cuda")[0]]
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
     token = step.kv.nbytes / step.kv.pages / PAGE_SIZE
-    floor = (weight_bytes(model) + batch * context * token) / rate * 1e3
+    floor = (weight_bytes(model, batch) + batch * context * token) / rate * 1e3
     return {
         "figure": "step.decode_ms",
         "batch": batch,
@@ -236,7 +249,7 @@ def parse_mixed_sizes(text: str) -> Iterator[tuple[int, int, int]]:
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("shape", choices=sorted([*SHAPES, *MOE_SHAPES]))
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
     parser.add_argument("--mixed", default="")

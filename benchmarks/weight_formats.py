@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from modelmill.weights import base, int8_group, rptq
+from modelmill.weights import base, int8_group, mxfp4, rptq
 from modelmill.weights.base import WeightFormat
 
 Layout = Mapping[str, Any]
@@ -30,6 +30,7 @@ WEIGHT_FORMATS: dict[str, tuple[str, Layout]] = {
     "smoothquant": ("w8a8", {}),
     "smoothquant-static": ("w8a8", {"input_scale": 1 / 32}),
     "fp8": ("fp8", {}),
+    "mxfp4": ("mxfp4", {}),
     "fp8-static": ("fp8", {"input_scale": 1 / 128}),
     "rptq-w8a8": ("rptq", {"weight_bits": 8, "bits": 8}),
     "rptq-w4a8": ("rptq", {"weight_bits": 4, "bits": 8}),
@@ -48,6 +49,8 @@ def weight_quantizer(name: str) -> WeightQuantizer:
     recipe, layout = WEIGHT_FORMATS[name]
     if recipe == "int8_group":
         return lambda weight, _: int8_group_weight(weight, **layout)
+    if recipe == "mxfp4":
+        return lambda weight, _: mxfp4_weight(weight)
     static = recipe == "rptq" and not name.endswith("dynamic")
 
     def hold(weight: torch.Tensor, dtype: torch.dtype) -> WeightFormat:
@@ -67,6 +70,21 @@ def int8_group_weight(weight: torch.Tensor, group: int) -> WeightFormat:
     scale = (parts.abs().amax(-1) / 127).half()
     codes = torch.round(parts / scale.float()[..., None]).clamp(-127, 127).to(torch.int8)
     return int8_group.Int8GroupWeight.from_codes(codes.flatten(1), scale, None, group)
+
+
+def mxfp4_weight(weight: torch.Tensor) -> WeightFormat:
+    """Return MXFP4, as checkpoints store it (not a build recipe).
+
+    The scales are those of OCP's Microscaling Formats 1.0, section 6.3.
+    """
+    blocks = weight.float().unflatten(1, (-1, mxfp4.BLOCK_COLUMNS))
+    # the largest value of a block comes into the binade of 4 and 6
+    exponent = blocks.abs().amax(-1).clamp(min=2.0**-120).log2().floor() - 2
+    values = blocks / exponent.exp2()[..., None]
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
+    codes = torch.bucketize(values.abs(), between) + 8 * (values < 0)
+    scale = (exponent + 127).to(torch.uint8)
+    return mxfp4.Mxfp4Weight.from_codes(codes.to(torch.uint8).flatten(1), scale)
 
 
 def calibrated_rptq_weight(weight: rptq.RptqWeight) -> rptq.RptqWeight:

@@ -11,6 +11,7 @@ from torch import nn
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.moe import MoE
 from modelmill.nn.recurrent_state import state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
@@ -32,6 +33,8 @@ def fill_random_weights(
 ) -> nn.Module:
     """Fill a model that has no memory yet; never with zeros, which run faster than values do.
 
+    The matrices of a layer's experts are drawn as one, and lie one after another in memory.
+
     weight_formats: linear module → how its weight is held ("dense" where it is not named): a
     format, rounded to nearest, or what makes the weight of a drawn one and the activations' dtype.
     """
@@ -40,13 +43,24 @@ def fill_random_weights(
     def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(0, scale, generator=generator)
 
+    def draw_weight(name: str, rows: int, columns: int) -> WeightFormat:
+        how = weight_formats.get(name, "dense")
+        drawn = draw(rows, columns, scale=columns**-0.5)
+        return base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
+
+    of_experts = set()
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            how = weight_formats.get(name, "dense")
-            drawn = draw(*module.shape, scale=module.shape[1] ** -0.5)
-            module.weight = (
-                base.pack(how, drawn, dtype) if isinstance(how, str) else how(drawn, dtype)
-            )
+        if isinstance(module, MoE):
+            for path in ("gate_up_proj", "down_proj"):
+                linears = [cast(Linear, expert.get_submodule(path)) for expert in module.experts]
+                n, k = linears[0].shape
+                first = f"{name}.experts.0.{path}".removeprefix(".")
+                stack = draw_weight(first, len(linears) * n, k)
+                for index, linear in enumerate(linears):
+                    linear.weight = stack.slice([(index * n, index * n + n)], (0, k))
+                of_experts.update(linears)
+        elif isinstance(module, Linear) and module not in of_experts:
+            module.weight = draw_weight(name, *module.shape)
     for name, buffer in list(model.named_buffers()):
         parent, _, leaf = name.rpartition(".")
         value = draw(*buffer.shape) if buffer.is_meta else buffer.to(device)

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from modelmill.nn.synthetic_step import PAGE_SIZE, synthetic_step
+from modelmill.nn.expert_stack import stacked
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
 from modelmill.ops import registry
 from tests.runtime import tiny
 
@@ -70,3 +74,14 @@ def test_answers_beside_a_prompt_are_computed_as_without_it() -> None:
             max_query=1,
         )
         torch.testing.assert_close(model(alone), together[1:], rtol=1e-5, atol=1e-5)
+
+
+def test_the_experts_of_a_layer_lie_one_after_another() -> None:
+    spec = MoESpec(RouterConfig(experts=4, top_k=2), MLPSpec(hidden=32, inner=16))
+    model = fill_random_weights(spec.make(), {"experts.0.down_proj": "int8"}, torch.float32, "cpu")
+    for path, name in (("gate_up_proj", "dense"), ("down_proj", "int8")):
+        linears = [expert.get_submodule(path) for expert in model.experts]
+        assert {linear.weight.format for linear in linears} == {name}
+        stack = stacked([linear.weight.tensors()["weight"] for linear in linears])
+        assert stack is not None
+        assert len({float(each.float().sum()) for each in stack}) == 4, "four different experts"
