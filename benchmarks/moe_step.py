@@ -43,7 +43,7 @@ from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 
-FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8")  # names of weight_formats
+FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of weight_formats
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
 ROUNDS = 9
 MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each

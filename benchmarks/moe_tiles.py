@@ -1,6 +1,6 @@
 """Times candidate tiles of the grouped kernels of mixtures of experts on a GPU.
 
-    python benchmarks/moe_tiles.py [--format dense] [--tokens 1] [--layers 8]
+    python benchmarks/moe_tiles.py [--format dense] [--tokens 1] [--layers 8] [--shape gpt-oss-20b]
 
 One tile is changed at a time, in the experts alone (routing is computed before), each time in a
 CUDA graph of all layers. Printed: one JSON line for each candidate, microseconds a layer.
@@ -82,6 +82,9 @@ GROUPED_INT4: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((64, 3, 4), (128, 3, 8), (128, 3, 4), (64, 4, 4)),
     128: ((64, 3, 4), (128, 3, 8), (64, 3, 8)),
 }
+DECODE["mxfp4"] = DECODE["int4"]
+FOUR_BITS = ("int4", "mxfp4")
+SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
 PAIRS = 0  # pairs for each expert up to which pairs are computed: always
 
 
@@ -122,7 +125,7 @@ def grouped(module: Any, tokens: int, tiles: tuple[Any, Any]) -> Iterator[None]:
 def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, Any]]:
     """(what is tried, the context that makes it so); first what is chosen today."""
     yield "default", mock.patch.object(experts, "ROUNDS", 0, create=True)
-    decode = moe_decode_int4 if name == "int4" else moe_decode
+    decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
     few = mock.patch.object(decode, "FEW_TOKENS", 1 << 30)
     if tokens <= 16:
         for constant, tiles in DECODE[name].items():
@@ -132,12 +135,12 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
                     mock.patch.object(experts, "_PAIRS_PER_EXPERT", PAIRS),
                 )  # fmt: skip
     average = tokens * shape.top_k / shape.experts
-    module: Any = grouped_gemm_int4 if name == "int4" else grouped_gemm
-    table: dict[int, Any] = GROUPED_INT4 if name == "int4" else GROUPED
+    module: Any = grouped_gemm_int4 if name in FOUR_BITS else grouped_gemm
+    table: dict[int, Any] = GROUPED_INT4 if name in FOUR_BITS else GROUPED
     for size, tiles in table.items():
         if size / 4 <= max(average, 4) <= size * 4 and (tokens > 1 or size == 16):
             for tile in tiles:
-                made = tile if name == "int4" else GroupedTile(size, *tile)
+                made = tile if name in FOUR_BITS else GroupedTile(size, *tile)
                 first, second = module.TILES.get(size, (made, made))
                 yield f"tiles gate_up {size} {tile}", grouped(module, size, (made, second))
                 yield f"tiles down {size} {tile}", grouped(module, size, (first, made))
@@ -161,8 +164,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", action="append", choices=DECODE)
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=SHAPES)
     options = parser.parse_args(words)
-    shape = replace(QWEN3_30B_A3B, layers=options.layers)
+    shape = replace(SHAPES[options.shape], layers=options.layers)
     for name in options.format or DECODE:
         layers = make_layers(shape, name, "cuda")
         for tokens in options.tokens or TOKENS:

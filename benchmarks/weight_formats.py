@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from modelmill.weights import base, int8_group, mxfp4, rptq
 from modelmill.weights.base import WeightFormat
@@ -77,14 +78,17 @@ def mxfp4_weight(weight: torch.Tensor) -> WeightFormat:
 
     The scales are those of OCP's Microscaling Formats 1.0, section 6.3.
     """
-    blocks = weight.float().unflatten(1, (-1, mxfp4.BLOCK_COLUMNS))
+    columns = weight.shape[1]
+    padded = F.pad(weight.float(), (0, -columns % mxfp4.BLOCK_COLUMNS))
+    blocks = padded.unflatten(1, (-1, mxfp4.BLOCK_COLUMNS))
     # the largest value of a block comes into the binade of 4 and 6
     exponent = blocks.abs().amax(-1).clamp(min=2.0**-120).log2().floor() - 2
     values = blocks / exponent.exp2()[..., None]
     between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
     codes = torch.bucketize(values.abs(), between) + 8 * (values < 0)
     scale = (exponent + 127).to(torch.uint8)
-    return mxfp4.Mxfp4Weight.from_codes(codes.to(torch.uint8).flatten(1), scale)
+    codes = codes.to(torch.uint8).flatten(1)[:, :columns]
+    return mxfp4.Mxfp4Weight.from_codes(codes, scale)
 
 
 def calibrated_rptq_weight(weight: rptq.RptqWeight) -> rptq.RptqWeight:

@@ -17,7 +17,7 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs, SwigluClamp
 from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
@@ -372,6 +372,24 @@ def experts() -> Iterator[Problem]:
             **grids, **({} if shared else offsets), "group": group,
         }  # fmt: skip
         yield from _call("int4_fused_moe", inputs._replace(**int4))
+        codes = {
+            "gate_up_scale": tensor(128, 1536, 2048 // 32, dtype=torch.uint8),
+            "down_scale": tensor(128, 2048, 768 // 32, dtype=torch.uint8),
+        }
+        mxfp4 = {name: int4[name] for name in ("gate_up", "down")} | codes | {"group": 32}
+        biased = {
+            "gate_up_bias": tensor(128, 1536, dtype=dtype),
+            "down_bias": tensor(128, 2048, dtype=dtype),
+            "clamp": SwigluClamp(1.702, 7.0),
+        }
+        yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4))
+        for op, weights in (
+            ("fused_moe", {}),
+            ("int8_fused_moe", int8),
+            ("mxfp4_fused_moe", mxfp4),
+        ):
+            yield from _call(op, inputs._replace(**weights, **biased))
+        yield from _call("fused_moe", inputs._replace(activation=GELU_TANH))
 
 
 def routing() -> Iterator[Problem]:

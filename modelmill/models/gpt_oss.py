@@ -17,8 +17,9 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec, SwigluClamp
+from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
+from modelmill.ops.fused_moe import SwigluClamp
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import is_
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
 from modelmill.nn.linear import Linear
-from modelmill.nn.mlp import SiluMul
+from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
 from modelmill.nn.moe import Expert, MoE
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import GELU_TANH, SILU, FusedMoEInputs, SwigluClamp
 from modelmill.ops.registry import Ops
 from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
@@ -28,6 +29,7 @@ OPS = {
     "int4": "int4_fused_moe",
     "w8a8": "w8a8_fused_moe",
     "fp8": "fp8_fused_moe",
+    "mxfp4": "mxfp4_fused_moe",
 }
 """The grouped op of each weight format that has one."""
 STACKED = ("weight", "scale", "offset")
@@ -51,6 +53,13 @@ def group_columns(weight: WeightFormat) -> int:
     return weight.group_size if isinstance(weight, GroupwiseWeight) else 0
 
 
+class Gate(NamedTuple):
+    """What stands between the products of an expert, as ``FusedMoEInputs`` has it."""
+
+    activation: str
+    clamp: SwigluClamp | None = None
+
+
 class StackedExperts:
     """The stacked weights of all experts, as operands of a grouped op.
 
@@ -58,15 +67,22 @@ class StackedExperts:
         op: its name.
     """
 
-    def __init__(self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None:
+    def __init__(
+        self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear], gate: Gate
+    ) -> None:
         self.op = op
+        self._gate = gate
         self._linears = (*gate_up, *down)
         parts = stack_weights(gate_up), stack_weights(down)
-        self._operands = {
+        self._operands: dict[str, Any] = {
             name + ("" if suffix == "weight" else f"_{suffix}"): tensor
             for name, tensors in zip(("gate_up", "down"), parts, strict=True)
             for suffix, tensor in tensors.items()
         }
+        for name, linears in (("gate_up", gate_up), ("down", down)):
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            if biases:
+                self._operands[f"{name}_bias"] = torch.stack(biases)
         self._group = group_columns(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
@@ -86,8 +102,9 @@ class StackedExperts:
     ) -> torch.Tensor:
         """The weighted sum [T, H] of each token's experts, and of ``shared`` [T, H]."""
         inputs = FusedMoEInputs(
-            x, topk_weights, topk_ids, shared=shared, group=self._group, **self._operands
-        )
+            x, topk_weights, topk_ids, shared=shared, group=self._group,
+            activation=self._gate.activation, clamp=self._gate.clamp, **self._operands,
+        )  # fmt: skip
         return cast(torch.Tensor, getattr(ops, self.op)(inputs))
 
 
@@ -97,15 +114,24 @@ def stack_experts(moe: MoE) -> StackedExperts | None:
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
-    plain = all(
-        isinstance(expert.act, SiluMul) and linear.bias is None
-        for expert in experts
-        for linear in (expert.gate_up_proj, expert.down_proj)
-    )
+    gates = {_gate(expert.act) for expert in experts}
+    # of ranks that share a product, one alone adds the second bias
+    biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
     kinds = {_kind(linear.weight) for linear in (*gate_up, *down)}
-    if op is None or not plain or len(kinds) > 1:
+    gate = gates.pop()
+    if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
-    return StackedExperts(op, gate_up, down)
+    return StackedExperts(op, gate_up, down, gate)
+
+
+def _gate(act: nn.Module) -> Gate | None:
+    """The gate of the grouped ops that an expert's activation is, or None."""
+    if isinstance(act, ClampedSwiglu):
+        return Gate(SILU, act.clamp)
+    if isinstance(act, SiluMul):
+        return Gate(SILU)
+    is_gelu = isinstance(act, GatedActivation) and act.name == GELU_TANH
+    return Gate(GELU_TANH) if is_gelu else None
 
 
 def _kind(weight: WeightFormat) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.partition import ChannelPartition
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
+from modelmill.ops.fused_moe import SwigluClamp, clamped_swiglu
 
 
 class ActivationOp(nn.Module):
@@ -54,24 +55,11 @@ class Elementwise(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.compute = ACTIVATIONS[name]
+        self.name, self.compute = name, ACTIVATIONS[name]
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Apply it to a tensor of any shape."""
         return self.compute(x)
-
-
-@dataclass(frozen=True)
-class SwigluClamp:
-    """gpt-oss's gate: (up + 1) · gate · sigmoid(alpha · gate), of bounded values.
-
-    Attributes:
-        alpha: See above.
-        limit: Bound of gate from above, and of up on both sides.
-    """
-
-    alpha: float
-    limit: float
 
 
 class ClampedSwiglu(nn.Module):
@@ -83,10 +71,7 @@ class ClampedSwiglu(nn.Module):
 
     def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """[T, 2·I] → [T, I]."""
-        gate, up = gate_up.chunk(2, -1)
-        gate = gate.clamp(max=self.clamp.limit)
-        up = up.clamp(-self.clamp.limit, self.clamp.limit)
-        return (up + 1) * gate * (gate * self.clamp.alpha).sigmoid()
+        return clamped_swiglu(gate_up, self.clamp)
 
 
 class GatedActivation(Elementwise):

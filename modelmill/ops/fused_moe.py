@@ -1,4 +1,4 @@
-"""The experts of a mixture for all tokens: grouped products with SwiGLU between them.
+"""The experts of a mixture for all tokens: grouped products with a gate between them.
 
 Weights of all experts are stacked. Only those of the experts that have tokens need be read.
 """
@@ -9,10 +9,34 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.silu_mul import silu_mul
+
+SILU, GELU_TANH = "silu", "gelu_tanh"
+ACTIVATIONS = (SILU, GELU_TANH)
+"""Of the gate, in the grouped ops."""
+
+
+class SwigluClamp(NamedTuple):
+    """gpt-oss's gate: (up + 1) · gate · sigmoid(alpha · gate), of bounded values.
+
+    Attributes:
+        alpha: See above.
+        limit: Bound of gate from above, and of up on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+
+def clamped_swiglu(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
+    """The gate of ``SwigluClamp`` over a fused [T, 2·I]: [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=clamp.limit)
+    up = up.clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * gate * (gate * clamp.alpha).sigmoid()
 
 
 class FusedMoEInputs(NamedTuple):
@@ -30,6 +54,10 @@ class FusedMoEInputs(NamedTuple):
         gate_up_offset: as the scale, or None (symmetric).
         down_offset: as the scale, or None.
         group: columns that share a scale; 0 without groups.
+        gate_up_bias: [E, 2·I] of x's dtype, or None.
+        down_bias: [E, H] of x's dtype, or None.
+        activation: of the gate, one of ACTIVATIONS.
+        clamp: in the place of the activation, or None.
     """
 
     x: torch.Tensor
@@ -43,6 +71,10 @@ class FusedMoEInputs(NamedTuple):
     gate_up_offset: torch.Tensor | None = None
     down_offset: torch.Tensor | None = None
     group: int = 0
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = SILU
+    clamp: SwigluClamp | None = None
 
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -56,7 +88,7 @@ Dequantize = Callable[
 
 
 def fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Compute Σ topk_weights · down(silu(gate) · up) over the experts of each token, plus shared.
+    """Compute Σ topk_weights · down(act(gate) · up) over the experts of each token, plus shared.
 
     Products are rounded to x's dtype, as single ops would do, and summed in float32.
 
@@ -90,21 +122,32 @@ def experts_reference(
         weight = getattr(inputs, name)[expert]
         return dequantize(weight, scale, offset, inputs.group, columns, wide).to(wide)
 
-    inner = inputs.gate_up.shape[1] // 2
-    rounded = x if quantize is None else quantize(x)
+    def product(name: str, expert: int, columns: torch.Tensor) -> torch.Tensor:
+        rounded = columns if quantize is None else quantize(columns)
+        out = rounded.to(wide) @ matrix(name, expert, columns.shape[1]).T
+        bias = getattr(inputs, name + "_bias")
+        return (out if bias is None else out + bias[expert].to(wide)).to(x.dtype)
+
     for expert in range(len(inputs.gate_up)):
-        gate_up = (rounded.to(wide) @ matrix("gate_up", expert, x.shape[1]).T).to(x.dtype)
-        down, product = matrix("down", expert, inner), silu_mul(gate_up)
-        product = product if quantize is None else quantize(product)
-        out = (product.to(wide) @ down.T).to(x.dtype)
+        out = product("down", expert, _gate(inputs, product("gate_up", expert, x)))
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)
     return total.to(x.dtype)
 
 
+def _gate(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2·I] → [T, I]."""
+    if inputs.clamp is not None:
+        return clamped_swiglu(gate_up, inputs.clamp)
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate) if inputs.activation == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
 Shape = tuple[int, int, int, int, int]  # tokens, hidden, inner, experts, top_k
 SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (5, 64, 32, 4, 3), (21, 96, 64, 3, 2)]
+# with biases: gpt-oss's clamped gate, or GELU where the number of tokens is even
+BIASED_SHAPES: list[Shape] = [(1, 96, 64, 4, 3), (4, 64, 32, 3, 2)]
 A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
 
 
@@ -120,7 +163,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def shapes(device: str) -> list[Shape]:
     """The shapes of the cases on a device."""
-    return SMALL_SHAPES if device == "cpu" else [*SMALL_SHAPES, *A3B_SHAPES]
+    small = [*SMALL_SHAPES, *BIASED_SHAPES]
+    return small if device == "cpu" else [*small, *A3B_SHAPES]
 
 
 def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
@@ -133,7 +177,10 @@ def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
 def experts_case(
     shape: Shape, device: str, dtype: torch.dtype, weights: dict[str, Any], group: int = 0
 ) -> Case:
-    """A case with these weights; an odd number of tokens has a shared expert's output."""
+    """A case with these weights; an odd number of tokens has a shared expert's output.
+
+    Those of BIASED_SHAPES have biases and another gate as well.
+    """
     tokens, hidden, inner, experts, top_k = shape
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
     topk_weights, ids = scores.topk(top_k, dim=-1)
@@ -148,10 +195,20 @@ def experts_case(
         ),
         **weights,
         group=group,
+        **(_biases_and_gate(shape, device, dtype) if shape in BIASED_SHAPES else {}),
     )
     tensors = [value for value in weights.values() if value is not None]
     read = nbytes(*tensors) * len(ids.unique()) // experts
     moved = read + nbytes(inputs.x, inputs.shared) + nbytes(inputs.x)
-    suffix = f" g{group}" if group else ""
+    suffix = (f" g{group}" if group else "") + (" bias" if shape in BIASED_SHAPES else "")
     name = f"{tokens}x{hidden}->2x{inner} top {top_k} of {experts}{suffix}"
     return Case(name, inputs._asdict(), moved, 6 * tokens * top_k * hidden * inner)
+
+
+def _biases_and_gate(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    tokens, hidden, inner, experts, _ = shape
+    return {
+        "gate_up_bias": randn(experts, 2 * inner, device=device, dtype=dtype, seed=7),
+        "down_bias": randn(experts, hidden, device=device, dtype=dtype, seed=8),
+        **({"clamp": SwigluClamp(1.702, 1.5)} if tokens % 2 else {"activation": GELU_TANH}),
+    }

@@ -15,6 +15,7 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
+from modelmill.ops.fused_moe import SwigluClamp
 from modelmill.weights.base import pack
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
 
@@ -85,6 +86,15 @@ def test_what_no_grouped_op_computes_is_not_stacked() -> None:
     assert floats is not None
     assert floats.op == OPS["int8"]
     assert stack_experts(mixture("dense", activation="gelu")) is None
+    for switches in (
+        {"bias": True},
+        {"activation": "gelu_tanh"},
+        {"clamp": SwigluClamp(1.702, 7.0)},
+    ):
+        assert stack_experts(mixture("dense", **switches)) is not None
+    one_gate = mixture("dense", clamp=SwigluClamp(1.702, 7.0))
+    one_gate.experts[1].act.clamp = SwigluClamp(1.702, 6.0)  # type: ignore[union-attr]
+    assert stack_experts(one_gate) is None, "experts with two gates"
     mixed = mixture("dense")
     matrix = torch.zeros(2 * INNER, HIDDEN)
     experts_linears(mixed)[1].weight = pack("int8", matrix, torch.float32)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.weight_formats import mxfp4_weight
 from modelmill.nn.fused_moe import FusedMoE, tokens_by_expert
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
@@ -67,7 +68,11 @@ def filled(spec: MoESpec, weight_format: str) -> MoE:
     for module in moe.modules():
         if isinstance(module, Linear):
             matrix = torch.randn(module.shape, generator=draw) * module.shape[1] ** -0.5
-            module.weight = pack(weight_format, matrix, torch.float32)
+            module.weight = (
+                mxfp4_weight(matrix)
+                if weight_format == "mxfp4"
+                else pack(weight_format, matrix, torch.float32)
+            )
     for name, buffer in list(moe.named_buffers()):
         if buffer.is_meta:
             parent, _, leaf = name.rpartition(".")

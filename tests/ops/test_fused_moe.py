@@ -16,13 +16,14 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
+from modelmill.ops.fused_moe import SwigluClamp
 from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.moe_align_block_size import NO_EXPERT, max_blocks, moe_align_block_size
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
 
 GROUPED = (
     "router_gemm", "fused_topk", "fused_moe", "int8_fused_moe", "int4_fused_moe", "w8a8_fused_moe",
-    "fp8_fused_moe",
+    "fp8_fused_moe", "mxfp4_fused_moe",
 )  # fmt: skip
 
 # imported before any test may say that kernels are not interpreted
@@ -88,7 +89,7 @@ def grouped_step() -> Any:
     return SimpleNamespace(ops=registry.select_backends("cpu", dict.fromkeys(GROUPED, "triton")))
 
 
-@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4", "w8a8", "fp8"])
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4", "w8a8", "fp8", "mxfp4"])
 def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped_step: Any) -> None:
     router = RouterConfig(EXPERTS, 3, renormalize=False, scale=1.5)
     shared = MLPSpec(HIDDEN, 2 * INNER)
@@ -103,8 +104,26 @@ def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped
     torch.testing.assert_close(moe(x, STEP), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "mxfp4"])
+@pytest.mark.parametrize(
+    "switches", [{"clamp": SwigluClamp(1.702, 0.5)}, {"activation": "gelu_tanh"}]
+)
+def test_biases_and_gates_are_those_of_the_plain_mixture(
+    weight_format: str, switches: dict[str, Any], grouped_step: Any
+) -> None:
+    spec = MoESpec(RouterConfig(EXPERTS, 3), MLPSpec(HIDDEN, 2 * HIDDEN, bias=True, **switches))
+    moe = filled(spec, weight_format)
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = moe(x, STEP)
+    fused = FusedMoE(moe, stacks=True)
+    torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=1e-5)
+    for expert in moe.experts:
+        expert.down_proj.bias = None  # type: ignore[union-attr]
+    assert (moe(x, STEP) - expected).abs().max() > 1e-2, "the biases take part"
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("tokens", [1, 3, 200])
 def test_a_cuda_graph_replays_another_routing(weight_format: str, tokens: int) -> None:
     draw = torch.Generator().manual_seed(tokens)

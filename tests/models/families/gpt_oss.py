@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from modelmill.nn.mlp import SwigluClamp
+from modelmill.ops.fused_moe import SwigluClamp
 from tests.models.family_cases import (
     LLAMA_FAULTS,
     SMALL,

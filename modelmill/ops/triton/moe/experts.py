@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs
 from modelmill.ops.kernel_range import HALF
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
@@ -22,7 +22,7 @@ def computes_pairs(inputs: FusedMoEInputs) -> bool:
 
 
 def supports_layout(inputs: FusedMoEInputs) -> bool:
-    """16-bit or float32 x with packed rows and routing; weights one expert after another."""
+    """16-bit or float32 x with packed rows and routing; weights and biases expert by expert."""
     x, shared = inputs.x, inputs.shared
     dtypes = (*HALF, torch.float32)
     return (
@@ -37,6 +37,10 @@ def supports_layout(inputs: FusedMoEInputs) -> bool:
         and inputs.gate_up.is_contiguous()
         and inputs.down.is_contiguous()
         and (shared is None or (shared.is_contiguous() and shared.dtype == x.dtype))
+        and inputs.activation in ACTIVATIONS
+        and all(
+            bias is None or bias.is_contiguous() for bias in (inputs.gate_up_bias, inputs.down_bias)
+        )
     )
 
 

@@ -1,13 +1,13 @@
 """Grouped products of many tokens: tiles of one expert's sorted tokens on tensor cores.
 
-Computes: inner[position, I] = silu(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ;
-    out[M, H] = Σ topk_weights · pairs (+ shared)
+Computes: inner[position, I] = act(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ +
+    bias; out[M, H] = Σ topk_weights · pairs (+ shared)
 Dtypes: x and out bfloat16 or float16; weights of x's dtype, or int8 or e4m3 with a scale for each
     row, x and inner then also quantized to 8 bits; float32 sums (int8 · int8: int32)
 Layout: row-major; weights [E, N, K]; inner in the order of moe_align_block_size
 Range: any M, any I and H
 Technique: tensor cores with the weight as left operand, tiles in an order that shares weights in
-    L2, SwiGLU in the epilogue, PDL
+    L2, bias and gate in the epilogue, PDL
 Used by: experts.py, grouped_gemm_int4.py
 
 A tile without tokens ends at once: the number of tiles depends on the shapes alone, so that a CUDA
@@ -27,7 +27,7 @@ from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
-from modelmill.ops.triton.moe.moe_decode import quantize_rows, swiglu
+from modelmill.ops.triton.moe.moe_decode import activate, gate_constants, quantize_rows
 
 
 class GroupedTile(NamedTuple):
@@ -97,44 +97,37 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     first = _fit_tile_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
     second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
     order = (sorted_ids, expert_ids)
-    _launch(
-        first, (x, x_scale), (inputs.gate_up, inputs.gate_up_scale), inner, order,
-        (inner_size, top_k, tokens), gated=True,
-    )  # fmt: skip
-    _launch(
-        second, quantize_rows(inner, act_dtype), (inputs.down, inputs.down_scale), by_pair, order,
-        (hidden, top_k, tokens), gated=False,
-    )  # fmt: skip
+    _launch(inputs, "gate_up", first, (x, x_scale), inner, order)
+    _launch(inputs, "down", second, quantize_rows(inner, act_dtype), by_pair, order)
     return sum_pairs(by_pair, inputs)
 
 
 def _launch(
+    inputs: FusedMoEInputs,
+    name: str,
     tile: GroupedTile,
     scaled_x: tuple[torch.Tensor, torch.Tensor | None],
-    scaled_weight: tuple[torch.Tensor, torch.Tensor | None],
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
-    sizes: tuple[int, int, int],
-    *,
-    gated: bool,
 ) -> None:
-    """One grouped product. sizes: rows of the output, experts of a token, tokens."""
-    (x, x_scale), (weight, scale) = scaled_x, scaled_weight
-    sorted_ids, expert_ids = order
-    (n, top_k, tokens), k = sizes, x.shape[1]
+    """One grouped product, "gate_up" or "down"."""
+    (x, x_scale), (sorted_ids, expert_ids) = scaled_x, order
+    weight, scale, bias = (getattr(inputs, name + part) for part in ("", "_scale", "_bias"))
+    (tokens, top_k), n, k = inputs.topk_ids.shape, out.shape[1], x.shape[1]
     pdl = pdl_launch_options(x.device, tokens)
     blocks, tiles = len(expert_ids), -(-n // tile.rows)
     fixed = (n, k, x.stride(0), weight.stride(0), weight.stride(1))
     _grouped_launcher(
         (blocks * tiles, 1, 1),
         (
-            x, x if x_scale is None else x_scale, weight, x if scale is None else scale, sorted_ids,
-            expert_ids, out,
+            x, x if x_scale is None else x_scale, weight, x if scale is None else scale,
+            x if bias is None else bias, sorted_ids, expert_ids, out,
         ),
         (blocks, tiles, tokens * top_k, *fixed), fixed,
         (
-            top_k, gated, x_scale is not None, scale is not None, x.dtype == torch.int8,
-            k % tile.columns == 0, GROUP, tile.tokens, tile.rows, tile.columns, pdl["PDL"],
+            top_k, name == "gate_up", x_scale is not None, scale is not None, bias is not None,
+            *gate_constants(inputs), x.dtype == torch.int8, k % tile.columns == 0, GROUP,
+            tile.tokens, tile.rows, tile.columns, pdl["PDL"],
         ),
         {
             "num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl["launch_pdl"],
@@ -159,9 +152,10 @@ def sum_pairs(by_pair: torch.Tensor, inputs: FusedMoEInputs) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["blocks", "tiles", "pairs"])
 def _grouped_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, sorted_ptr, experts_ptr, out_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, sorted_ptr, experts_ptr, out_ptr,
     blocks, tiles, pairs, n, k, x_stride, expert_stride, stride,
     TOP_K: tl.constexpr, GATED: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     INT8: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +198,11 @@ def _grouped_kernel(
             x_scale = tl.load(x_scale_ptr + source)[None, :]
             total *= x_scale
             ups *= x_scale
-        store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED)
+        if BIAS:
+            total, ups = add_bias(bias_ptr, total, ups, expert, weight_row, n, GATED)
+        store_pairs(
+            out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
+        )  # fmt: skip
     elif GATED and X_SCALE:  # numbers for what quantizes all rows
         position = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -250,12 +248,26 @@ def load_pairs(
 
 
 @triton.jit
-def store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED: tl.constexpr):
-    """Store a tile [N, M]: SwiGLU of both products by position, or one product by pair."""
+def add_bias(bias_ptr, total, ups, expert, weight_row, n, GATED: tl.constexpr):
+    """The products [N, M] with the biases of their rows."""
+    bias_at = bias_ptr + expert * (2 * n if GATED else n) + weight_row
+    total += tl.load(bias_at).to(tl.float32)[:, None]
+    if GATED:
+        ups += tl.load(bias_at + n).to(tl.float32)[:, None]
+    return total, ups
+
+
+@triton.jit
+def store_pairs(
+    out_ptr, total, ups, position, pair, row, n, pairs,
+    GATED: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile [N, M]: the gate of both products by position, or one product by pair."""
     element = out_ptr.dtype.element_ty
     if GATED:
         target = out_ptr + position[None, :] * n + row[:, None]
-        tl.store(target, swiglu(total, ups, element), mask=(row < n)[:, None])
+        gated = activate(total, ups, element, GATE, ALPHA, LIMIT)
+        tl.store(target, gated, mask=(row < n)[:, None])
     else:
         target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]
         mask = (row < n)[:, None] & (pair < pairs)[None, :]

@@ -1,16 +1,18 @@
 """Grouped products of many tokens with 4-bit weights, converted to 16 bits in registers.
 
-Computes: inner[position, I] = silu(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ
-Dtypes: x and out bfloat16 or float16; packed int4 codes; float32 sums
+Computes: inner[position, I] = act(gate) · up of the sorted pairs; pairs[pair, H] = inner · downᵀ +
+    bias
+Dtypes: x and out bfloat16 or float16; packed int4 codes, or (bfloat16) e2m1 with e8m0 scales;
+    float32 sums
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M; I and H multiples of 32
-Technique: magic-number dequantization, tensor cores with the weight as left operand, SwiGLU in the
-    epilogue, PDL
+Technique: magic-number dequantization, tensor cores with the weight as left operand, bias and gate
+    in the epilogue, PDL
 Used by: int4_fused_moe.py
 
 As in int4_linear.py: the low nibbles of 16 bytes are 16 neighbouring columns and the high ones the
 next 16, each chunk of a group is two products, and the code's exponent is taken off with the
-offsets.
+offsets. E2M1 values are exact in bfloat16, also times their scale.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
+    add_bias,
     load_pairs,
     store_pairs,
     sum_pairs,
     tile_of_program,
 )
-from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT
+from modelmill.ops.triton.moe.moe_decode import gate_constants
+from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT, holds_e2m1
+from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
 CHUNK = 128  # most columns of a chunk: two products with 64 columns each
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
@@ -74,18 +79,24 @@ def _launch(
     name: str,
 ) -> None:
     """One grouped product, "gate_up" or "down"."""
-    weight, scale, offset = (getattr(inputs, name + part) for part in ("", "_scale", "_offset"))
+    parts = ("", "_scale", "_offset", "_bias")
+    weight, scale, offset, bias = (getattr(inputs, name + part) for part in parts)
     (tokens, top_k), group = inputs.topk_ids.shape, inputs.group
     (rows, stages, warps), (n, k) = tile, (out.shape[1], x.shape[1])
-    blocks, tiles, chunk = len(order[1]), -(-n // rows), math.gcd(group, CHUNK)
+    e2m1 = holds_e2m1(inputs)
+    blocks, tiles, chunk = len(order[1]), -(-n // rows), math.gcd(k if e2m1 else group, CHUNK)
     pdl = pdl_launch_options(x.device, tokens)
     fixed = (n, k, x.stride(0), weight.shape[2], scale.shape[2])
     _launcher(
         (blocks * tiles, 1, 1),
-        (x, weight, scale, scale if offset is None else offset, *order, out),
+        (
+            x, weight, scale, scale if offset is None else offset, x if bias is None else bias,
+            *order, out,
+        ),
         (blocks, tiles, tokens * top_k, *fixed), fixed,
         (
-            top_k, name == "gate_up", offset is not None, ZERO_POINT, group, chunk,
+            top_k, name == "gate_up", e2m1, offset is not None, bias is not None,
+            *gate_constants(inputs), ZERO_POINT, group, chunk,
             k % chunk == 0, EXPONENT_BIAS[x.dtype], GROUP, len(order[0]) // blocks, rows,
             pdl["PDL"],
         ),
@@ -95,10 +106,12 @@ def _launch(
 
 @triton.jit(do_not_specialize=["blocks", "tiles", "pairs"])
 def _grouped_kernel(
-    x_ptr, weight_ptr, scale_ptr, offset_ptr, sorted_ptr, experts_ptr, out_ptr,
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, sorted_ptr, experts_ptr, out_ptr,
     blocks, tiles, pairs, n, k, x_stride, width, groups,
-    TOP_K: tl.constexpr, GATED: tl.constexpr,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, E2M1: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     EVEN: tl.constexpr, CODE_BIAS: tl.constexpr, TILE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,29 +139,42 @@ def _grouped_kernel(
             sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
             total += _chunk_product(
                 weight_ptr, scale_ptr, offset_ptr, weight_row, start, width, groups, x_low, x_high,
-                sums, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
+                sums, E2M1, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
             )  # fmt: skip
             if GATED:
                 ups += _chunk_product(
                     weight_ptr, scale_ptr, offset_ptr, weight_row + n, start, width, groups, x_low,
-                    x_high, sums, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
+                    x_high, sums, E2M1, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
                 )  # fmt: skip
-        store_pairs(out_ptr, total, ups, position, pair, row, n, pairs, GATED)
+        if BIAS:
+            total, ups = add_bias(
+                bias_ptr, total, ups, expert, tl.minimum(row, n - 1), n, GATED
+            )  # fmt: skip
+        store_pairs(
+            out_ptr, total, ups, position, pair, row, n, pairs, GATED, GATE, ALPHA, LIMIT
+        )  # fmt: skip
 
 
 @triton.jit
 def _chunk_product(
     weight_ptr, scale_ptr, offset_ptr, weight_row, start, width, groups, x_low, x_high, sums,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
-    EVEN: tl.constexpr, CODE_BIAS: tl.constexpr,
+    E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    CHUNK: tl.constexpr, EVEN: tl.constexpr, CODE_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The dequantized product [N, T] of the columns of a chunk, which share a scale."""
+    """The dequantized product [N, T] of the columns of a chunk, which share a scale if integer."""
     byte = tl.arange(0, CHUNK // 2)
     at = weight_ptr + weight_row[:, None] * width + start // 2 + byte[None, :]
     if EVEN:
         codes = tl.load(at)
     else:
         codes = tl.load(at, mask=(byte < width - start // 2)[None, :], other=0)
+    if E2M1:
+        scales_at = scale_ptr + (weight_row * groups + start // 32)[:, None] + (byte // 16)[None, :]
+        block_scale = e8m0_values(tl.load(scales_at))
+        w_low = (e2m1_values(codes & 15) * block_scale).to(x_low.dtype)
+        w_high = (e2m1_values(codes >> 4) * block_scale).to(x_low.dtype)
+        low_part = tl.dot(w_low, x_low, input_precision="ieee")
+        return tl.dot(w_high, x_high, low_part, input_precision="ieee")
     part = tl.dot(_biased(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
     part = tl.dot(_biased(codes >> 4, x_low, CODE_BIAS), x_high, part, input_precision="ieee")
     grid = weight_row * groups + start // GROUP

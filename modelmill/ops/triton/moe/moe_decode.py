@@ -1,13 +1,13 @@
 """The experts of a few tokens: each program reads a few rows of the chosen experts' matrices.
 
-Computes: inner[pair, I] = silu(gate) · up of each pair of a token and its expert; out[M, H] =
-    Σ topk_weights · (inner · downᵀ) (+ shared)
+Computes: inner[pair, I] = act(gate) · up of each pair of a token and its expert; out[M, H] =
+    Σ topk_weights · (inner · downᵀ + bias) (+ shared)
 Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or e4m3 with a scale
     for each row, x and inner then also quantized to 8 bits; float32 sums
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
 Range: any M, meant for few; any I and H
 Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down), PDL
-Used by: experts.py, grouped_gemm.py, moe_decode_int4.py
+Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
 
 Nothing but the weights of the chosen experts is read from memory, each once for every token that
 has the expert. A token's experts are summed in one program in the order of its slots, without
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
@@ -29,6 +29,8 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
 
 Tile = tuple[int, int, int]
+CLAMPED = "clamped"  # the gate with a clamp, beside the names of activations
+_CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED), tl.constexpr(GELU_TANH)
 # (rows, columns, warps) of a program: of gate and of up each, and of down
 FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
@@ -69,16 +71,19 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     is_8bit = gate_up.element_size() == 1
     tile = GATE_UP_TILE_8BIT if is_8bit else GATE_UP_TILE
     rows, columns, warps = _tile_config(tile, tokens, hidden)
-    scale = inputs.gate_up_scale
+    scale, bias = inputs.gate_up_scale, inputs.gate_up_bias
     blocks = -(-inner_size // rows)
     sizes = (inner_size, hidden, blocks, x.stride(0), gate_up.stride(0), gate_up.stride(1))
     _gate_up_launcher(
         (tokens * top_k * blocks, 1, 1),
-        (x, x if x_scale is None else x_scale, gate_up, x if scale is None else scale, ids, inner),
+        (
+            x, x if x_scale is None else x_scale, gate_up, x if scale is None else scale,
+            x if bias is None else bias, ids, inner,
+        ),
         sizes, sizes,
         (
-            top_k, x_scale is not None, scale is not None, hidden % columns == 0, rows,
-            columns, pdl["PDL"],
+            top_k, x_scale is not None, scale is not None, bias is not None,
+            *gate_constants(inputs), hidden % columns == 0, rows, columns, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -86,30 +91,37 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     inner, inner_scale = quantize_rows(inner, act_dtype)
     tile = DOWN_TILE_8BIT if is_8bit else DOWN_TILE
     rows, columns, warps = _tile_config(tile, tokens, inner_size)
-    scale, shared = inputs.down_scale, inputs.shared
+    scale, bias, shared = inputs.down_scale, inputs.down_bias, inputs.shared
     down_sizes = (hidden, inner_size, down.stride(0), down.stride(1))
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
             inner, inner if inner_scale is None else inner_scale, down,
-            inner if scale is None else scale, ids, inputs.topk_weights,
-            inner if shared is None else shared, out,
+            inner if scale is None else scale, inner if bias is None else bias, ids,
+            inputs.topk_weights, inner if shared is None else shared, out,
         ),
         down_sizes, down_sizes,
         (
             top_k, power_of_two(top_k), inner_scale is not None, scale is not None,
-            shared is not None, inner_size % columns == 0, rows, columns, pdl["PDL"],
+            bias is not None, shared is not None, inner_size % columns == 0, rows, columns,
+            pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
 
 
+def gate_constants(inputs: FusedMoEInputs) -> tuple[str, float, float]:
+    """GATE, ALPHA and LIMIT of ``activate``."""
+    return (inputs.activation, 0.0, 0.0) if inputs.clamp is None else (CLAMPED, *inputs.clamp)
+
+
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, ids_ptr, out_ptr,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, expert_stride, stride,
-    TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr,
+    TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
+    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -147,16 +159,20 @@ def _gate_up_kernel(
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)
         gate *= x_scale
         up *= x_scale
-    out = swiglu(gate, up, out_ptr.dtype.element_ty)
+    if BIAS:
+        bias_at = bias_ptr + expert * (2 * inner) + weight_row
+        gate += tl.load(bias_at).to(tl.float32)
+        up += tl.load(bias_at + inner).to(tl.float32)
+    out = activate(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
     tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
 
 
 @triton.jit
 def _down_kernel(
-    inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
-    n, k, expert_stride, stride,
+    inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, routing_ptr, shared_ptr,
+    out_ptr, n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    SHARED: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -184,6 +200,8 @@ def _down_kernel(
         out *= tl.load(scale_ptr + (expert * n)[None, :] + weight_row[:, None])
     if X_SCALE:
         out *= tl.load(inner_scale_ptr + pair, mask=live, other=0.0)[None, :]
+    if BIAS:
+        out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
     store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
 
 
@@ -218,11 +236,20 @@ def _sum_of_8(product):
 
 
 @triton.jit
-def swiglu(gate, up, element: tl.constexpr):
-    """silu(gate) · up of float32 values that are rounded to a dtype first, in that dtype."""
+def activate(
+    gate, up, element: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
+):
+    """act(gate) · up of float32 values that are rounded to a dtype first, in that dtype."""
     gate = gate.to(element).to(tl.float32)
     up = up.to(element).to(tl.float32)
-    return (gate / (1.0 + tl.exp(-gate)) * up).to(element)
+    exponent = gate
+    if GATE == _CLAMPED:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        exponent = ALPHA * gate
+    elif GATE == _GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-exponent)) * up).to(element)
 
 
 _gate_up_launcher, _down_launcher = CachedLauncher(_gate_up_kernel), CachedLauncher(_down_kernel)

@@ -1,8 +1,9 @@
 """The experts of a few tokens with 4-bit weights: each program reads rows of the chosen experts.
 
-Computes: inner[pair, I] = silu(gate) · up of each pair of a token and its expert; out[M, H] =
-    Σ topk_weights · (inner · downᵀ) (+ shared)
-Dtypes: x and out bfloat16, float16 or float32; packed int4 codes; float32 sums
+Computes: inner[pair, I] = act(gate) · up of each pair of a token and its expert; out[M, H] =
+    Σ topk_weights · (inner · downᵀ + bias) (+ shared)
+Dtypes: x and out bfloat16, float16 or float32; packed int4 codes, or e2m1 with e8m0 scales; float32
+    sums
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M, meant for few; I and H multiples of 32
 Technique: magic-number dequantization of whole 32-bit words by byte permutations (PTX), all experts
@@ -12,7 +13,7 @@ Used by: grouped_gemm_int4.py, int4_fused_moe.py
 A word holds columns of two halves of 32: its low nibbles four neighbours, its high ones the four 16
 columns further on. A nibble moved to bit 16 and combined with the exponent of 128 is the float32
 128 + code: one byte permutation of a word whose other nibbles are masked. This adds 128 times the
-sum of x, which the offsets need anyway.
+sum of x, which the offsets need anyway. A code of E2M1 is looked up by byte permutations.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
     FEW_TOKENS,
     Tile,
+    activate,
+    gate_constants,
     load_experts,
     store_weighted,
-    swiglu,
 )
+from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
@@ -44,6 +47,37 @@ _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
     prmt.b32 $1, u, 0x43000000, 0x7144;
     prmt.b32 $2, u, 0x43000000, 0x7244;
     prmt.b32 $3, u, 0x43000000, 0x7344;
+    }""")
+# The upper half of float32 is looked up, its two bytes apart: the three lower bits of a nibble
+# choose one of eight bytes. As an index with its sign bit a nibble replicates the sign of 0x80.
+# $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
+_E2M1_TO_FLOAT32 = tl.constexpr("""{
+    .reg .b32 magnitude, upper, lower, sign, pair, word;
+    and.b32 magnitude, $8, 0x77777777;
+    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
+    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
+    prmt.b32 sign, 0x80808080, 0x80808080, $8;
+    shl.b32 sign, sign, 1;
+    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    prmt.b32 pair, lower, upper, 0x5140;
+    shl.b32 $0, pair, 16;
+    and.b32 $4, pair, 0xFFFF0000;
+    prmt.b32 pair, lower, upper, 0x7362;
+    shl.b32 $1, pair, 16;
+    and.b32 $5, pair, 0xFFFF0000;
+    shr.u32 word, $8, 16;
+    shr.u32 magnitude, magnitude, 16;
+    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
+    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
+    prmt.b32 sign, 0x80808080, 0x80808080, word;
+    shl.b32 sign, sign, 1;
+    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    prmt.b32 pair, lower, upper, 0x5140;
+    shl.b32 $2, pair, 16;
+    and.b32 $6, pair, 0xFFFF0000;
+    prmt.b32 pair, lower, upper, 0x7362;
+    shl.b32 $3, pair, 16;
+    and.b32 $7, pair, 0xFFFF0000;
     }""")
 # (rows, words, warps) of a program: of gate and of up each, and of down
 GATE_UP_TILE: Tile = (16, 256, 4)
@@ -68,16 +102,20 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
     rows, words, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
     weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
+    bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
     assert scale is not None, "see supports"
     blocks = -(-inner_size // rows)
     sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // 4)
     _gate_up_launcher(
         (tokens * top_k * blocks, 1, 1),
-        (x, weight.view(torch.int32), scale, scale if offset is None else offset, ids, inner),
+        (
+            x, weight.view(torch.int32), scale, scale if offset is None else offset,
+            x if bias is None else bias, ids, inner,
+        ),
         sizes, sizes,
         (
-            top_k, offset is not None, ZERO_POINT, group, hidden % (words * WORD_COLUMNS) == 0,
-            rows, words, pdl["PDL"],
+            top_k, e2m1, offset is not None, bias is not None, *gate_constants(inputs), ZERO_POINT,
+            group, hidden % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -85,30 +123,39 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     rows, words, warps = _tile_config(DOWN_TILE, tokens, inner_size)
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
-    shared = inputs.shared
+    bias, shared = inputs.down_bias, inputs.shared
     down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // 4)
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
-            inner, weight.view(torch.int32), scale, scale if offset is None else offset, ids,
-            inputs.topk_weights, inner if shared is None else shared, out,
+            inner, weight.view(torch.int32), scale, scale if offset is None else offset,
+            inner if bias is None else bias, ids, inputs.topk_weights,
+            inner if shared is None else shared, out,
         ),
         down_sizes, down_sizes,
         (
-            top_k, power_of_two(top_k), offset is not None, ZERO_POINT, group,
-            shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
+            top_k, power_of_two(top_k), e2m1, offset is not None, bias is not None, ZERO_POINT,
+            group, shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words,
+            pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
 
 
+def holds_e2m1(inputs: FusedMoEInputs) -> bool:
+    """Whether the weights are MXFP4, whose scales are codes."""
+    return inputs.gate_up_scale is not None and inputs.gate_up_scale.dtype == torch.uint8
+
+
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight_ptr, scale_ptr, offset_ptr, ids_ptr, out_ptr, inner, k, blocks, x_stride, groups,
-    stride,
-    TOP_K: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, ids_ptr, out_ptr,
+    inner, k, blocks, x_stride, groups, stride,
+    TOP_K: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,24 +174,28 @@ def _gate_up_kernel(
         x = _load_x(x_at, inside, start, k, EVEN, WORDS)
         gates += _products(
             x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, stride,
-            OFFSET, ZERO, GROUP, EVEN, WORDS,
+            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
         ups += _products(
             x, weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, stride,
-            OFFSET, ZERO, GROUP, EVEN, WORDS,
+            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
         )  # fmt: skip
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
-    target = out_ptr + pair * inner + row
-    tl.store(target, swiglu(gate, up, out_ptr.dtype.element_ty), mask=row < inner)
+    if BIAS:
+        bias_at = bias_ptr + tl.load(ids_ptr + pair).to(tl.int64) * (2 * inner) + weight_row
+        gate += tl.load(bias_at).to(tl.float32)
+        up += tl.load(bias_at + inner).to(tl.float32)
+    out = activate(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
+    tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
 
 
 @triton.jit
 def _down_kernel(
-    inner_ptr, weight_ptr, scale_ptr, offset_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr,
-    n, k, groups, stride,
-    TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
+    inner_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, ids_ptr, routing_ptr, shared_ptr,
+    out_ptr, n, k, groups, stride,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,9 +210,11 @@ def _down_kernel(
         x = _load_x(inner_ptr + pair * k, live, start, k, EVEN and SLOTS == TOP_K, WORDS)
         total += _products(
             x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, stride,
-            OFFSET, ZERO, GROUP, EVEN and SLOTS == TOP_K, WORDS,
+            E2M1, OFFSET, ZERO, GROUP, EVEN and SLOTS == TOP_K, WORDS,
         )  # fmt: skip
     out = tl.sum(total, axis=2)
+    if BIAS:
+        out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
     store_weighted(out_ptr, shared_ptr, out, routing, token, row, n, SHARED)
 
 
@@ -191,8 +244,8 @@ def _load_x(x_at, live, start, k, EVEN: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def _products(
     x, weight_at, scale_at, offset_at, row, live, start, k, groups, stride,
-    OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
+    E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
 
@@ -207,12 +260,18 @@ def _products(
     scales_at = scale_at[None, :, None] + grid
     if EVEN:
         words = tl.load(words_at, eviction_policy="evict_first")
-        scale = tl.load(scales_at).to(tl.float32)
+        scale = tl.load(scales_at)
     else:
         words_there = (live[:, None] & (word * 8 < k)[None, :])[None, :, :]
         runs_there = (live[:, None] & (run * 32 < k)[None, :])[None, :, :]
         words = tl.load(words_at, mask=words_there, other=0)
-        scale = tl.load(scales_at, mask=runs_there, other=0.0).to(tl.float32)
+        scale = tl.load(scales_at, mask=runs_there, other=0)
+    x0, x1, x2, x3, x4, x5, x6, x7, sums = x
+    if E2M1:
+        c0, c1, c2, c3, c4, c5, c6, c7 = _e2m1_codes(words)
+        part = _dot8(c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS)
+        return part * e8m0_values(scale)
+    scale = scale.to(tl.float32)
     if OFFSET:
         offsets_at = offset_at[None, :, None] + grid
         if EVEN:
@@ -222,15 +281,43 @@ def _products(
         offset = tl.fma(scale, -128.0, offset)
     else:
         offset = -(ZERO + 128) * scale
-    x0, x1, x2, x3, x4, x5, x6, x7, sums = x
     c0, c1, c2, c3 = _codes(words)
+    c4, c5, c6, c7 = _codes(words >> 4)
+    part = _dot8(c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS)
+    return tl.fma(part, scale, offset * sums[None, :, :])
+
+
+@triton.jit
+def _dot8(
+    c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS: tl.constexpr
+):  # fmt: skip
+    """Products of eight columns of a word [N, S, W] with x [S, W], summed by runs of four words."""
     part = tl.fma(c1, x1[None, :, :], c0 * x0[None, :, :])
     part = tl.fma(c3, x3[None, :, :], tl.fma(c2, x2[None, :, :], part))
-    c4, c5, c6, c7 = _codes(words >> 4)
     part = tl.fma(c5, x5[None, :, :], tl.fma(c4, x4[None, :, :], part))
     part = tl.fma(c7, x7[None, :, :], tl.fma(c6, x6[None, :, :], part))
-    part = tl.sum(tl.reshape(part, [part.shape[0], part.shape[1], RUNS, 4]), axis=3)
-    return tl.fma(part, scale, offset * sums[None, :, :])
+    return tl.sum(tl.reshape(part, [part.shape[0], part.shape[1], RUNS, 4]), axis=3)
+
+
+@triton.jit
+def _e2m1_codes(words):
+    """The values of the low nibbles of each byte, then of the high ones: eight float32."""
+    if _ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            _E2M1_TO_FLOAT32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [words],
+            dtype=(
+                tl.float32, tl.float32, tl.float32, tl.float32,
+                tl.float32, tl.float32, tl.float32, tl.float32,
+            ),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505  Triton needs both branches
+        return (
+            e2m1_values(words & 15), e2m1_values((words >> 8) & 15),
+            e2m1_values((words >> 16) & 15), e2m1_values((words >> 24) & 15),
+            e2m1_values((words >> 4) & 15), e2m1_values((words >> 12) & 15),
+            e2m1_values((words >> 20) & 15), e2m1_values((words >> 28) & 15),
+        )  # fmt: skip
 
 
 @triton.jit

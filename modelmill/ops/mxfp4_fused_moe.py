@@ -1,0 +1,48 @@
+"""The experts of a mixture with MXFP4 weights, as gpt-oss stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from modelmill.ops import fused_moe
+from modelmill.ops.case import Case
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, dequantize_weight, random_weight
+
+DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+
+
+def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Compute ``fused_moe`` with the weights of ``mxfp4_linear``, one after another in [E, N, row].
+
+    Returns:
+        [T, H] of x's dtype.
+    """
+    return experts_reference(inputs, _dequantize)
+
+
+def _dequantize(
+    weight: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None, group: int,
+    columns: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    assert scale is not None, "MXFP4 has scales"
+    return dequantize_weight(weight, scale, offset, group, columns, dtype)
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The shapes of fused_moe, and gpt-oss's on a GPU."""
+    more = [] if device == "cpu" else [(rows, 2880, 2880, 32, 4) for rows in (1, 8, 64, 1024)]
+    for shape in (*fused_moe.shapes(device), *more):
+        weights = {}
+        for name, experts, n, k in fused_moe.weight_shapes(shape):
+            flat = random_weight(experts * n, k, BLOCK_COLUMNS, device=device, symmetric=True)
+            for part, suffix in (("weight", ""), ("scale", "_scale")):
+                value = flat[part]
+                assert value is not None
+                weights[name + suffix] = value.view(experts, n, -1)
+        yield fused_moe.experts_case(shape, device, dtype, weights, BLOCK_COLUMNS)
