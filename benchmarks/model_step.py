@@ -69,7 +69,7 @@ def random_model(shape: str, weight_format: str = "dense", *, head: bool = False
     linears = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and (head or name != "head")
+        if isinstance(module, Linear) and _takes_format(name, weight_format, head=head)
     ]
     return fill_random_weights(
         model,
@@ -77,6 +77,13 @@ def random_model(shape: str, weight_format: str = "dense", *, head: bool = False
         getattr(torch, str(raw["torch_dtype"])),
         "cuda",
     )
+
+
+def _takes_format(name: str, weight_format: str, *, head: bool) -> bool:
+    """Whether a matrix is held in the format: in MXFP4 the experts' alone, as in gpt-oss."""
+    if weight_format == "mxfp4":
+        return ".experts." in name
+    return head or name != "head"
 
 
 def make_step(

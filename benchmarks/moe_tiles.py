@@ -76,16 +76,30 @@ GROUPED: dict[int, tuple[tuple[int, int, int, int], ...]] = {
     64: ((64, 64, 4, 4), (128, 64, 3, 4), (128, 64, 4, 8), (64, 128, 3, 4), (128, 64, 3, 8)),
     128: ((64, 64, 4, 4), (128, 64, 3, 8), (128, 64, 4, 8), (256, 64, 3, 8), (128, 64, 3, 4)),
 }  # fmt: skip
-GROUPED_INT4: dict[int, tuple[tuple[int, int, int], ...]] = {
-    16: ((64, 4, 4), (32, 4, 4), (128, 4, 4), (64, 5, 4), (64, 3, 4), (128, 3, 8)),
-    32: ((64, 4, 4), (128, 4, 4), (128, 3, 8), (64, 3, 4)),
-    64: ((64, 3, 4), (128, 3, 8), (128, 3, 4), (64, 4, 4)),
-    128: ((64, 3, 4), (128, 3, 8), (64, 3, 8)),
+GROUPED_INT4: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((64, 128, 4, 4), (128, 128, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8)),
+    32: ((64, 128, 4, 4), (128, 128, 4, 4), (128, 128, 3, 8), (64, 128, 3, 4)),
+    64: ((64, 128, 3, 4), (128, 128, 3, 8), (128, 128, 3, 4), (64, 128, 4, 4)),
+    128: ((64, 128, 3, 4), (128, 128, 3, 8), (64, 128, 3, 8)),
 }
-DECODE["mxfp4"] = DECODE["int4"]
+GROUPED_E2M1: dict[int, tuple[tuple[int, int, int, int], ...]] = {
+    16: ((64, 128, 4, 4), (64, 64, 5, 4), (64, 256, 3, 4), (128, 128, 3, 8), (32, 256, 3, 4)),
+    32: ((64, 128, 4, 4), (64, 64, 5, 4), (128, 128, 3, 8)),
+    64: ((64, 128, 3, 4), (128, 128, 3, 8), (128, 64, 4, 8), (64, 64, 4, 4), (128, 128, 3, 4)),
+    128: ((128, 64, 4, 8), (128, 128, 3, 8), (64, 64, 4, 4), (128, 64, 3, 4)),
+}
+DECODE["mxfp4"] = {
+    "GATE_UP_TILE_E2M1": (
+        (8, 128, 4), (4, 128, 4), (4, 128, 2), (8, 128, 2), (16, 128, 8), (8, 128, 8), (4, 64, 1),
+        (8, 64, 4), (4, 512, 4), (4, 512, 8),
+    ),
+    "DOWN_TILE_E2M1": (
+        (4, 128, 4), (8, 128, 4), (8, 128, 8), (4, 128, 8), (2, 128, 4), (2, 512, 4), (4, 64, 4),
+        (8, 64, 4), (2, 128, 2), (4, 512, 8),
+    ),
+}  # fmt: skip
 FOUR_BITS = ("int4", "mxfp4")
 SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
-PAIRS = 0  # pairs for each expert up to which pairs are computed: always
 
 
 class ExpertsTimer:
@@ -111,10 +125,12 @@ class ExpertsTimer:
 
 
 @contextmanager
-def grouped(module: Any, tokens: int, tiles: tuple[Any, Any]) -> Iterator[None]:
+def grouped(
+    module: Any, table: dict[int, Any], tokens: int, tiles: tuple[Any, Any]
+) -> Iterator[None]:
     """Sorted tiles of so many tokens, whatever there are."""
     with (
-        mock.patch.dict(module.TILES, {tokens: tiles}),
+        mock.patch.dict(table, {tokens: tiles}),
         mock.patch.object(module, "_tokens_per_tile", return_value=tokens),
         mock.patch.object(experts, "computes_pairs", return_value=False),
         mock.patch.object(int4_fused_moe, "computes_pairs", return_value=False),
@@ -132,18 +148,20 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
             for tile in tiles if tokens <= 2 else tiles[:3]:
                 yield f"pairs {constant} {tile}", _both(
                     few, mock.patch.object(decode, constant, tile),
-                    mock.patch.object(experts, "_PAIRS_PER_EXPERT", PAIRS),
+                    mock.patch.object(experts, "computes_pairs", return_value=True),
+                    mock.patch.object(int4_fused_moe, "computes_pairs", return_value=True),
                 )  # fmt: skip
     average = tokens * shape.top_k / shape.experts
     module: Any = grouped_gemm_int4 if name in FOUR_BITS else grouped_gemm
-    table: dict[int, Any] = GROUPED_INT4 if name in FOUR_BITS else GROUPED
-    for size, tiles in table.items():
-        if size / 4 <= max(average, 4) <= size * 4 and (tokens > 1 or size == 16):
+    today = grouped_gemm_int4.TILES_E2M1 if name == "mxfp4" else module.TILES
+    tried = {"mxfp4": GROUPED_E2M1, "int4": GROUPED_INT4}
+    for size, tiles in tried.get(name, GROUPED).items():
+        if size / 4 <= max(average, 4) <= size * 4 and tokens > 1:
             for tile in tiles:
                 made = tile if name in FOUR_BITS else GroupedTile(size, *tile)
-                first, second = module.TILES.get(size, (made, made))
-                yield f"tiles gate_up {size} {tile}", grouped(module, size, (made, second))
-                yield f"tiles down {size} {tile}", grouped(module, size, (first, made))
+                first, second = today.get(size, (made, made))
+                for label, pair in (("gate_up", (made, second)), ("down", (first, made))):
+                    yield f"tiles {label} {size} {tile}", grouped(module, today, size, pair)
 
 
 @contextmanager

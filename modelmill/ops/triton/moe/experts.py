@@ -11,13 +11,19 @@ from modelmill.ops.kernel_range import HALF
 from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
 MAX_EXPERTS = 1024
-_PAIRS_PER_EXPERT = 4  # few pairs: at most one for so many experts, which hardly share one
+FEW_PAIRS = 0.25  # pairs for each expert up to which experts are hardly shared
+FEW_PAIRS_4BIT = (
+    1.0  # a pair that reads weights of 4 bits again costs less than a tile with one row
+)
 
 
-def computes_pairs(inputs: FusedMoEInputs) -> bool:
-    """Whether experts are shared by so few tokens that each pair reads its own weights."""
+def computes_pairs(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bool:
+    """Whether experts are shared by so few tokens that each pair reads its own weights.
+
+    few_pairs: pairs of a token and its expert, for each expert, up to which this holds.
+    """
     tokens, top_k = inputs.topk_ids.shape
-    few = tokens * top_k * _PAIRS_PER_EXPERT <= len(inputs.gate_up)
+    few = tokens * top_k <= few_pairs * len(inputs.gate_up)
     return tokens == 1 or few or inputs.x.dtype == torch.float32
 
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
@@ -39,20 +40,53 @@ from modelmill.ops.triton.moe.moe_decode import gate_constants
 from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT, holds_e2m1
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
-CHUNK = 128  # most columns of a chunk: two products with 64 columns each
+_ASSEMBLY = tl.constexpr(not INTERPRETED)
+# As in moe_decode_int4.py: the two bytes of each value are looked up apart.
+# $0, $1: values of the low nibbles of four bytes, in pairs; $2, $3: of the high ones; $4: the bytes
+_E2M1_TO_BFLOAT16 = tl.constexpr("""{
+    .reg .b32 magnitude, upper, lower, sign, word;
+    and.b32 magnitude, $4, 0x77777777;
+    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
+    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
+    prmt.b32 sign, 0x80808080, 0x80808080, $4;
+    shl.b32 sign, sign, 1;
+    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    shr.u32 word, $4, 16;
+    prmt.b32 $0, lower, upper, 0x6240;
+    prmt.b32 $2, lower, upper, 0x7351;
+    shr.u32 magnitude, magnitude, 16;
+    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
+    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
+    prmt.b32 sign, 0x80808080, 0x80808080, word;
+    shl.b32 sign, sign, 1;
+    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    prmt.b32 $1, lower, upper, 0x6240;
+    prmt.b32 $3, lower, upper, 0x7351;
+    }""")
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
-# (weight rows, stages, warps) by tokens of a tile: of gate and of up each, and of down
-TILES = {
-    16: ((64, 4, 4), (64, 4, 4)),
-    32: ((64, 4, 4), (64, 4, 4)),
-    64: ((64, 3, 4), (128, 3, 8)),
+Tile = tuple[int, int, int, int]
+# (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
+TILES: dict[int, tuple[Tile, Tile]] = {
+    16: ((128, 128, 3, 8), (64, 128, 4, 4)),
+    32: ((64, 128, 4, 4), (64, 128, 4, 4)),
+    64: ((64, 128, 3, 4), (128, 128, 3, 8)),
+}
+TILES_E2M1: dict[int, tuple[Tile, Tile]] = {
+    16: ((64, 128, 4, 4), (64, 128, 4, 4)),
+    32: ((64, 128, 4, 4), (64, 128, 4, 4)),
+    64: ((64, 128, 3, 4), (128, 128, 3, 8)),
 }
 
 
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
     average = inputs.topk_ids.numel() / len(inputs.gate_up)
-    return next((size for size in TILES if average <= size), 64)
+    tiles = _tiles(inputs)
+    return next((size for size in tiles if average <= size), max(tiles))
+
+
+def _tiles(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
+    return TILES_E2M1 if holds_e2m1(inputs) else TILES
 
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -64,7 +98,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     order = moe_align_block_size.run(ids, block, experts)
     inner = torch.empty((len(order[0]), inner_size), dtype=x.dtype, device=x.device)
     by_pair = torch.empty((tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    first, second = TILES[block]
+    first, second = _tiles(inputs)[block]
     for tile, source, out, name in ((first, x, inner, "gate_up"), (second, inner, by_pair, "down")):
         _launch(inputs, tile, source, out, order, name)
     return sum_pairs(by_pair, inputs)
@@ -72,7 +106,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
 
 def _launch(
     inputs: FusedMoEInputs,
-    tile: tuple[int, int, int],
+    tile: Tile,
     x: torch.Tensor,
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
@@ -82,9 +116,11 @@ def _launch(
     parts = ("", "_scale", "_offset", "_bias")
     weight, scale, offset, bias = (getattr(inputs, name + part) for part in parts)
     (tokens, top_k), group = inputs.topk_ids.shape, inputs.group
-    (rows, stages, warps), (n, k) = tile, (out.shape[1], x.shape[1])
+    (rows, columns, stages, warps), (n, k) = tile, (out.shape[1], x.shape[1])
     e2m1 = holds_e2m1(inputs)
-    blocks, tiles, chunk = len(order[1]), -(-n // rows), math.gcd(k if e2m1 else group, CHUNK)
+    # the codes of integers share a scale in a chunk: two products of half of its columns each
+    chunk = columns if e2m1 else math.gcd(group, columns)
+    blocks, tiles = len(order[1]), -(-n // rows)
     pdl = pdl_launch_options(x.device, tokens)
     fixed = (n, k, x.stride(0), weight.shape[2], scale.shape[2])
     _launcher(
@@ -136,7 +172,10 @@ def _grouped_kernel(
                 x_high = tl.load(
                     x_at + (column + 16)[:, None], mask=(column + 16 < k)[:, None], other=0.0
                 )
-            sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
+            if E2M1:
+                sums = tl.zeros([BLOCK_M], tl.float32)
+            else:
+                sums = tl.sum(x_low.to(tl.float32), axis=0) + tl.sum(x_high.to(tl.float32), axis=0)
             total += _chunk_product(
                 weight_ptr, scale_ptr, offset_ptr, weight_row, start, width, groups, x_low, x_high,
                 sums, E2M1, OFFSET, ZERO, GROUP, CHUNK, EVEN, CODE_BIAS,
@@ -170,9 +209,11 @@ def _chunk_product(
         codes = tl.load(at, mask=(byte < width - start // 2)[None, :], other=0)
     if E2M1:
         scales_at = scale_ptr + (weight_row * groups + start // 32)[:, None] + (byte // 16)[None, :]
-        block_scale = e8m0_values(tl.load(scales_at))
-        w_low = (e2m1_values(codes & 15) * block_scale).to(x_low.dtype)
-        w_high = (e2m1_values(codes >> 4) * block_scale).to(x_low.dtype)
+        if EVEN:
+            scale_codes = tl.load(scales_at)
+        else:
+            scale_codes = tl.load(scales_at, mask=(byte < width - start // 2)[None, :], other=0)
+        w_low, w_high = _e2m1_weights(codes, scale_codes, x_low.dtype)
         low_part = tl.dot(w_low, x_low, input_precision="ieee")
         return tl.dot(w_high, x_high, low_part, input_precision="ieee")
     part = tl.dot(_biased(codes & 15, x_low, CODE_BIAS), x_low, input_precision="ieee")
@@ -184,6 +225,20 @@ def _chunk_product(
     else:
         offset = -(ZERO + CODE_BIAS) * scale
     return part * scale[:, None] + offset[:, None] * sums[None, :]
+
+
+@triton.jit
+def _e2m1_weights(codes, scale_codes, element: tl.constexpr):
+    """The weights of the low and of the high nibbles of bytes, exact in bfloat16."""
+    scale = e8m0_values(scale_codes).to(element)
+    if _ASSEMBLY:
+        low, high = tl.inline_asm_elementwise(
+            _E2M1_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        low, high = e2m1_values(codes & 15).to(element), e2m1_values(codes >> 4).to(element)
+    return low * scale, high * scale
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
-from modelmill.ops.triton.moe.experts import computes_pairs, supports_layout
+from modelmill.ops.triton.moe.experts import FEW_PAIRS_4BIT, computes_pairs, supports_layout
 
 _PACK_COLUMNS = 32  # columns that are packed together
 
@@ -40,4 +40,5 @@ def supports(inputs: FusedMoEInputs) -> bool:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    return (moe_decode_int4 if computes_pairs(inputs) else grouped_gemm_int4).run(inputs)
+    few = computes_pairs(inputs, FEW_PAIRS_4BIT)
+    return (moe_decode_int4 if few else grouped_gemm_int4).run(inputs)

@@ -27,7 +27,6 @@ from modelmill.ops.triton.common.device import INTERPRETED, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
-    FEW_TOKENS,
     Tile,
     activate,
     gate_constants,
@@ -38,6 +37,7 @@ from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
+FEW_TOKENS = 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
 _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
@@ -82,6 +82,8 @@ _E2M1_TO_FLOAT32 = tl.constexpr("""{
 # (rows, words, warps) of a program: of gate and of up each, and of down
 GATE_UP_TILE: Tile = (16, 256, 4)
 DOWN_TILE: Tile = (8, 32, 8)
+GATE_UP_TILE_E2M1: Tile = (8, 128, 4)
+DOWN_TILE_E2M1: Tile = (4, 128, 4)
 MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32 alone comes here with many
 
 
@@ -100,9 +102,10 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     pdl = pdl_launch_options(x.device, tokens)
 
-    rows, words, warps = _tile_config(GATE_UP_TILE, tokens, hidden)
-    weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
     bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
+    tile = GATE_UP_TILE_E2M1 if e2m1 else GATE_UP_TILE
+    rows, words, warps = _tile_config(tile, tokens, hidden)
+    weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
     assert scale is not None, "see supports"
     blocks = -(-inner_size // rows)
     sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // 4)
@@ -120,7 +123,8 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
 
-    rows, words, warps = _tile_config(DOWN_TILE, tokens, inner_size)
+    tile = DOWN_TILE_E2M1 if e2m1 else DOWN_TILE
+    rows, words, warps = _tile_config(tile, tokens, inner_size)
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
