@@ -99,6 +99,7 @@ DECODE["mxfp4"] = {
     ),
 }  # fmt: skip
 FOUR_BITS = ("int4", "mxfp4")
+FEW = {moe_decode: "FEW_TOKENS", moe_decode_int4: "SEVERAL_TOKENS"}
 SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": MoEShape(24, 2880, 2880, 32, 4)}
 
 
@@ -142,9 +143,11 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
     """(what is tried, the context that makes it so); first what is chosen today."""
     yield "default", mock.patch.object(experts, "ROUNDS", 0, create=True)
     decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
-    few = mock.patch.object(decode, "FEW_TOKENS", 1 << 30)
+    few = mock.patch.object(decode, FEW[decode], 1 << 30)
     if tokens <= 16:
         for constant, tiles in DECODE[name].items():
+            several = f"{constant}_8_TOKENS"
+            constant = several if tokens > 4 and hasattr(decode, several) else constant
             for tile in tiles if tokens <= 2 else tiles[:3]:
                 yield f"pairs {constant} {tile}", _both(
                     few, mock.patch.object(decode, constant, tile),

@@ -24,7 +24,7 @@ ALLOWED = (
     ("loader/model_loader.py", "setattr(module, *", "a loader fills parameters and buffers"),
     ("loader/unpack_weights.py", "linear.weight", "unpacks a loaded weight in place"),
     ("nn/expert_stack.py", "linear.weight", "moves loaded weights into a stack of all experts"),
-    ("nn/synthetic_step.py", "module.weight", "fills a model with random weights"),
+    ("nn/synthetic_step.py", "*.weight", "fills a model with random weights"),
     ("nn/synthetic_step.py", "setattr(model.*", "fills a model with random parameters"),
     ("nn/attention.py", "self.rope_cache.heads", "a rank has a part of the heads"),
     ("nn/shard_model.py", "model.kv", "a rank has a part of the KV heads"),

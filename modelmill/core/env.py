@@ -6,6 +6,7 @@ MODELMILL_<FLAG>        any command line flag, e.g. MODELMILL_MAX_MODEL_LEN (rea
 MODELMILL_COMMIT        commit of the code, in rows of measurements, where it is no checkout
 MODELMILL_CPU_KERNELS   auto (default): the compiled CPU kernels of the package, else compiled on this machine;
                         prebuilt: only those of the package; native: only compiled here; none: torch computes
+CUDA_VISIBLE_DEVICES    CUDA's own: the first GPU of it is named in rows of measurements
 TRITON_INTERPRET        1: Triton kernels run in its interpreter on the CPU (for tests)
 OMP_WAIT_POLICY         how threads of torch's OpenMP wait: modelmill's own processes (the command line, workers) set
 GOMP_SPINCOUNT          PASSIVE if the user has set none of these three; read when torch is imported
@@ -44,6 +45,11 @@ def option_from_env(name: str) -> str | None:
     ``option_from_env("max_model_len")`` reads MODELMILL_MAX_MODEL_LEN.
     """
     return os.environ.get("MODELMILL_" + name.upper())
+
+
+def first_visible_gpu() -> str | None:
+    """The index or id of the first GPU in CUDA_VISIBLE_DEVICES; None where it names none."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or None
 
 
 def triton_interpret() -> bool:

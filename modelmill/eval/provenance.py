@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from modelmill.core.env import option_from_env
+from modelmill.core.env import first_visible_gpu, option_from_env
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS_FOLDER = "benchmarks/results"
@@ -60,7 +60,7 @@ def host_facts() -> dict[str, Any]:
 def _gpu_facts() -> dict[str, Any]:
     """The first visible GPU's id, driver and power limit, read once; nothing without a GPU."""
     # nvidia-smi lists every GPU of the machine, also those that this process may not use
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    first = first_visible_gpu()
     selection = ["-i", first] if first else []
     query = ["--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
     gpus = _output(["nvidia-smi", *selection, *query])

@@ -53,7 +53,7 @@ def group_columns(weight: WeightFormat) -> int:
     return weight.group_size if isinstance(weight, GroupwiseWeight) else 0
 
 
-class Gate(NamedTuple):
+class ExpertActivation(NamedTuple):
     """What stands between the products of an expert, as ``FusedMoEInputs`` has it."""
 
     activation: str
@@ -68,7 +68,7 @@ class StackedExperts:
     """
 
     def __init__(
-        self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear], gate: Gate
+        self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear], gate: ExpertActivation
     ) -> None:
         self.op = op
         self._gate = gate
@@ -114,7 +114,7 @@ def stack_experts(moe: MoE) -> StackedExperts | None:
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
-    gates = {_gate(expert.act) for expert in experts}
+    gates = {_expert_activation(expert.act) for expert in experts}
     # of ranks that share a product, one alone adds the second bias
     biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
     kinds = {_kind(linear.weight) for linear in (*gate_up, *down)}
@@ -124,14 +124,14 @@ def stack_experts(moe: MoE) -> StackedExperts | None:
     return StackedExperts(op, gate_up, down, gate)
 
 
-def _gate(act: nn.Module) -> Gate | None:
+def _expert_activation(act: nn.Module) -> ExpertActivation | None:
     """The gate of the grouped ops that an expert's activation is, or None."""
     if isinstance(act, ClampedSwiglu):
-        return Gate(SILU, act.clamp)
+        return ExpertActivation(SILU, act.clamp)
     if isinstance(act, SiluMul):
-        return Gate(SILU)
+        return ExpertActivation(SILU)
     is_gelu = isinstance(act, GatedActivation) and act.name == GELU_TANH
-    return Gate(GELU_TANH) if is_gelu else None
+    return ExpertActivation(GELU_TANH) if is_gelu else None
 
 
 def _kind(weight: WeightFormat) -> tuple[object, ...]:

@@ -10,7 +10,8 @@ from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
-from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, dequantize_weight, random_weight
+from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
+from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
 

@@ -95,7 +95,7 @@ def test_the_template_keeps_its_text() -> None:
         {"h200": [], page.SUITE: []},
     )
     assert rendered == (
-        f"{page.NOTE}\n\n# A\n\nBraces {{{{ inside }}}} a line stay.\n\n"
+        f"{page.made_from(page.TEMPLATE)}\n\n# A\n\nBraces {{{{ inside }}}} a line stay.\n\n"
         "![Beside vLLM on an H200](img/performance-speed.svg)\n"
     )
 
@@ -108,12 +108,13 @@ def test_a_figure_just_above_its_target_does_not_look_like_it() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A repository with a template, a note and two rows."""
+    """A repository with templates, a note and two rows."""
     for path, text in (
         (page.TEMPLATE, "# P\n\n{{ table vllm }}\n\n{{ plot speed }}\n"),
+        (page.PAGES[Path("docs/bench.md")], "# B\n\n{{ table suite }}\n"),
         (Path("docs/notes/an-idea.md"), "# An idea\n\n*decode · helped*\n"),
     ):
-        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     (tmp_path / page.RESULTS).mkdir(parents=True)
     rows = [table("modelmill", 3.7, "b", "06"), table("vLLM", 4.84, "b", "06")]

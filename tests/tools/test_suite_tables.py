@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tools.performance.suite_tables import suite_lines, suite_table
+from tools.performance.suite_tables import suite_lines, suite_summary, suite_table
 
 
 def row(subject: str, value: float, run: str, **changed: Any) -> dict[str, Any]:
@@ -58,3 +58,14 @@ def test_a_side_alone_has_no_ratio() -> None:
     table = suite_table([row("modelmill", 4.0, "a1")])
     assert table[2] == "| ms |  | floor | modelmill | best peer ÷ ours |"
     assert table[4] == "| llama-3-8b | decode-1x128 | 3.00 | **4.00** | – |"
+
+
+def test_the_summary_has_the_means_of_medians_and_the_least_run() -> None:
+    rows = []
+    for work, ratios in (("decode-1x128", (1.0, 3.0)), ("decode-8x128", (8.0, 8.0))):
+        for run, ratio in zip(("a1", "b1"), ratios, strict=True):
+            rows += [row("modelmill", 2.0, run, work=work), row("vLLM", 2 * ratio, run, work=work)]
+    assert suite_summary(rows)[2:] == [
+        "| NVIDIA H200, llama-3-8b | vLLM | **4.00** | – | 1.00 (decode-1x128) | 2 | 2 |"
+    ]
+    assert len(suite_summary([row("modelmill", 4.0, "a1")])) == 2, "no peer, no line"

@@ -1,4 +1,4 @@
-"""docs/performance.md: a template's marks replaced by tables and plots that the rows give."""
+"""docs/performance.md and bench.md: a template's marks replaced by what the rows give."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tools.performance.provenance import without_ages
 from tools.performance.rows import Row, read_rows
 
 TEMPLATE, PAGE = Path("tools/performance/page.template.md"), Path("docs/performance.md")
+PAGES = {PAGE: TEMPLATE, Path("docs/bench.md"): Path("tools/performance/bench.template.md")}
 SUITE = "suite"
 RESULTS, IMAGES = Path("benchmarks/results"), Path("docs/img")
-NOTE = f"<!-- Made by `make performance` from {TEMPLATE} and {RESULTS}: change those. -->"
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "alone": ("h200", gpu_tables.alone_table),
     "parallel": ("h200", gpu_tables.parallel_table),
     "suite": (SUITE, suite_tables.suite_table),
+    "suite_summary": (SUITE, suite_tables.suite_summary),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)
 
@@ -66,8 +67,11 @@ def read_device_rows(root: Path) -> dict[str, list[Row]]:
     return {"h200": [], **by_file, SUITE: suite}
 
 
-def render(template: str, rows: Mapping[str, Sequence[Row]]) -> str:
-    """The page's text. Raises ValueError naming a mark that nothing is known of."""
+def render(template: str, rows: Mapping[str, Sequence[Row]], source: Path = TEMPLATE) -> str:
+    """The page's text. Raises ValueError naming a mark that nothing is known of.
+
+    source: where the template is.
+    """
 
     def replaced(mark: re.Match[str]) -> str:
         item_type, name = mark.groups()
@@ -76,9 +80,14 @@ def render(template: str, rows: Mapping[str, Sequence[Row]]) -> str:
             return "\n".join(table(rows[device]))
         if item_type == "plot" and name in PLOTS:
             return f"![{PLOTS[name].title}](img/{plot_path(name).name})"
-        raise ValueError(f"{TEMPLATE}: nothing is known of {mark.group(0)}")
+        raise ValueError(f"{source}: nothing is known of {mark.group(0)}")
 
-    return f"{NOTE}\n\n" + _MARK.sub(replaced, template).strip() + "\n"
+    return f"{made_from(source)}\n\n" + _MARK.sub(replaced, template).strip() + "\n"
+
+
+def made_from(source: Path) -> str:
+    """The comment at the head of a page."""
+    return f"<!-- Made by `make performance` from {source} and {RESULTS}: change those. -->"
 
 
 def plot_path(name: str) -> Path:
@@ -88,8 +97,11 @@ def plot_path(name: str) -> Path:
 
 def _texts(root: Path, rows: Mapping[str, Sequence[Row]]) -> dict[Path, str]:
     """The pages that the tool writes, by their path."""
-    template = (root / TEMPLATE).read_text(encoding="utf-8")
-    return {PAGE: render(template, rows), notes_index.PAGE: notes_index.render(root)}
+    pages = {
+        page: render((root / template).read_text(encoding="utf-8"), rows, template)
+        for page, template in PAGES.items()
+    }
+    return {**pages, notes_index.PAGE: notes_index.render(root)}
 
 
 def stale_files(root: Path) -> list[str]:

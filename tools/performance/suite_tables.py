@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean, median
 
 from tools.performance.numbers import number
 from tools.performance.provenance import provenance_line
@@ -94,6 +94,35 @@ def suite_table(rows: Sequence[Row]) -> list[str]:
         used = [row for _, line in named for sides in line.runs for row in sides.values()]
         parts += ["", provenance_line(used), ""]
     return parts[:-1]
+
+
+def suite_summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each device and shape: means of decode's and first tokens' ratios, the least."""
+    parts = [
+        "| device, shape | peer | decode | first token | least | works | cards or runs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (device, shape), lines in suite_lines(rows).items():
+        compared = [line for line in lines if line.ratios]
+        if not compared:
+            continue
+        means = [_mean_ratio(compared, start) for start in ("decode", "first")]
+        least = min(compared, key=lambda line: min(line.ratios))
+        peers = {name.split()[0] for line in compared for each in line.runs for name in each}
+        peers = {name for name in peers if not is_ours(name)}
+        counts = sorted({len(line.runs) for line in compared})
+        parts.append(
+            f"| {device}, {shape} | {' or '.join(sorted(peers))} | {means[0]} "
+            f"| {means[1]} | {min(least.ratios):.2f} ({least.work}) | {len(compared)} "
+            f"| {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} |"
+        )
+    return parts
+
+
+def _mean_ratio(lines: Sequence[SuiteLine], start: str) -> str:
+    """Of the works whose names start so; each with the median over its runs."""
+    ratios = [median(line.ratios) for line in lines if line.work.startswith(start)]
+    return f"**{geometric_mean(ratios):.2f}**" if ratios else "–"
 
 
 def _cells(line: SuiteLine, subjects: Sequence[str], several: bool) -> list[str]:

@@ -37,7 +37,7 @@ from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
-FEW_TOKENS = 16
+FEW_TOKENS, SEVERAL_TOKENS = 4, 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
 _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
@@ -79,17 +79,19 @@ _E2M1_TO_FLOAT32 = tl.constexpr("""{
     shl.b32 $3, pair, 16;
     and.b32 $7, pair, 0xFFFF0000;
     }""")
-# (rows, words, warps) of a program: of gate and of up each, and of down
+# (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
 GATE_UP_TILE: Tile = (16, 256, 4)
 DOWN_TILE: Tile = (8, 32, 8)
+DOWN_TILE_8_TOKENS: Tile = (8, 32, 4)
 GATE_UP_TILE_E2M1: Tile = (8, 128, 4)
-DOWN_TILE_E2M1: Tile = (4, 128, 4)
+DOWN_TILE_E2M1: Tile = (8, 64, 4)
+DOWN_TILE_E2M1_8_TOKENS: Tile = (8, 128, 4)
 MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32 alone comes here with many
 
 
 def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
     """The tile with fewer words for a narrow matrix."""
-    rows, words, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
+    rows, words, warps = tile if tokens <= SEVERAL_TOKENS else MANY_TOKENS_TILE
     return rows, min(words, max(4, power_of_two(width // WORD_COLUMNS))), warps
 
 
@@ -123,8 +125,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
 
-    tile = DOWN_TILE_E2M1 if e2m1 else DOWN_TILE
-    rows, words, warps = _tile_config(tile, tokens, inner_size)
+    rows, words, warps = _tile_config(_down_tile(tokens, e2m1), tokens, inner_size)
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
@@ -145,6 +146,12 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
+
+
+def _down_tile(tokens: int, e2m1: bool) -> Tile:
+    if tokens <= FEW_TOKENS:
+        return DOWN_TILE_E2M1 if e2m1 else DOWN_TILE
+    return DOWN_TILE_E2M1_8_TOKENS if e2m1 else DOWN_TILE_8_TOKENS
 
 
 def holds_e2m1(inputs: FusedMoEInputs) -> bool:

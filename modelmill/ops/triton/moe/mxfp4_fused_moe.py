@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
-from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS
+from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import int4_fused_moe
 from modelmill.ops.triton.moe.experts import FEW_PAIRS_4BIT, computes_pairs
