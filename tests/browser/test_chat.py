@@ -385,7 +385,7 @@ def test_loading_is_shown_and_a_key_is_asked_for(opened: Any, engines: Engines, 
         expect(dialog).to_be_hidden()
         banner = page.locator("#banner")
         if serving.request("/health")[0] == 503:
-            expect(banner).to_have_text(re.compile("is loading:|^$"))
+            expect(banner).to_have_text(re.compile("is loading|^$"))
             shot(page, "loading")
         wait_ready(page)
         send_message(page, "Hello")
