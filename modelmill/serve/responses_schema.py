@@ -15,19 +15,10 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
-from modelmill.serve.schema import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    CustomTool,
-    FunctionDefinition,
-    NamedFunction,
-    NamedToolChoice,
-    ResponseFormat,
-    SamplingFields,
-    Tool,
-    check_functions,
-)
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.sampling_schema import SamplingFields
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     MAX_ITEMS,
@@ -36,6 +27,15 @@ from modelmill.serve.strict_models import (
     JsonObjectList,
     Metadata,
     StrictModel,
+)
+from modelmill.serve.structured_outputs_schema import ResponseFormat
+from modelmill.serve.tool_schema import (
+    CustomTool,
+    FunctionDefinition,
+    NamedFunction,
+    NamedToolChoice,
+    Tool,
+    check_functions,
 )
 from modelmill.serve.typed_objects import parse_typed
 

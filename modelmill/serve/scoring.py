@@ -16,7 +16,7 @@ from modelmill.outputs import unit_vector
 from modelmill.request_state import RequestState
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
-from modelmill.serve.schema import TextList
+from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 
 METHOD = "embedding_cosine"

@@ -6,14 +6,11 @@ import json
 import random
 from typing import Any
 
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tools.soak import segment_requests
 
 REQUEST_TYPES = {

@@ -9,11 +9,13 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.serve.chat_answer import exhaust
+from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.openai_format import sse_event
 from modelmill.serve.peer_fields import AnyItems, ignored
+from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.common import openai_finish_reason
-from modelmill.serve.schema import CompletionRequest, GenerationFields, TokenIds
 from modelmill.serve.stream import EventFormatter
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 from modelmill.serve.timings import request_timings
