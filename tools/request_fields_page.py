@@ -9,7 +9,7 @@ from pathlib import Path
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
-from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_keys import DROPPED_KEYS

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import nn
 
+from modelmill.nn.causal_conv import select_row_ranges
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
 from modelmill.nn.recurrent_state import StateSpec
+from modelmill.nn.step import Step
 from modelmill.parallel.shard import Range
 
 
@@ -59,6 +62,30 @@ class HeadRecurrenceSpec(ABC):
             parts=(Part("o_proj", self.hidden),), split_columns="state_heads", tensors=tensors,
         )  # fmt: skip
         return norm, projection
+
+
+class HeadProjection(RankHeads):
+    """x Wᵀ + b in float32: [T, H] → [T, parts·heads]. The matrix is small and never quantized.
+
+    Its rows are those of all heads, once for each part.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, hidden: int, heads: int, parts: int = 1, *, bias: bool = False) -> None:
+        super().__init__(heads)
+        rows = parts * heads
+        self.parts = parts
+        self.register_buffer("weight", torch.empty(rows, hidden, device="meta"))
+        self.register_buffer("bias", torch.empty(rows, device="meta") if bias else None)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The values of this rank's heads."""
+        whole, (first, end) = len(self.weight) // self.parts, self.heads
+        rows = tuple((part * whole + first, part * whole + end) for part in range(self.parts))
+        out = x.float() @ select_row_ranges(self.weight, rows).float().T
+        return out if self.bias is None else out + select_row_ranges(self.bias, rows).float()
 
 
 class HeadRecurrence(RankHeads):

@@ -23,7 +23,14 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, by_chunk, decays, random_operands
+from modelmill.ops.recurrence import (
+    Tokens,
+    advance_states,
+    by_chunk,
+    decays,
+    random_operands,
+    vectors_by_head,
+)
 from modelmill.ops.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -76,11 +83,8 @@ class DeltaTokens(NamedTuple):
 
 def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     heads, dk, dv = inputs.state.shape[1:]
-    x = inputs.qkv.to(inputs.state.dtype)
-    key_width = (x.shape[1] - heads * dv) // 2
-    q, k, v = x.split([key_width, key_width, heads * dv], 1)
-    group = heads * dk // key_width
-    q, k = (_unit(each.unflatten(1, (-1, dk))).repeat_interleave(group, 1) for each in (q, k))
+    keys, v = inputs.qkv.to(inputs.state.dtype).tensor_split((-heads * dv,), 1)
+    q, k = (_unit(vectors_by_head(each, heads, dk)) for each in keys.chunk(2, 1))
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())

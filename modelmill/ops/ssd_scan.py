@@ -18,7 +18,14 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, by_chunk, decays, random_operands
+from modelmill.ops.recurrence import (
+    Tokens,
+    advance_states,
+    by_chunk,
+    decays,
+    random_operands,
+    vectors_by_head,
+)
 from modelmill.ops.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -72,11 +79,8 @@ class SSDTokens(NamedTuple):
 
 def _prepare(inputs: SSDScanInputs) -> SSDTokens:
     heads, dim, size = inputs.state.shape[1:]
-    values = inputs.xbc.to(inputs.state.dtype)
-    shared = (values.shape[1] - heads * dim) // 2
-    x, b, c = values.split([heads * dim, shared, shared], 1)
-    group = heads * size // shared
-    b, c = (each.unflatten(1, (-1, size)).repeat_interleave(group, 1) for each in (b, c))
+    x, shared = inputs.xbc.to(inputs.state.dtype).tensor_split((heads * dim,), 1)
+    b, c = (vectors_by_head(each, heads, size) for each in shared.chunk(2, 1))
     delta = F.softplus(inputs.dt.double() + inputs.dt_bias.double()).clamp(*inputs.dt_limit)
     log_decay = -inputs.a_log.double().exp() * delta
     x = x.unflatten(1, (heads, dim))

@@ -23,7 +23,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.error_form import error_body
-from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.dialects.ollama_schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -57,7 +57,7 @@ from modelmill.serve.routes import (
     stored_responses,
     tokenize,
 )
-from modelmill.serve.scoring import RerankRequest, ScoreRequest
+from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest

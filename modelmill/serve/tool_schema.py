@@ -103,6 +103,16 @@ class CustomToolChoice(NamedByType):
     custom: NamedFunction
 
 
+def function_tool(function: FunctionDefinition) -> Tool:
+    """The tool that calls a function."""
+    return Tool(type="function", function=function)
+
+
+def function_choice(name: str) -> NamedToolChoice:
+    """The choice of the function of this name."""
+    return NamedToolChoice(type="function", function=NamedFunction(name=name))
+
+
 class AllowedTools(StrictModel):
     """Some of the tools, and whether one of them must be called."""
 

@@ -25,9 +25,9 @@ from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import (
     CustomTool,
     FunctionDefinition,
-    NamedFunction,
-    NamedToolChoice,
     Tool,
+    function_choice,
+    function_tool,
 )
 
 MAX_TOOLS = 512
@@ -141,11 +141,10 @@ class CountTokensRequest(StrictModel):
 
     def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
         tools: list[Tool | CustomTool] = [
-            Tool(
-                type="function",
-                function=FunctionDefinition(
+            function_tool(
+                FunctionDefinition(
                     name=tool.name, description=tool.description, parameters=tool.input_schema
-                ),
+                )
             )
             for tool in self.tools or ()
         ]
@@ -158,7 +157,7 @@ class CountTokensRequest(StrictModel):
             return tools, "required"
         if choice.name is None:
             raise RequestError("tool_choice of type tool needs a name")
-        return tools, NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+        return tools, function_choice(choice.name)
 
 
 class MessagesRequest(CountTokensRequest):
