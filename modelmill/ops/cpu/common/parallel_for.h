@@ -91,6 +91,20 @@ template <class F> inline void parallel_for_rows(int64_t rows, int64_t row_bytes
     parallel_for(rows, step, rows * row_bytes, f);
 }
 
+// Calls f(m, m_end, j, j_end) for the tiles of a GEMM's output [rows, n], up to block × step each.
+// Tiles of the same rows come one after the other, so that their activations stay in the cache.
+template <class F>
+inline void parallel_for_tiles(int64_t rows, int64_t block, int64_t n, int64_t step, int64_t work,
+                               const F& f) {
+    const int64_t blocks = (rows + block - 1) / block, n_blocks = (n + step - 1) / step;
+    parallel_for(blocks * n_blocks, 1, work, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const int64_t m = i / n_blocks * block, j = i % n_blocks * step;
+            f(m, m + block < rows ? m + block : rows, j, j + step < n ? j + step : n);
+        }
+    });
+}
+
 // Per-thread scratch memory kept between calls, 64-byte aligned. Growing discards the contents.
 class Scratch {
   public:
