@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
 from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, RecurrenceSpec
 from modelmill.nn.linear import Linear
@@ -140,27 +140,11 @@ class GatedDeltaNet(HeadMixer):
 class DeltaRule(HeadRecurrence):
     """The recurrence over q, k, v behind the convolution and the rates."""
 
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
-        super().__init__(spec, state_index)
-        self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
-        self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
-
     def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
-        assert step.state is not None, "a step of a model with recurrent state"
-        heads = (self.heads,)
+        decay = self.of_rank(self.A_log), self.of_rank(self.dt_bias)
         return step.ops.gated_delta_rule(
-            GatedDeltaInputs(
-                mixed,
-                rates,
-                select_row_ranges(self.A_log, heads),
-                select_row_ranges(self.dt_bias, heads),
-                step.state.cache.states[self.state_index],
-                step.state.rows,
-            )
+            GatedDeltaInputs(mixed, rates, *decay, *self.states_of(step))
         )
 
 

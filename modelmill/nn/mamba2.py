@@ -149,31 +149,18 @@ class Mamba2(HeadMixer):
 class StateSpaceScan(HeadRecurrence):
     """The recurrence over x, B, C behind the convolution and the steps."""
 
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
     D: torch.Tensor
 
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
         super().__init__(spec, state_index)
         self.spec = spec
-        for name in ("A_log", "dt_bias", "D"):
-            self.register_buffer(name, torch.empty(spec.heads, device="meta"))
+        self.register_buffer("D", torch.empty(spec.heads, device="meta"))
 
     def forward(self, mixed: torch.Tensor, dt: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, x | B | C], [T, heads] → [T, heads·head_dim] float32."""
-        assert step.state is not None, "a step of a model with recurrent state"
-        heads = (self.heads,)
+        decay, skip = (self.of_rank(self.A_log), self.of_rank(self.dt_bias)), self.of_rank(self.D)
         return step.ops.ssd_scan(
-            SSDScanInputs(
-                mixed,
-                dt,
-                select_row_ranges(self.A_log, heads),
-                select_row_ranges(self.dt_bias, heads),
-                select_row_ranges(self.D, heads),
-                self.spec.dt_limit,
-                step.state.cache.states[self.state_index],
-                step.state.rows,
-            )
+            SSDScanInputs(mixed, dt, *decay, skip, self.spec.dt_limit, *self.states_of(step))
         )
 
 

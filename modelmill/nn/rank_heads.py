@@ -11,6 +11,7 @@ from modelmill.nn.causal_conv import select_row_ranges
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
+from modelmill.ops.state_rows import StateRows
 from modelmill.parallel.shard import Range
 
 
@@ -24,6 +25,10 @@ class RankHeads(nn.Module):
     def take_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
+
+    def of_rank(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of this rank's heads, of those of all heads [heads, …]."""
+        return select_row_ranges(values, (self.heads,))
 
 
 class HeadRecurrenceSpec(ABC):
@@ -89,14 +94,21 @@ class HeadProjection(RankHeads):
 
 
 class HeadRecurrence(RankHeads):
-    """A recurrence with a state of each head.
+    """A recurrence with a state of each head, whose decay is exp(−exp(A_log) · …).
 
     Attributes:
+        A_log: [heads].
+        dt_bias: [heads], added before the softplus of the decay's factor.
         state_index: The place of its state among those of the model.
     """
 
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
     def __init__(self, spec: HeadRecurrenceSpec, state_index: int) -> None:
         super().__init__(spec.heads)
+        self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
+        self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
         self._whole_state = spec.state
         self.state_index = state_index
 
@@ -105,3 +117,8 @@ class HeadRecurrence(RankHeads):
         """The state of this rank's heads."""
         whole, (first, end) = self._whole_state, self.heads
         return StateSpec(whole.name, (end - first, *whole.shape[1:]), whole.dtype)
+
+    def states_of(self, step: Step) -> tuple[torch.Tensor, StateRows]:
+        """The states of all slots, and the step's sequences."""
+        assert step.state is not None, "a step of a model with recurrent state"
+        return step.state.cache.states[self.state_index], step.state.rows
