@@ -4,8 +4,8 @@
 // Range: any range and grain
 // Technique: work stealing, atomics
 // Used by: add_rms_norm.cpp, block_floating_point.h, decode.cpp, flash_attention.h, gelu_tanh.cpp,
-//     gemm_small_m.h, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope_cache.cpp, rptq_linear.cpp,
-//     runtime.cpp, sample.cpp, silu_mul.cpp, thread_pool.cpp, upsample_masks.cpp, w8a8_linear.cpp
+//     gemm_small_m.h, norm.h, quantize.cpp, rope_cache.cpp, rptq_linear.cpp, runtime.cpp,
+//     sample.cpp, silu_mul.cpp, thread_pool.cpp, upsample_masks.cpp, w8a8_linear.cpp
 //
 // An OpenMP region ends at a barrier that waits for every thread: if another process occupies one
 // core, each call lasts a scheduler time slice. Here the caller never waits for a worker that has
