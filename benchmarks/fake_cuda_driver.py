@@ -69,7 +69,7 @@ def fake_hopper_device() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch._C._cuda_getCurrentRawStream = lambda *_: FAKE_STREAM
-    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, misc]
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
     torch.Tensor.get_device = lambda _: 0  # type: ignore[assignment, method-assign]
 
 
@@ -89,7 +89,7 @@ def disable_kernels() -> None:
 
     build.why_unavailable = _nothing
     launch.sm_count = lambda *_: NUM_SMS  # type: ignore[assignment]
-    launch.load_kernel = kernel  # type: ignore[assignment]
+    launch.load_kernel = kernel
     counters = torch.zeros(2, dtype=torch.int32)
     paged_attention._stream_counters = lambda *_: counters  # type: ignore[assignment]
     everywhere: Mapping[str, object] = {

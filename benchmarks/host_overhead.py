@@ -77,9 +77,8 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
         [(answers, 1, CONTEXT)] if answers else []
     )
     pages = sum(count * -(-context // PAGE_SIZE) for count, _, context in groups) + 1
-    cache = KVCache.allocate(
-        model.kv, pages, PAGE_SIZE, kv_cache_dtype(kv_dtype, torch.bfloat16), "cpu"
-    )  # type: ignore[arg-type]
+    cache_dtype = kv_cache_dtype(kv_dtype, torch.bfloat16)
+    cache = KVCache.allocate(model.kv, pages, PAGE_SIZE, cache_dtype, "cpu")  # type: ignore[arg-type]
     bound = context_bucket(CONTEXT) if answers else tokens
     step = synthetic_step(model, select_backends("cuda"), groups, max_context=bound, kv=cache)
 

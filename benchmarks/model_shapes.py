@@ -134,7 +134,9 @@ def _llama_tensors(config: Mapping[str, Any]) -> Iterator[TensorShapes]:
     rows = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     for i in range(config["num_hidden_layers"]):
         stem = f"model.layers.{i}"
-        layer = {f"{stem}.self_attn.{n}_proj.weight": (size, hidden) for n, size in rows.items()}
+        layer: TensorShapes = {
+            f"{stem}.self_attn.{n}_proj.weight": (size, hidden) for n, size in rows.items()
+        }
         if config["model_type"] == "qwen2":
             layer |= {f"{stem}.self_attn.{n}_proj.bias": (size,) for n, size in rows.items()}
         if config["model_type"] == "qwen3":

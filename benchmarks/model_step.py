@@ -127,7 +127,7 @@ def mixed_step(
         + answers * -(-context // PAGE_SIZE)
         + 1
     )
-    device = model.embed.weight.device.type  # type: ignore[union-attr]
+    device = str(model.embed.weight.device.type)  # type: ignore[union-attr]
     kv = KVCache.allocate(model.kv, pages, PAGE_SIZE, model_kv_dtype(model, kv_dtype), device)  # type: ignore[arg-type]
     groups = [*pieces, (answers, 1, context)]
     return synthetic_step(

@@ -130,7 +130,7 @@ def serve_requests(
     facts: Mapping[str, Any],
     pipe: IO[str],
     *,
-    randomize: Callable[[str], None] | None = None,
+    randomize: Callable[[str], object] | None = None,
 ) -> None:
     """Answer the driver until it hangs up.
 

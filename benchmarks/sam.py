@@ -167,7 +167,10 @@ def everything_row(side: SamSide, rounds: int) -> dict[str, Any]:
     points = [Prompt(((float(x), 600.0),), (1,)) for x in range(0, IMAGE_SIZE[0], 15)]
     scores = sam_model.decode(sam_model.embed_image(random_image(1)), points)[1][:, 1:]
     passing = float(scores.flatten().quantile(1 - IOU_THRESHOLD))
-    thresholds = {"pred_iou_thresh": min(1.0, max(0.0, passing)), "stability_score_thresh": 0.0}
+    thresholds: dict[str, Any] = {
+        "pred_iou_thresh": min(1.0, max(0.0, passing)),
+        "stability_score_thresh": 0.0,
+    }
     # drawn masks have nearly one box: how much two may overlap is found, not given
     overlap = (0.0, 1.0)
     for _ in range(6):

@@ -110,9 +110,8 @@ def run_worker(fd: int, engine: str, step: float) -> None:
     manifest = open_artifact(Path(engine)).manifest
     vocab = int(manifest.config["vocab_size"])
     wire.send(EngineReady(engine, "cpu", vocab, manifest.max_model_len, 1 << 20, 16, 1, 512))
-    EngineWorker(
-        FakeEngineCore(vocab, step), wire, Inbox(wire, on_server_gone=lambda: os._exit(0))
-    ).run()  # type: ignore[arg-type]
+    core: Any = FakeEngineCore(vocab, step)
+    EngineWorker(core, wire, Inbox(wire, on_server_gone=lambda: os._exit(0))).run()
 
 
 def run_api(engine: str, root: str, step: float) -> None:
@@ -234,9 +233,9 @@ def compare_checkouts(args: argparse.Namespace) -> dict[str, Any]:
     count = args.streams * args.tokens
     out: dict[str, Any] = {"streams": args.streams, "tokens": args.tokens, "step_ms": args.step_ms}
     out["rounds"] = args.rounds
-    for name, figures in rounds.items():
-        out[name] = {key: median_min_max([each[key] for each in figures]) for key in figures[0]}
-        out[name]["tokens_per_s"] = median_min_max([count / each["served_s"] for each in figures])
+    for name, of_side in rounds.items():
+        out[name] = {key: median_min_max([each[key] for each in of_side]) for key in of_side[0]}
+        out[name]["tokens_per_s"] = median_min_max([count / each["served_s"] for each in of_side])
     if args.against:
         for key in ("served_s", "api_us"):
             ratios = [a[key] / b[key] for a, b in zip(rounds["here"], rounds["against"])]

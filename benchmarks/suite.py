@@ -278,7 +278,7 @@ def cpu_sides(
     threads = options.threads
     run = {"device": "cpu", "threads": threads, "max_model_len": CPU_CONTEXT, "max_num_seqs": 1}
     for recipe, name in CPU_RECIPES.items():
-        arguments = {"engine": str(setup.cpu_engine(gguf, recipe)), "run": run}
+        arguments: dict[str, Any] = {"engine": str(setup.cpu_engine(gguf, recipe)), "run": run}
         yield setup.start_module(name, sys.executable, "modelmill_peer", arguments)
     for file_type in FILE_TYPES if python else ():
         file = llamacpp_file(setup, str(python), gguf, file_type)

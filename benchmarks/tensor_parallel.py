@@ -225,7 +225,7 @@ def time_engine_core(
         kv_cache_bytes=48 << 30,
         max_model_len=2048,
     )
-    others = OtherRanks(links)
+    others: Any = OtherRanks(links)
     leads_others = tp_group.rank == 0 and tp_group.size > 1
     loop = EngineCore(model, config, tp_group=tp_group, tp_workers=others if leads_others else None)
     if tp_group.rank:

@@ -97,7 +97,7 @@ def record_steps(engine_core: EngineCore) -> list[StepRecord]:
         records.append(StepRecord(singles, sum(c for _, c in counts if c > 1), keys, start, end))
         return pending
 
-    runner.run, runner.sample = started, record  # type: ignore[method-assign]
+    runner.run, runner.sample = started, record  # type: ignore[method-assign, assignment]
     return records
 
 

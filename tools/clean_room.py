@@ -147,14 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = Path(tempfile.mkdtemp(prefix="modelmill-clean-room-", dir=options.folder))
     try:
         wheel = build_archives(base, report)
-        for version in options.python if wheel is not None else ():
-            interpreter = find_python(version)
-            if interpreter is None:
-                report.steps.append(Step(version, "find it", "not here: skipped", 0.0))
-                continue
-            room = Room(f"Python {version}", base / version)
-            examine(room, interpreter, wheel, options.checkpoint, report)
-            shutil.rmtree(room.folder, ignore_errors=True)
+        if wheel is not None:
+            for version in options.python:
+                interpreter = find_python(version)
+                if interpreter is None:
+                    report.steps.append(Step(version, "find it", "not here: skipped", 0.0))
+                    continue
+                room = Room(f"Python {version}", base / version)
+                examine(room, interpreter, wheel, options.checkpoint, report)
+                shutil.rmtree(room.folder, ignore_errors=True)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     print("\n" + report.table())

@@ -52,22 +52,22 @@ def targets_table(rows: Sequence[Row]) -> list[str]:
         _line("rptq W4A8, over its own W4A16", f"≤ {MAX_RATIO:g} points", over, MAX_RATIO, "points")
     )
     for group, must in BEST_INT4.items():
-        value = _int4(rows, group)
-        better = {method: excess for method, excess in value.items() if method in METHODS}
+        by_method = _int4(rows, group)
+        better = {method: excess for method, excess in by_method.items() if method in METHODS}
         best = min(better, key=lambda method: better[method]) if better else None
         what = f"int4, groups of {group}, the best" + (f" ({best})" if best else "")
         lines.append(
             _line(what, f"≤ +{must:g} %", None if best is None else better[best], must, "%")
         )
         for method in ("gptq", "awq"):
-            if {method, "nearest"} <= set(value):
-                nearest = round(value["nearest"], 2)
+            if {method, "nearest"} <= set(by_method):
+                nearest = round(by_method["nearest"], 2)
                 target = f"better than nearest's {nearest:+.2f} %"
                 lines.append(
                     _line(
                         f"int4, groups of {group}, {method}",
                         target,
-                        value[method],
+                        by_method[method],
                         nearest - TOLERANCE_STEP,
                         "%",
                     )

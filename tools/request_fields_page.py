@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
-from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
+from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_keys import DROPPED_KEYS
 from modelmill.serve.peer_fields import field_rows
-from modelmill.serve.schema import ChatRequest, CompletionRequest, GenerationFields
 from modelmill.serve.strict_models import StrictModel
 from tools import generated_page
 

@@ -65,9 +65,10 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 def recurrences() -> Iterator[Problem]:
     """Decodes, and a prompt, of Qwen3-Next's heads in 16 bits, and of a smaller size."""
     for tokens, key_heads, heads, dim in ((1, 16, 32, 128), (64, 16, 32, 128), (64, 2, 4, 64)):
+        slots = tensor(1, dtype=torch.int64)
         rows = StateRows(
-            tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64),
-            *(tensor(1, dtype=torch.int64) for _ in range(3)), tokens, 16,
+            tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64), slots, slots, slots,
+            tokens, 16,
         )  # fmt: skip
         inputs = GatedDeltaInputs(
             tensor(tokens, (2 * key_heads + heads) * dim),
@@ -225,7 +226,11 @@ def decode_attention() -> Iterator[Problem]:
 
 def image_attention() -> Iterator[Problem]:
     """Windows and whole images, with relative positions, a table of biases or none."""
-    images = [(BF16, 80, 64, None), (BF16, 128, 128, None), (F32, 128, 128, None)]
+    images: list[tuple[torch.dtype, int, int, int | None]] = [
+        (BF16, 80, 64, None),
+        (BF16, 128, 128, None),
+        (F32, 128, 128, None),
+    ]
     images += [(BF16, 80, 64, 14), (F32, 128, 64, 14), (BF16, 128, 96, None)]
     images += [(BF16, 64, 14, 7)]
     for dtype, dim, side, window in images:
@@ -350,7 +355,7 @@ def experts() -> Iterator[Problem]:
             x if shared else None,
         )  # fmt: skip
         yield from _call("fused_moe", inputs)
-        int8 = {
+        int8: dict[str, Any] = {
             "gate_up": tensor(128, 1536, 2048, dtype=INT8),
             "down": tensor(128, 2048, 768, dtype=INT8),
             "gate_up_scale": tensor(128, 1536, dtype=F32),
@@ -366,7 +371,7 @@ def experts() -> Iterator[Problem]:
             "down_scale": tensor(128, 2048, 768 // group, dtype=half),
         }
         offsets = {name.replace("scale", "offset"): grid for name, grid in grids.items()}
-        int4 = {
+        int4: dict[str, Any] = {
             "gate_up": tensor(128, 1536, 1024, dtype=torch.uint8),
             "down": tensor(128, 2048, 384, dtype=torch.uint8),
             **grids, **({} if shared else offsets), "group": group,

@@ -134,7 +134,7 @@ def run_prompt(engine: Path, llm: type, recorder: FileRecorder | None) -> None:
     main = importlib.import_module("modelmill.cli.main")
     argv = ["run", str(engine), "--prompt", PROMPT, "--max-tokens", "8", "--device", "cpu"]
     argv += ["--raw", "--temperature", "0"]
-    usual = llm.__init__
+    usual = llm.__init__  # type: ignore[misc]
     try:
         if recorder is not None:
             llm.__init__ = recorder.pause_within(usual)  # type: ignore[misc]
@@ -169,7 +169,7 @@ def walks(checkpoint: Path, quantization: str, method: str) -> dict[str, list[st
     """The files of both walks."""
     modelmill = importlib.import_module("modelmill")
     llm = importlib.import_module("modelmill.llm")
-    package = Path(modelmill.__file__).resolve().parent
+    package = Path(str(modelmill.__file__)).resolve().parent
     config = modelmill.core.config.BuildConfig(
         quantization=quantization, method=method, dtype="float32"
     )

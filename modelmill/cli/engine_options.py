@@ -38,6 +38,8 @@ def local_model(model: Path) -> Path:
     Raises:
         CheckpointError: if the model cannot be fetched.
     """
+    if model.exists():
+        return model
     from modelmill.checkpoint.pull import is_model_name, pull_once
 
     if not is_model_name(model):

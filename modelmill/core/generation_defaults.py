@@ -47,14 +47,12 @@ _USED_KEYS = {
 # ids of other uses, Qwen v1's chat format, and options for the speed and outputs of transformers
 _IGNORED_KEYS = frozenset((
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "chat_format", "max_window_size",
-    "use_cache",
-    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
-    "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    "remove_invalid_values",
-    "transformers_version", "_from_model_config", "is_assistant", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
-    "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "remove_invalid_values", "transformers_version",
+    "_from_model_config", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size",
+    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "speculation_type", "use_mtp", "compile_config", "disable_compile",
     "continuous_batching_config", "low_memory", "prefill_chunk_size", "use_model_defaults",
 ))  # fmt: skip

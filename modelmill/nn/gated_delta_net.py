@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
+from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
+from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, RecurrenceSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
-from modelmill.nn.rank_heads import HeadRecurrence, HeadRecurrenceSpec, RankHeads
+from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -108,78 +109,42 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         )  # fmt: skip
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(HeadMixer):
     """The mixer of one layer."""
 
     def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
-        super().__init__()
+        super().__init__(spec.key_heads)
         self.spec = spec
-        self.kv_heads = spec.key_heads
         self.in_proj = Linear(spec.hidden, 2 * spec.key_width + 2 * spec.value_width)
-        self.rates = DeltaRates(spec)
+        self.rates = HeadProjection(spec.hidden, spec.heads, parts=2)
         self.conv = CausalConv(spec.conv, state_index)
         self.delta_rule = DeltaRule(spec, state_index + 1)
         self.gated_norm = GatedHeadNorm(spec.value_dim, spec.eps)
         self.out_proj = Linear(spec.value_width, spec.hidden)
 
-    def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002
-        """[T, H] → [T, H]."""
-        qkvz = self.in_proj(x, step)
-        delta = self.delta_rule(self.conv(qkvz, step), self.rates(x, step), step)
-        return self.out_proj(self.gated_norm(delta, qkvz, step), step)
+    @property
+    def recurrence(self) -> DeltaRule:
+        """The delta rule."""
+        return self.delta_rule
 
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads of values and of keys."""
+        super().take_heads(heads, kv_heads)
         spec = self.spec
-        self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.rates.take_heads(heads)
-        self.delta_rule.take_heads(heads)
         keys = kv_heads[0] * spec.key_dim, kv_heads[1] * spec.key_dim
         second = spec.key_width
         values = 2 * second + heads[0] * spec.value_dim, 2 * second + heads[1] * spec.value_dim
         self.conv.take_channels(keys, (second + keys[0], second + keys[1]), values)
 
 
-class DeltaRates(RankHeads):
-    """x Wᵀ in float32: [T, H] → b | a, [T, 2·heads]. The matrix is small and never quantized."""
-
-    weight: torch.Tensor
-
-    def __init__(self, spec: GatedDeltaNetSpec) -> None:
-        super().__init__(spec.heads)
-        self.register_buffer("weight", torch.empty(2 * spec.heads, spec.hidden, device="meta"))
-
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
-        """The rates of this rank's heads before their activations."""
-        half, (first, end) = len(self.weight) // 2, self.heads
-        weight = select_row_ranges(self.weight, ((first, end), (half + first, half + end)))
-        return x.float() @ weight.float().T
-
-
 class DeltaRule(HeadRecurrence):
     """The recurrence over q, k, v behind the convolution and the rates."""
 
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    def __init__(self, spec: GatedDeltaNetSpec, state_index: int) -> None:
-        super().__init__(spec, state_index)
-        self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
-        self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
-
     def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
-        assert step.state is not None, "a step of a model with recurrent state"
-        heads = (self.heads,)
+        decay = self.of_rank(self.A_log), self.of_rank(self.dt_bias)
         return step.ops.gated_delta_rule(
-            GatedDeltaInputs(
-                mixed,
-                rates,
-                select_row_ranges(self.A_log, heads),
-                select_row_ranges(self.dt_bias, heads),
-                step.state.cache.states[self.state_index],
-                step.state.rows,
-            )
+            GatedDeltaInputs(mixed, rates, *decay, *self.states_of(step))
         )
 
 

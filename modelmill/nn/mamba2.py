@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
+from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
@@ -21,7 +21,7 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
-from modelmill.nn.rank_heads import HeadRecurrence, HeadRecurrenceSpec, RankHeads
+from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec, RankHeads
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.causal_conv import exact_silu
@@ -115,32 +115,30 @@ class Mamba2Spec(HeadRecurrenceSpec):
         )  # fmt: skip
 
 
-class Mamba2(nn.Module):
+class Mamba2(HeadMixer):
     """The mixer of one layer."""
 
+    gated_norm: GatedGroupNorm
+
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
-        super().__init__()
+        super().__init__(spec.groups)
         self.spec = spec
-        self.kv_heads = spec.groups
         self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width, spec.bias)
-        self.rates = StepSizes(spec)
+        self.rates = HeadProjection(spec.hidden, spec.heads, bias=spec.bias)
         self.conv = CausalConv(spec.conv, state_index)
         self.ssm = StateSpaceScan(spec, state_index + 1)
         self.gated_norm = GatedGroupNorm(spec)
         self.out_proj = Linear(spec.width, spec.hidden, spec.bias)
 
-    def forward(self, x: torch.Tensor, rope: object, step: Step) -> torch.Tensor:  # noqa: ARG002
-        """[T, H] → [T, H]."""
-        xbcz = self.in_proj(x, step)
-        scanned = self.ssm(self.conv(xbcz, step), self.rates(x, step), step)
-        return self.out_proj(self.gated_norm(scanned, xbcz, step), step)
+    @property
+    def recurrence(self) -> StateSpaceScan:
+        """The scan of the state space."""
+        return self.ssm
 
     def take_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads, and the groups that they read."""
+        super().take_heads(heads, kv_heads)
         spec = self.spec
-        self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.rates.take_heads(heads)
-        self.ssm.take_heads(heads)
         self.gated_norm.take_heads(heads)
         inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
         first, end = (spec.width + group * spec.state_size for group in kv_heads)
@@ -148,51 +146,21 @@ class Mamba2(nn.Module):
         self.conv.take_channels(inner, (first, end), (second + first, second + end))
 
 
-class StepSizes(RankHeads):
-    """x Wᵀ + b in float32: [T, H] → dt [T, heads]. The matrix is small and never quantized."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __init__(self, spec: Mamba2Spec) -> None:
-        super().__init__(spec.heads)
-        self.register_buffer("weight", torch.empty(spec.heads, spec.hidden, device="meta"))
-        self.register_buffer("bias", torch.empty(spec.heads, device="meta") if spec.bias else None)
-
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
-        """The steps of this rank's heads before their activation."""
-        dt = x.float() @ select_row_ranges(self.weight, (self.heads,)).float().T
-        return dt if self.bias is None else dt + select_row_ranges(self.bias, (self.heads,)).float()
-
-
 class StateSpaceScan(HeadRecurrence):
     """The recurrence over x, B, C behind the convolution and the steps."""
 
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
     D: torch.Tensor
 
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
         super().__init__(spec, state_index)
         self.spec = spec
-        for name in ("A_log", "dt_bias", "D"):
-            self.register_buffer(name, torch.empty(spec.heads, device="meta"))
+        self.register_buffer("D", torch.empty(spec.heads, device="meta"))
 
     def forward(self, mixed: torch.Tensor, dt: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, x | B | C], [T, heads] → [T, heads·head_dim] float32."""
-        assert step.state is not None, "a step of a model with recurrent state"
-        heads = (self.heads,)
+        decay, skip = (self.of_rank(self.A_log), self.of_rank(self.dt_bias)), self.of_rank(self.D)
         return step.ops.ssd_scan(
-            SSDScanInputs(
-                mixed,
-                dt,
-                select_row_ranges(self.A_log, heads),
-                select_row_ranges(self.dt_bias, heads),
-                select_row_ranges(self.D, heads),
-                self.spec.dt_limit,
-                step.state.cache.states[self.state_index],
-                step.state.rows,
-            )
+            SSDScanInputs(mixed, dt, *decay, skip, self.spec.dt_limit, *self.states_of(step))
         )
 
 

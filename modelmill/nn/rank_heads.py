@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import nn
 
+from modelmill.nn.causal_conv import select_row_ranges
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
 from modelmill.nn.recurrent_state import StateSpec
+from modelmill.nn.step import Step
+from modelmill.ops.state_rows import StateRows
 from modelmill.parallel.shard import Range
 
 
@@ -21,6 +25,10 @@ class RankHeads(nn.Module):
     def take_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
+
+    def of_rank(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of this rank's heads, of those of all heads [heads, …]."""
+        return select_row_ranges(values, (self.heads,))
 
 
 class HeadRecurrenceSpec(ABC):
@@ -61,15 +69,46 @@ class HeadRecurrenceSpec(ABC):
         return norm, projection
 
 
+class HeadProjection(RankHeads):
+    """x Wᵀ + b in float32: [T, H] → [T, parts·heads]. The matrix is small and never quantized.
+
+    Its rows are those of all heads, once for each part.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, hidden: int, heads: int, parts: int = 1, *, bias: bool = False) -> None:
+        super().__init__(heads)
+        rows = parts * heads
+        self.parts = parts
+        self.register_buffer("weight", torch.empty(rows, hidden, device="meta"))
+        self.register_buffer("bias", torch.empty(rows, device="meta") if bias else None)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """The values of this rank's heads."""
+        whole, (first, end) = len(self.weight) // self.parts, self.heads
+        rows = tuple((part * whole + first, part * whole + end) for part in range(self.parts))
+        out = x.float() @ select_row_ranges(self.weight, rows).float().T
+        return out if self.bias is None else out + select_row_ranges(self.bias, rows).float()
+
+
 class HeadRecurrence(RankHeads):
-    """A recurrence with a state of each head.
+    """A recurrence with a state of each head, whose decay is exp(−exp(A_log) · …).
 
     Attributes:
+        A_log: [heads].
+        dt_bias: [heads], added before the softplus of the decay's factor.
         state_index: The place of its state among those of the model.
     """
 
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
     def __init__(self, spec: HeadRecurrenceSpec, state_index: int) -> None:
         super().__init__(spec.heads)
+        self.register_buffer("A_log", torch.empty(spec.heads, device="meta"))
+        self.register_buffer("dt_bias", torch.empty(spec.heads, device="meta"))
         self._whole_state = spec.state
         self.state_index = state_index
 
@@ -78,3 +117,8 @@ class HeadRecurrence(RankHeads):
         """The state of this rank's heads."""
         whole, (first, end) = self._whole_state, self.heads
         return StateSpec(whole.name, (end - first, *whole.shape[1:]), whole.dtype)
+
+    def states_of(self, step: Step) -> tuple[torch.Tensor, StateRows]:
+        """The states of all slots, and the step's sequences."""
+        assert step.state is not None, "a step of a model with recurrent state"
+        return step.state.cache.states[self.state_index], step.state.rows

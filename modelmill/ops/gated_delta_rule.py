@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, by_chunk, decays, random_operands
+from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
+from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
 from modelmill.ops.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -76,11 +77,8 @@ class DeltaTokens(NamedTuple):
 
 def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     heads, dk, dv = inputs.state.shape[1:]
-    x = inputs.qkv.to(inputs.state.dtype)
-    key_width = (x.shape[1] - heads * dv) // 2
-    q, k, v = x.split([key_width, key_width, heads * dv], 1)
-    group = heads * dk // key_width
-    q, k = (_unit(each.unflatten(1, (-1, dk))).repeat_interleave(group, 1) for each in (q, k))
+    keys, v = inputs.qkv.to(inputs.state.dtype).tensor_split((-heads * dv,), 1)
+    q, k = (_unit(vectors_by_head(each, heads, dk)) for each in keys.chunk(2, 1))
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
@@ -117,23 +115,20 @@ def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, 
     The arithmetic of a chunk does not depend on the number of chunks.
     """
     q, k, v, log_decay, beta = by_chunk(tokens, chunk)
-    total, decay = decays(log_decay, s.dtype)
+    decays = chunk_decays(log_decay, s.dtype)
     rate = beta.to(s.dtype)[..., None]
-    system = (rate * k @ k.transpose(-1, -2) * decay).tril(-1)
-    since_start = total.exp().to(s.dtype)[..., None]
-    right = torch.cat((rate * v, rate * since_start * k), -1)
+    system = (rate * k @ k.transpose(-1, -2) * decays.between).tril(-1)
+    right = torch.cat((rate * v, rate * decays.since_start * k), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
-    scores = q @ k.transpose(-1, -2) * decay
-    q = q * since_start
-    to_end = (total[..., -1:] - total).exp().to(s.dtype)[..., None]
-    k = (k * to_end).transpose(-1, -2)
-    chunk_decay = total[..., -1].exp().to(s.dtype)[..., None, None]
+    scores = q @ k.transpose(-1, -2) * decays.between
+    q = q * decays.since_start
+    k = (k * decays.to_end).transpose(-1, -2)
     out = torch.empty_like(v)
     for n in range(len(out)):
         corrected = values[n] - keys[n] @ s
         out[n] = q[n] @ s + scores[n] @ corrected
-        s = s * chunk_decay[n] + k[n] @ corrected
+        s = s * decays.whole[n] + k[n] @ corrected
     return out.transpose(1, 2).flatten(0, 1), s
 
 

@@ -32,17 +32,10 @@ def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
     return tuple(each[start:stop] for each in tokens)
 
 
-def by_chunk(tokens: Tokens, chunk: int) -> list[torch.Tensor]:
-    """The tensors of whole chunks, [n, H, …] → [N, H, C, …]."""
-    return [each.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for each in tokens]
-
-
-def decays(log_decay: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Running sums G of chunks' log decays [N, H, C], and exp(G_i − G_j) for i ≥ j, else 0."""
-    chunk, total = log_decay.shape[-1], log_decay.cumsum(-1)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).tril()
-    between = total[..., :, None] - total[..., None, :]
-    return total, between.masked_fill(~lower, float("-inf")).exp().to(dtype)
+def vectors_by_head(x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+    """[T, groups·size] → [T, heads, size]: consecutive heads share the vector of their group."""
+    groups = x.unflatten(1, (-1, size))
+    return groups.repeat_interleave(heads // groups.shape[1], 1)
 
 
 def advance_states(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, by_chunk, decays, random_operands
+from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
+from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
 from modelmill.ops.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -72,11 +73,8 @@ class SSDTokens(NamedTuple):
 
 def _prepare(inputs: SSDScanInputs) -> SSDTokens:
     heads, dim, size = inputs.state.shape[1:]
-    values = inputs.xbc.to(inputs.state.dtype)
-    shared = (values.shape[1] - heads * dim) // 2
-    x, b, c = values.split([heads * dim, shared, shared], 1)
-    group = heads * size // shared
-    b, c = (each.unflatten(1, (-1, size)).repeat_interleave(group, 1) for each in (b, c))
+    x, shared = inputs.xbc.to(inputs.state.dtype).tensor_split((heads * dim,), 1)
+    b, c = (vectors_by_head(each, heads, size) for each in shared.chunk(2, 1))
     delta = F.softplus(inputs.dt.double() + inputs.dt_bias.double()).clamp(*inputs.dt_limit)
     log_decay = -inputs.a_log.double().exp() * delta
     x = x.unflatten(1, (heads, dim))
@@ -94,15 +92,14 @@ def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch
 def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs without D x [n, H, P], and the last state."""
     x, b, c, log_decay, delta = by_chunk(tokens, chunk)
-    total, decay = decays(log_decay, s.dtype)
+    decays = chunk_decays(log_decay, s.dtype)
     x = x * delta.to(s.dtype)[..., None]
-    out = (c @ b.transpose(-1, -2) * decay) @ x
-    c = c * total.exp().to(s.dtype)[..., None]
-    written = (x * (total[..., -1:] - total).exp().to(s.dtype)[..., None]).transpose(-1, -2) @ b
-    chunk_decay = total[..., -1].exp().to(s.dtype)[..., None, None]
+    out = (c @ b.transpose(-1, -2) * decays.between) @ x
+    c = c * decays.since_start
+    written = (x * decays.to_end).transpose(-1, -2) @ b
     for n in range(len(out)):
         out[n] += c[n] @ s.transpose(-1, -2)
-        s = s * chunk_decay[n] + written[n]
+        s = s * decays.whole[n] + written[n]
     return out.transpose(1, 2).flatten(0, 1), s
 
 

@@ -19,9 +19,11 @@ from modelmill.core import log
 from modelmill.core.errors import ModelmillError
 from modelmill.core.quoting import one_line
 from modelmill.serve import errors
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
 from modelmill.serve.dialects.error_form import error_body
-from modelmill.serve.dialects.llama_cpp import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.dialects.ollama_schema import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -34,6 +36,7 @@ from modelmill.serve.errors import ApiError, invalid_request
 from modelmill.serve.middleware import RequestMiddleware
 from modelmill.serve.model_schema import LoadRequest, ModelRequest, PinRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
+from modelmill.serve.openai_models import ErrorResponse
 from modelmill.serve.openapi_models import add_response_schemas
 from modelmill.serve.responses_schema import CompactRequest, ResponsesRequest
 from modelmill.serve.routes import (
@@ -54,19 +57,12 @@ from modelmill.serve.routes import (
     stored_responses,
     tokenize,
 )
-from modelmill.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ErrorResponse,
-    StrictModel,
-    TemplateRequest,
-    TokenizeRequest,
-)
-from modelmill.serve.scoring import RerankRequest, ScoreRequest
+from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.service import Service
 from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
+from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from modelmill.serve.validation_errors import summarize_errors
 
 REQUEST_MODELS: dict[str, type[StrictModel]] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from modelmill.outputs import CompletionOutput
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.routes.common import openai_finish_reason
-from modelmill.serve.schema import ChatRequest
 from modelmill.text.answer_pieces import ToolCallDelta
 from modelmill.text.chat_format_files import load_format
 from modelmill.text_processor import TextProcessor

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve.call_progress import CallProgress, stop_strings
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.routes.chat import AnswerReader
 from modelmill.serve.routes.common import get_service
-from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.text.answer_pieces import AnswerPiece, ToolCallDelta
 from modelmill.text_processor import TextProcessor

@@ -11,7 +11,7 @@ from modelmill.core.types import MAX_INT32, POOL_MEAN
 from modelmill.outputs import unit_vector
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
-from modelmill.serve.schema import TextList, TokenIdLists, TokenIds, list_prompts
+from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
 from modelmill.serve.strict_models import StrictModel
 
 MAX_INPUTS = 2048

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.serve.schema import ChatRequest
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.text.messages import join_text_parts, validate_messages
 
 

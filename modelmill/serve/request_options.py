@@ -11,8 +11,8 @@ from modelmill.core.errors import RequestError
 from modelmill.core.logits_processors import LogitsProcessors
 from modelmill.core.types import SamplingParams
 from modelmill.request_state import RequestState
+from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.openai_format import clamp_logprob, token_text
-from modelmill.serve.schema import GenerationFields
 from modelmill.text.tokenizer import Tokenizer
 from modelmill.text_processor import TextProcessor
 

@@ -15,19 +15,10 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
-from modelmill.serve.schema import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    CustomTool,
-    FunctionDefinition,
-    NamedFunction,
-    NamedToolChoice,
-    ResponseFormat,
-    SamplingFields,
-    Tool,
-    check_functions,
-)
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.sampling_schema import SamplingFields
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     MAX_ITEMS,
@@ -36,6 +27,16 @@ from modelmill.serve.strict_models import (
     JsonObjectList,
     Metadata,
     StrictModel,
+)
+from modelmill.serve.structured_outputs_schema import ResponseFormat
+from modelmill.serve.tool_schema import (
+    CustomTool,
+    FunctionDefinition,
+    NamedToolChoice,
+    Tool,
+    check_functions,
+    function_choice,
+    function_tool,
 )
 from modelmill.serve.typed_objects import parse_typed
 
@@ -337,7 +338,7 @@ class ResponsesRequest(SamplingFields):
         Literal["none", "auto", "required"] | NamedToolChoice | None,
     ]:
         tools: list[Tool | CustomTool] = [
-            Tool(type="function", function=FunctionDefinition(**tool.model_dump(exclude={"type"})))
+            function_tool(FunctionDefinition(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or ()
         ]
         choice = self.tool_choice
@@ -347,9 +348,7 @@ class ResponsesRequest(SamplingFields):
                 raise RequestError("tool_choice names a function that is not among the tools")
             return [tool for tool in tools if tool.name in names], choice.mode
         if isinstance(choice, FunctionToolChoice):
-            return tools or None, NamedToolChoice(
-                type="function", function=NamedFunction(name=choice.name)
-            )
+            return tools or None, function_choice(choice.name)
         return tools or None, choice
 
 

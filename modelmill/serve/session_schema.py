@@ -8,9 +8,10 @@ from pydantic import Field
 
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.response_model import ResponseModel
-from modelmill.serve.schema import TokenIds, TokenizeRequest
 from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.tokenize_schema import TokenizeRequest
 
 SESSION_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelmill.request_state import RequestState
-from modelmill.serve.schema import GenerationFields
+from modelmill.serve.generation_schema import GenerationFields
 
 
 def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def llama_layer_shapes(hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the matrices of a square-headed llama's layer, by their names below it."""
+    shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "o")}
+    shapes |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    return shapes | {"mlp.down_proj": (hidden, inner)}
+
+
 def seeded_decoder(
     layers: int = 2,
     hidden: int = 64,
@@ -52,14 +59,8 @@ def seeded_decoder(
     tensors["model.norm.weight"] = 1 + 0.2 * normal(hidden)
     for index in range(layers):
         stem = f"model.layers.{index}"
-        for name in ("q", "k", "v", "o"):
-            tensors[f"{stem}.self_attn.{name}_proj.weight"] = matrix(hidden, hidden)
-        for name, size in (
-            ("gate", (wide, hidden)),
-            ("up", (wide, hidden)),
-            ("down", (hidden, wide)),
-        ):
-            tensors[f"{stem}.mlp.{name}_proj.weight"] = matrix(*size)
+        for name, size in llama_layer_shapes(hidden, wide).items():
+            tensors[f"{stem}.{name}.weight"] = matrix(*size)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{stem}.{name}.weight"] = 1 + 0.3 * normal(hidden)
     return tensors, config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
     return made
 
 
+def usage_of(service: ServiceThread, path: str, body: Mapping[str, Any]) -> Any:
+    """The usage of an answer."""
+    return post(service, path, dict(body)).json["usage"]
+
+
 def chat(service: ServiceThread, forces: bool, seed: int) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -72,10 +77,9 @@ def chat(service: ServiceThread, forces: bool, seed: int) -> None:
     results = [{"role": "tool", "tool_call_id": c["id"]} for c in message.get("tool_calls", ())]
     messages += [{**each, "content": "ok"} for each in results]
     messages.append({"role": "user", "content": "And?"})
-    second = post(
-        service, "/v1/chat/completions", {**body, "messages": messages, "max_tokens": SECOND_TOKENS}
-    ).json
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    body |= {"messages": messages, "max_tokens": SECOND_TOKENS}
+    usage = usage_of(service, "/v1/chat/completions", body)
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def responses(service: ServiceThread, forces: bool, seed: int) -> None:
@@ -94,10 +98,9 @@ def responses(service: ServiceThread, forces: bool, seed: int) -> None:
         if item["type"] == "function_call"
     ]
     items.append({"role": "user", "content": "And?"})
-    second = post(
-        service, "/v1/responses", {**body, "input": items, "max_output_tokens": SECOND_TOKENS}
-    ).json
-    assert second["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    body |= {"input": items, "max_output_tokens": SECOND_TOKENS}
+    usage = usage_of(service, "/v1/responses", body)
+    assert usage["input_tokens_details"]["cached_tokens"] > 0
 
 
 def messages(service: ServiceThread, forces: bool, seed: int) -> None:
@@ -116,10 +119,8 @@ def messages(service: ServiceThread, forces: bool, seed: int) -> None:
         if block["type"] == "tool_use"
     ]
     sent.append({"role": "user", "content": [*results, {"type": "text", "text": "And?"}]})
-    second = post(
-        service, "/v1/messages", {**body, "messages": sent, "max_tokens": SECOND_TOKENS}
-    ).json
-    assert second["usage"]["cache_read_input_tokens"] > 0
+    body |= {"messages": sent, "max_tokens": SECOND_TOKENS}
+    assert usage_of(service, "/v1/messages", body)["cache_read_input_tokens"] > 0
 
 
 def ollama(service: ServiceThread, forces: bool, seed: int) -> None:

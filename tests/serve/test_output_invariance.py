@@ -15,8 +15,8 @@ import pytest
 
 from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.routes.chat import chat_request_state
-from modelmill.serve.schema import ChatRequest
 from tests.serve.service_thread import ServiceThread
 
 PROMPTS = [

@@ -11,11 +11,11 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.response_items import ResponseItems
 from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes.chat import ChatResponseBuilder, chat_request_state
 from modelmill.serve.routes.responses import ResponsesBuilder
-from modelmill.serve.schema import ChatRequest
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
 from tests.text.conftest import hf_files, small_hf

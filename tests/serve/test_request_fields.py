@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.message_keys import clean_messages
 from modelmill.serve.peer_fields import field_rows
 from modelmill.serve.request_options import bad_word_ids
-from modelmill.serve.schema import ChatRequest, CompletionRequest
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.thinking import with_thinking
 from modelmill.serve.routes import ollama as ollama_route
-from modelmill.serve.schema import ChatRequest
 from modelmill.text_processor import TextProcessor
 from tests.serve.dialect_calls import post
 from tests.serve.service_thread import ServiceThread

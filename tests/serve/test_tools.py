@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.routes.chat import ChatResponseBuilder
-from modelmill.serve.schema import ChatRequest
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.chat_format_files import load_format
 from tests.serve.replaced_answers import replace_answers

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.schema import ChatRequest, CompletionRequest
 from modelmill.serve.segment_schema import SegmentRequest
 from modelmill.serve.strict_models import StrictModel
 from modelmill.serve.validation_errors import summarize_errors

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.peer_fields import field_rows
-from modelmill.serve.schema import ChatRequest
 from tools import request_fields_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,6 +20,10 @@ FILES = {
     "helper.py": "from made import unused\n\ndef half(x):\n    return str(x)\n",
     "unused.py": "class Unused:\n    pass\n\nunused = (lambda: 1)\n",
 }
+MAX_FILES = 36
+"""Files that a reader opens to follow a prompt."""
+FORMAT_FILES = 3
+"""Files that an engine of another weight format may run more or less than the page's."""
 
 
 def test_files_whose_functions_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +48,10 @@ def test_files_whose_functions_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_page_is_the_walk_of_a_prompt(shared: Path, tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/walks.md").read_text("utf-8")
-    page = page.partition("## The way of a weight")[0]
+    whole, page = page, page.partition("## The way of a weight")[0]
     listed = re.findall(r"^\| `([a-z_/]+\.py)` \| `([\w.]+)` \|", page, re.MULTILINE)
     assert len(listed) == page.count("\n| ") - 1, "a row is not FILE, FUNCTION, TEXT"
+    assert len({file for file, _ in listed}) <= MAX_FILES
     engine = build_stories(shared, tmp_path, check=False)
     recorder = FileRecorder(Path(modelmill.__file__).resolve().parent)
     run_prompt(engine, LLM, recorder)
@@ -54,3 +59,6 @@ def test_the_page_is_the_walk_of_a_prompt(shared: Path, tmp_path: Path) -> None:
     missing = [each for each in listed if each not in calls]
     assert not missing, "these do not run"
     assert listed == sorted(listed, key=calls.index), "the order of the first calls is another"
+    counted = re.search(r"^\| a prompt: .* \| (\d+) \|$", whole, re.MULTILINE)
+    assert counted is not None
+    assert abs(len(recorder.files) - int(counted[1])) <= FORMAT_FILES, "measure the table anew"

@@ -14,6 +14,10 @@ SECTION = PAGE.partition("\n## The way of a weight\n")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \| .+ \|$", SECTION, re.MULTILINE)
 
 
+MAX_FILES = 32
+"""Files that a reader opens to follow a weight."""
+
+
 def _functions(path: Path) -> set[str]:
     """Names of a file's functions, and of its classes' methods with the class's name."""
     names = set()
@@ -39,3 +43,4 @@ def test_every_row_is_a_file_and_its_function() -> None:
         or function not in _functions(ROOT / "modelmill" / file)
     ]
     assert not absent
+    assert len({file for file, _ in ROWS}) <= MAX_FILES

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.accept.seeded_checkpoint import llama_layer_shapes
+
 LAYERS, HIDDEN, HEADS, INNER = 2, 32, 2, 64
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -53,14 +55,8 @@ def make_checkpoint(folder: Path, context: int, seed: int) -> Path:
     tensors["model.norm.weight"] = torch.ones(HIDDEN)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensors[f"{at}self_attn.{name}.weight"] = random(HIDDEN, HIDDEN)
-        for name, shape in (
-            ("gate_proj", (INNER, HIDDEN)),
-            ("up_proj", (INNER, HIDDEN)),
-            ("down_proj", (HIDDEN, INNER)),
-        ):
-            tensors[f"{at}mlp.{name}.weight"] = random(*shape)
+        for name, shape in llama_layer_shapes(HIDDEN, INNER).items():
+            tensors[f"{at}{name}.weight"] = random(*shape)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}{name}.weight"] = torch.ones(HIDDEN)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -18,6 +18,18 @@ CITY_SCHEMA: dict[str, Any] = {
 """The parameters of a tool, and an answer's format, that the suites share."""
 
 
+def place_type() -> Any:
+    """A pydantic class of ``CITY_SCHEMA``."""
+    from typing import Literal
+
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        city: Literal["Paris", "Rome"]
+
+    return Place
+
+
 class ClientChecks:
     """Functions of (client, model) that raise where an answer is wrong."""
 

@@ -23,15 +23,17 @@ def weather_type() -> Any:
     """A class with an enumeration, a bounded number and a nested list."""
     from typing import Literal
 
-    from pydantic import Field, create_model
+    from pydantic import BaseModel, Field
 
-    hour = create_model("Hour", sun=(bool, ...))
-    return create_model(
-        "Weather",
-        city=(Literal["Paris", "Rome"], ...),
-        degrees=(int, Field(ge=0, le=40)),
-        hours=(list[hour], Field(min_length=1, max_length=2)),  # type: ignore[valid-type]
-    )
+    class Hour(BaseModel):
+        sun: bool
+
+    class Weather(BaseModel):
+        city: Literal["Paris", "Rome"]
+        degrees: int = Field(ge=0, le=40)
+        hours: list[Hour] = Field(min_length=1, max_length=2)
+
+    return Weather
 
 
 def openai_client(base_url: str, mode: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal
+from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal, place_type
 from tools.conformance.suite import SuiteResult
 
 TITLE = "langchain-anthropic: ChatAnthropic's answers, streams, tools, structured output, usage"
@@ -63,10 +63,5 @@ def _tools(client: Any, model: str) -> None:  # noqa: ARG001  the client names i
 
 @CHECKS.add("structured output of a pydantic class")
 def _structured(client: Any, model: str) -> None:  # noqa: ARG001  the client names it
-    from typing import Literal
-
-    from pydantic import create_model
-
-    place = create_model("Place", city=(Literal["Paris", "Rome"], ...))
-    output = client.with_structured_output(place).invoke(PROMPT)
+    output = client.with_structured_output(place_type()).invoke(PROMPT)
     assert_equal(output.city in ("Paris", "Rome"), True, "city")

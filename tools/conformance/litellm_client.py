@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,5 @@ def _embeddings(client: Any, model: str) -> None:
 def _errors(client: Any, model: str) -> None:
     litellm = client[0]
     for route in ("openai", "anthropic"):
-        catch_error(
-            litellm.BadRequestError, lambda route=route: complete(client, model, route, top_p=9)
-        )
-        catch_error(
-            litellm.NotFoundError, lambda route=route: complete(client, "no-such-model", route)
-        )
+        catch_error(litellm.BadRequestError, partial(complete, client, model, route, top_p=9))
+        catch_error(litellm.NotFoundError, partial(complete, client, "no-such-model", route))

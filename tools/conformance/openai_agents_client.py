@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal
+from tools.conformance.client_checks import CITY_SCHEMA, ClientChecks, assert_equal, place_type
 from tools.conformance.suite import SuiteResult
 
 TITLE = "openai-agents: runs over responses and chat; streams, forced tools, structured output"
@@ -102,11 +102,7 @@ def _tools(base_url: str, model: str) -> None:
 
 @CHECKS.add("structured output: a pydantic class over responses and chat")
 def _structured(base_url: str, model: str) -> None:
-    from typing import Literal
-
-    from pydantic import create_model
-
-    place = create_model("Place", city=(Literal["Paris", "Rome"], ...))
+    place = place_type()
 
     async def check() -> None:
         for name, each in models(base_url, model).items():

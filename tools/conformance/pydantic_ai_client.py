@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.conformance.client_checks import ClientChecks, assert_equal
+from tools.conformance.client_checks import ClientChecks, assert_equal, place_type
 from tools.conformance.suite import FailedCheck, SuiteResult
 
 TITLE = "pydantic-ai: agents over chat and responses; streams, tools, structured output"
@@ -44,15 +44,6 @@ def agent(model: Any, **options: Any) -> Any:
     from pydantic_ai import Agent
 
     return Agent(model, model_settings=SETTINGS, **options)
-
-
-def place_type() -> Any:
-    """A structured output."""
-    from typing import Literal
-
-    from pydantic import create_model
-
-    return create_model("Place", city=(Literal["Paris", "Rome"], ...))
 
 
 @CHECKS.add("an agent's answer is the same text over every API")

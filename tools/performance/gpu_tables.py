@@ -135,12 +135,12 @@ def alone_table(rows: Sequence[Row]) -> list[str]:
 def _rows_of(rows: Iterable[Row], line: PeerLine) -> list[Row]:
     """A line's rows of whole models that carry a claim; a rate stands in the place of the value."""
     named = [
-        row | {"work": RENAMED_WORKLOADS.get(row["work"], row["work"])} if "work" in row else row
+        {**row, "work": RENAMED_WORKLOADS.get(row["work"], row["work"])} if "work" in row else row
         for row in on_device(rows, H200)
         if "depth" not in row and can_carry_a_claim(row)
     ]
     matching = [row for row in named if line.fields.items() <= row.items()]
-    return matching if line.rate is None else [row | {"value": row[line.rate]} for row in matching]
+    return matching if line.rate is None else [{**row, "value": row[line.rate]} for row in matching]
 
 
 def _peer_runs(rows: Iterable[Row], line: PeerLine) -> list[PairedRun]:

@@ -6,17 +6,16 @@ import json
 import random
 from typing import Any
 
+from pydantic import BaseModel
+
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from modelmill.serve.segment_schema import SegmentRequest
+from modelmill.serve.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from tools.soak import segment_requests
 
-REQUEST_TYPES = {
+REQUEST_TYPES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,

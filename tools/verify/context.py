@@ -70,7 +70,11 @@ class VerifyContext:
         """That engine, opened on the CPU."""
         from modelmill.llm import LLM
 
-        settings = {"device": "cpu", "max_model_len": 2048, "kv_cache_bytes": 1 << 30} | options
+        settings: dict[str, Any] = {
+            "device": "cpu",
+            "max_model_len": 2048,
+            "kv_cache_bytes": 1 << 30,
+        } | options
         return LLM(self.engine(dtype, recipe, checkpoint), **settings)
 
     def reference(self, dtype: str = "float32") -> Any:

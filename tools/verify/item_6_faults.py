@@ -208,6 +208,8 @@ def _square(config: dict[str, Any]) -> bool:
     """Whether o_proj is square, so that its transpose fits."""
     heads = config.get("num_attention_heads") or config.get("n_head")
     hidden = config.get("hidden_size") or config.get("n_embd")
+    if heads is None or hidden is None:
+        raise ValueError("the config has no number of heads, or no hidden size")
     dim = config.get("head_dim") or config.get("kv_channels") or hidden // heads
     return bool(heads * dim == hidden)
 

@@ -23,7 +23,8 @@ from modelmill.accept.reference.base import (
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
-from modelmill.accept.reference.gguf_source import GgufSource, gguf_config, gguf_rope
+from modelmill.accept.reference.gguf_config import gguf_config, gguf_rope
+from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import OpenedCheckpoint, RawContainer, TensorSource
 from modelmill.core.errors import UnknownArchitecture
 from modelmill.core.registry import find_module, module_names

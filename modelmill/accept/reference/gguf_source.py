@@ -1,4 +1,4 @@
-"""Reads GGUF containers raw: blk.N.* names, config from the metadata, q and k rows restored.
+"""Reads the tensors of GGUF containers raw: blk.N.* names, q and k rows restored.
 
 A GGUF file of architecture llama stores the rows of q and k so that interleaved RoPE fits: within a
 head, row 2j holds channel j and row 2j+1 holds channel j + dim/2. Everything else keeps its values;
@@ -7,15 +7,13 @@ gpt2's projections are stored [out, in], where the original has [in, out].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import RawContainer, TensorSource
-from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 DECODER_TOP_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -51,8 +49,6 @@ FUSED_LAYER = {
     "mlp.w2": "ffn_gate",
     "mlp.c_proj": "ffn_down",
 }
-ARCHITECTURES = ("gpt2", "llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
-EXPERT_MODELS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 EXPERT_LAYER = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
@@ -163,37 +159,6 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "mlp.fc2": "ffn_down",
     },
 }
-# GGUF's architecture → the family; those with rows of q and k in interleaved order
-FURTHER_ARCHITECTURES = {
-    "bloom": "bloom",
-    "mpt": "mpt",
-    "baichuan": "llama",
-    "glm4moe": "glm4_moe",
-    "deepseek2": "deepseek_v2",
-    "granite": "granite",
-    "minicpm": "minicpm",
-    "smollm3": "smollm3",
-    "xverse": "xverse",
-    "internlm2": "llama",
-    "starcoder2": "starcoder2",
-    "olmo2": "olmo2",
-    "cohere2": "cohere2",
-    "ernie4_5": "ernie4_5",
-    "glm4": "glm4",
-    "phi2": "phi",
-    "stablelm": "stablelm",
-    "exaone4": "exaone4",
-    "chatglm": "chatglm",
-    "gptneox": "gpt_neox",
-    "falcon": "falcon",
-    "gpt-oss": "gpt_oss",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
-SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
-# depth of the 27B models, whose scores are divided by the root of width / heads
-GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 LAYERS = {
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
@@ -201,6 +166,7 @@ LAYERS = {
     "bloom": "transformer.h.",
     "mpt": "transformer.blocks.",
 }
+# families with rows of q and k in interleaved order
 PERMUTED = ("llama", "mixtral", "granite", "minicpm", "smollm3", "xverse")
 
 
@@ -309,314 +275,3 @@ def undo_llama_qk_permutation(rows: Tensor, heads: int) -> Tensor:
     per_head = rows.shape[0] // heads
     place = torch.arange(rows.shape[0]).reshape(heads, per_head)
     return rows[torch.cat((place[:, 0::2], place[:, 1::2]), dim=1).reshape(-1)]
-
-
-def _facts_of(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
-    """Return what reads an architecture's own metadata, by key and default."""
-
-    def fact(key: str, default: Any = None) -> Any:
-        value = facts.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise CorruptCheckpoint(
-                f"GGUF metadata lacks {architecture}.{key}; convert the model again"
-            )
-        return value
-
-    return fact
-
-
-def gguf_config(container: RawContainer) -> dict[str, Any]:
-    """Return a config in Hugging Face keys from GGUF metadata, as far as the reference reads it."""
-    facts = container.metadata
-    architecture = str(facts.get("general.architecture"))
-    if architecture in FURTHER_ARCHITECTURES:
-        return further_config(container, architecture)
-    if architecture not in ARCHITECTURES:
-        raise UnknownArchitecture(
-            f"GGUF architecture {architecture!r} has no reference; "
-            f"known are {', '.join(ARCHITECTURES)}"
-        )
-
-    fact = _facts_of(facts, architecture)
-    heads = int(fact("attention.head_count"))
-    width = int(fact("embedding_length"))
-    config: dict[str, Any] = {
-        "model_type": architecture,
-        "hidden_size": width,
-        "num_hidden_layers": int(fact("block_count")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
-        "head_dim": int(fact("attention.key_length", width // heads)),
-        "max_position_embeddings": int(fact("context_length")),
-        "tie_word_embeddings": "output.weight" not in container.names(),
-        "rope_theta": float(fact("rope.freq_base", 10000.0)),
-        "attention_bias": None,
-        "mlp_bias": None,
-        "is_causal": bool(facts.get(f"{architecture}.attention.causal", True)),
-    }
-    if architecture == "gpt2":
-        return config | {"layer_norm_epsilon": float(fact("attention.layer_norm_epsilon"))}
-    eps = float(fact("attention.layer_norm_rms_epsilon"))
-    if architecture == "qwen":
-        # The container has no keys for dynamic NTK and logn: they are off, as in every GGUF
-        # runtime.
-        return config | {
-            "layer_norm_epsilon": eps,
-            "rotary_emb_base": config["rope_theta"],
-            "kv_channels": config["head_dim"],
-        }
-    # A window in the file is ignored for these three, as in every GGUF runtime: full attention.
-    config |= {"rms_norm_eps": eps}
-    experts = int(facts.get(f"{architecture}.expert_count", 0))
-    if not experts:
-        return config
-    return config | expert_config(architecture, experts, int(fact("expert_used_count")))
-
-
-def expert_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
-    """Return what a model with experts has in its config besides."""
-    model_type = EXPERT_MODELS.get(architecture, "mixtral")
-    return {
-        "model_type": model_type,
-        "architecture": architecture,
-        "num_experts": experts,
-        "num_experts_per_tok": top_k,
-        # not in the file: it belongs to the architecture
-        "norm_topk_prob": model_type == "qwen3_moe",
-        "rope_scaling": None,
-    }
-
-
-def further_config(container: RawContainer, architecture: str) -> dict[str, Any]:
-    """Return the config of one of FURTHER_ARCHITECTURES.
-
-    It has the keys of all of them; a family reads its own. Factors are stored as llama.cpp
-    multiplies them.
-    """
-    facts, names = container.metadata, container.names()
-
-    fact = _facts_of(facts, architecture)
-    scaling = fact("rope.scaling.type", "none")
-    if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
-        raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
-    heads, width, layers = (
-        int(fact(key)) for key in ("attention.head_count", "embedding_length", "block_count")
-    )
-    dim = int(fact("attention.key_length", width // heads))
-    rms = f"{architecture}.attention.layer_norm_rms_epsilon" in facts
-    sizes = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
-        "head_dim": dim,
-        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
-        "max_position_embeddings": int(fact("context_length")),
-        "rope_theta": float(fact("rope.freq_base", 10000.0)),
-        "partial_rotary_factor": int(fact("rope.dimension_count", dim)) / dim,
-        "rms_norm_eps": float(fact(f"attention.layer_norm_{'rms_' if rms else ''}epsilon")),
-        "ffn_hidden_size": int(fact("feed_forward_length")),
-    }
-    window = facts.get(f"{architecture}.attention.sliding_window")
-    return {
-        "model_type": FURTHER_ARCHITECTURES[architecture],
-        **sizes,
-        **_other_names(sizes),
-        **_factors(fact, sizes),
-        **_switches(names),
-        "is_causal": bool(fact("attention.causal", True)),
-        "use_parallel_residual": bool(fact("use_parallel_residual", True)),
-        **({} if window is None else {"sliding_window": int(window)}),
-        **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
-        **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
-        **(_mpt(fact) if architecture == "mpt" else {}),
-        **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
-        **(_deepseek(facts, fact) if architecture == "deepseek2" else {}),
-    }
-
-
-def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
-    experts = {
-        "num_local_experts": int(fact("expert_count")),
-        "num_experts_per_tok": int(fact("expert_used_count")),
-    }
-    if fact("rope.scaling.type", "none") != "yarn":
-        return experts | {"rope_parameters": {"rope_type": "default"}}
-    return experts | {"rope_scaling": {"truncate": False, **_yarn(fact)}}
-
-
-def _yarn(fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return a YaRN rotation."""
-    scaling = {
-        "rope_type": "yarn",
-        "factor": float(fact("rope.scaling.factor")),
-        "original_max_position_embeddings": int(fact("rope.scaling.original_context_length")),
-    }
-    for name in ("beta_fast", "beta_slow"):
-        value = float(fact(f"rope.scaling.yarn_{name}", 0))
-        if value:
-            scaling[name] = value
-    return scaling
-
-
-def _mpt(fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return MPT's bound of q, k and v, and the largest exponent of its slopes."""
-    bound = float(fact("attention.clamp_kqv", 0)) or None
-    largest = float(fact("attention.max_alibi_bias"))
-    return {"attn_config": {"clip_qkv": bound, "alibi_bias_max": largest}}
-
-
-def _deepseek(facts: Mapping[str, Any], fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return latent attention; the experts of V2 have softmax, those of V3 sigmoids."""
-    mla = "_mla" if "deepseek2.attention.key_length_mla" in facts else ""
-    turned = int(fact("rope.dimension_count"))
-    is_third = int(fact("expert_gating_func", 1)) == 2
-    config: dict[str, Any] = {
-        "model_type": "deepseek_v3" if is_third else "deepseek_v2",
-        "topk_method": "group_limited_greedy" if int(fact("expert_group_count", 1)) > 1 else None,
-        "num_key_value_heads": None,
-        "partial_rotary_factor": 1.0,  # of the channels that are rotated at all
-        "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": int(fact(f"attention.key_length{mla}")) - turned,
-        "v_head_dim": int(fact(f"attention.value_length{mla}")),
-        "kv_lora_rank": int(fact("attention.kv_lora_rank")),
-        "q_lora_rank": facts.get("deepseek2.attention.q_lora_rank"),
-        "norm_topk_prob": bool(fact("expert_weights_norm", False)),
-    }
-    if fact("rope.scaling.type", "none") != "yarn":
-        return config
-    tempered = 10 * float(fact("rope.scaling.yarn_log_multiplier", 0))
-    factors = {"mscale": tempered, "mscale_all_dim": tempered} if tempered else {}
-    return config | {"rope_scaling": _yarn(fact) | factors}
-
-
-def _grouped_experts(fact: Callable[..., Any], names: list[str]) -> dict[str, Any]:
-    """Return the experts of GLM-4.5 and DeepSeek; the last blocks may only predict tokens."""
-    predicted = int(fact("nextn_predict_layers", 0))
-    return {
-        "num_hidden_layers": int(fact("block_count")) - predicted,
-        "n_routed_experts": int(fact("expert_count")),
-        "num_experts_per_tok": int(fact("expert_used_count")),
-        "first_k_dense_replace": int(fact("leading_dense_block_count", 0)),
-        "routed_scaling_factor": float(fact("expert_weights_scale", 1.0)),
-        "norm_topk_prob": bool(fact("expert_weights_norm", True)),
-        "n_group": int(fact("expert_group_count", 1)),
-        "topk_group": int(fact("expert_group_used_count", 1)),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
-    }
-
-
-def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma's caps, windows and bases, and what llama.cpp has fixed."""
-    caps: dict[str, Any] = {
-        key: float(facts[f"{architecture}.{key}"])
-        for key in ("attn_logit_softcapping", "final_logit_softcapping")
-        if f"{architecture}.{key}" in facts
-    }
-    is_27b = sizes["num_hidden_layers"] == GEMMA_27B.get(architecture)
-    divided = sizes["hidden_size"] // sizes["num_attention_heads"]
-    every = facts.get(f"{architecture}.attention.sliding_window_pattern", 6)
-    if facts.get(f"{architecture}.rope.scaling.type") == "linear":
-        factor = float(facts[f"{architecture}.rope.scaling.factor"])
-        caps["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    return caps | {
-        "query_pre_attn_scalar": divided if is_27b else sizes["head_dim"],
-        "sliding_window_pattern": every,
-        "rope_local_base_freq": float(facts.get(f"{architecture}.rope.freq_base_swa", 10000.0)),
-        "attention_bias": False,
-    }
-
-
-def _other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes under the names of GPT-NeoX, Falcon, ChatGLM and others."""
-    eps, kv_heads = sizes["rms_norm_eps"], sizes["num_key_value_heads"]
-    epsilons = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "layernorm_epsilon")
-    return {
-        **dict.fromkeys(epsilons, eps),
-        "rotary_emb_base": sizes["rope_theta"],
-        "rotary_pct": sizes["partial_rotary_factor"],
-        "num_kv_heads": kv_heads,
-        "num_layers": sizes["num_hidden_layers"],
-        "padded_vocab_size": sizes["vocab_size"],
-        "kv_channels": sizes["head_dim"],
-        "seq_length": sizes["max_position_embeddings"],
-        "multi_query_attention": True,
-        "multi_query_group_num": kv_heads,
-        "rope_ratio": sizes["rope_theta"] / 10000.0,
-    }
-
-
-def _factors(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the factors of Granite, MiniCPM and Cohere, and what llama.cpp has fixed."""
-    depth = sizes["num_hidden_layers"] ** 0.5
-    logits = float(fact("logit_scale", 1.0))
-    return {
-        "attention_multiplier": float(fact("attention.scale", sizes["head_dim"] ** -0.5)),
-        "embedding_multiplier": float(fact("embedding_scale", 1.0)),
-        "scale_emb": float(fact("embedding_scale", 1.0)),
-        "residual_multiplier": float(fact("residual_scale", 1.0)),
-        "scale_depth": float(fact("residual_scale", 1 / depth)) * depth,
-        "logits_scaling": logits,
-        "logit_scale": logits,
-        "dim_model_base": sizes["hidden_size"] / logits,
-        "no_rope_layer_interval": 4,
-        "sliding_window_pattern": 4,
-    }
-
-
-def _switches(names: list[str]) -> dict[str, Any]:
-    """Return what the tensors say."""
-    bias, fused_bias = "blk.0.attn_q.bias" in names, "blk.0.attn_qkv.bias" in names
-    return {
-        "tie_word_embeddings": "output.weight" not in names,
-        "attention_bias": bias or fused_bias,
-        "use_bias": bias,
-        "use_qkv_bias": bias,
-        "mlp_bias": "blk.0.ffn_up.bias" in names,
-        "bias": fused_bias,
-        "add_qkv_bias": fused_bias,
-        "new_decoder_architecture": True,
-        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in names else 1,
-    }
-
-
-def gguf_rope(container: RawContainer, config: Mapping[str, Any]) -> ReferenceRope:
-    """Return the rotary embedding: scaling by metadata (linear, yarn), or rope_freqs.weight.
-
-    Raises:
-        UnknownArchitecture: for keys that scale cos and sin or shift yarn's ramp, unless they are
-            neutral.
-    """
-    facts, model_type = container.metadata, config["model_type"]
-    dim = int(facts.get(f"{model_type}.rope.dimension_count", config["head_dim"]))
-    theta, length = config["rope_theta"], config["max_position_embeddings"]
-    stated = {
-        key[len(f"{model_type}.rope.scaling.") :]: v
-        for key, v in facts.items()
-        if key.startswith(f"{model_type}.rope.scaling.")
-    }
-    scaling = str(stated.get("type", "linear"))
-    for name, idle in (("attn_factor", 1), ("yarn_attn_factor", 1), ("yarn_log_multiplier", 0)):
-        if stated.get(name, idle) != idle:
-            raise UnknownArchitecture(
-                f"the GGUF's rope.scaling.{name} is {stated[name]}, which is not known here"
-            )
-    mixed = stated.get("yarn_ext_factor", -1)
-    if mixed >= 0 and mixed != (scaling == "yarn"):
-        raise UnknownArchitecture(
-            f"the GGUF's rope.scaling.yarn_ext_factor is {mixed}, which is not known here"
-        )
-    if "rope_freqs.weight" in container.names():
-        return ReferenceRope(
-            dim, theta, length, "factors", factors=container.get("rope_freqs.weight").float()
-        )
-    factor = stated.get("factor") or facts.get(f"{model_type}.rope.scale_linear")
-    if scaling == "none" or not factor:
-        return ReferenceRope(dim, theta, length)
-    options = {
-        "factor": factor,
-        "original_max_position_embeddings": stated.get("original_context_length"),
-    }
-    options |= {name: stated.get(f"yarn_{name}") for name in ("beta_fast", "beta_slow")}
-    return ReferenceRope(dim, theta, length, scaling, options)

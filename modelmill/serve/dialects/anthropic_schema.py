@@ -10,25 +10,24 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_blocks import BlockText, LongText, to_chat_messages
 from modelmill.serve.peer_fields import AnyItems, ignored
-from modelmill.serve.schema import (
-    ChatRequest,
-    CustomTool,
-    FunctionDefinition,
-    JsonSchema,
-    NamedFunction,
-    NamedToolChoice,
-    ResponseFormat,
-    Tool,
-    sampling_field,
-)
+from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import (
     FAIL_FAST,
     IgnoredList,
     JsonObject,
     JsonObjectList,
     StrictModel,
+)
+from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
+from modelmill.serve.tool_schema import (
+    CustomTool,
+    FunctionDefinition,
+    Tool,
+    function_choice,
+    function_tool,
 )
 
 MAX_TOOLS = 512
@@ -142,11 +141,10 @@ class CountTokensRequest(StrictModel):
 
     def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
         tools: list[Tool | CustomTool] = [
-            Tool(
-                type="function",
-                function=FunctionDefinition(
+            function_tool(
+                FunctionDefinition(
                     name=tool.name, description=tool.description, parameters=tool.input_schema
-                ),
+                )
             )
             for tool in self.tools or ()
         ]
@@ -159,7 +157,7 @@ class CountTokensRequest(StrictModel):
             return tools, "required"
         if choice.name is None:
             raise RequestError("tool_choice of type tool needs a name")
-        return tools, NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+        return tools, function_choice(choice.name)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
-from modelmill.serve.schema import sampling_field
+from modelmill.serve.sampling_schema import sampling_field
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 
 IGNORED_OPTIONS = {

@@ -13,17 +13,14 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_options import OllamaOptions
-from modelmill.serve.schema import (
-    MAX_TOP_LOGPROBS,
-    ChatRequest,
-    CompletionRequest,
-    JsonSchema,
-    ResponseFormat,
-    TextList,
-    Tool,
-)
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.prompt_fields import TextList
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList, StrictModel
+from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
+from modelmill.serve.tool_schema import Tool
 from modelmill.serve.typed_objects import parse_object
 
 LongText = Annotated[str, Field(max_length=10 << 20)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.serve.schema import ChatRequest
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.text_processor import TextProcessor
 
 

@@ -15,6 +15,7 @@ from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.call_progress import CallProgress
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.final_message import split_answer_start
@@ -32,9 +33,9 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
-from modelmill.serve.schema import ChatRequest, Tool, check_functions
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import last_fields, request_timings
+from modelmill.serve.tool_schema import Tool, check_functions
 from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import (

@@ -15,7 +15,9 @@ from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits, check_request
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.engine_client import max_tokenize_tokens
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
 from modelmill.serve.json_text import dump_json
 from modelmill.serve.openai_format import TextLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -31,7 +33,6 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
-from modelmill.serve.schema import MAX_TOP_LOGPROBS, CompletionRequest
 from modelmill.serve.special_tokens import encode_infill, encode_text
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import last_fields, request_timings

@@ -10,14 +10,11 @@ from modelmill.request_state import RequestState
 from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import stream_or_whole
-from modelmill.serve.dialects.llama_cpp import (
-    InfillRequest,
-    NativeAnswer,
-    NativeCompletionRequest,
-)
+from modelmill.serve.completion_schema import CompletionRequest
+from modelmill.serve.dialects.llama_cpp_answer import NativeAnswer
+from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
-from modelmill.serve.schema import CompletionRequest
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from modelmill.request_state import RequestState
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_answer import MessageBuilder
 from modelmill.serve.dialects.anthropic_models import ANTHROPIC_ERRORS
 from modelmill.serve.dialects.anthropic_schema import CountTokensRequest, MessagesRequest
@@ -17,7 +18,6 @@ from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.chat import checked_request_state
 from modelmill.serve.routes.common import acquire_engine, submit_requests
-from modelmill.serve.schema import ChatRequest
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute, responses=ANTHROPIC_ERRORS)

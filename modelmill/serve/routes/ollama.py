@@ -15,6 +15,8 @@ from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.catalogue.keep_alive import parse_keep_alive
 from modelmill.serve.chat_answer import ChatAnswer, stream_or_whole
+from modelmill.serve.chat_schema import ChatRequest
+from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS,
     OllamaAnswer,
@@ -48,7 +50,6 @@ from modelmill.serve.routes.chat import checked_request_state
 from modelmill.serve.routes.common import get_service, lease_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.schema import ChatRequest, CompletionRequest
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.service import Service
 from modelmill.serve.stream import wait_or_disconnect

@@ -13,6 +13,7 @@ from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import exhaust, stream_or_whole
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -27,7 +28,6 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
-from modelmill.serve.schema import ChatRequest
 from modelmill.serve.stream import EventFormatter
 from modelmill.text.answer_pieces import ReasoningDelta
 from modelmill.text_processor import TextProcessor

@@ -14,13 +14,8 @@ from modelmill.serve.embeddings_schema import EmbeddingRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.common import acquire_engine, random_id, submit_requests
 from modelmill.serve.routes.embeddings import embedding_request_states
-from modelmill.serve.scoring import (
-    METHOD,
-    RerankRequest,
-    ScoreRequest,
-    cosine,
-    rerank_results,
-)
+from modelmill.serve.scoring import METHOD, cosine, rerank_results
+from modelmill.serve.scoring_schema import RerankRequest, ScoreRequest
 from modelmill.serve.stream import wait_or_disconnect
 
 router = APIRouter(route_class=BodyRoute)

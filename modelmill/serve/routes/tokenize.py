@@ -13,13 +13,9 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.engine_client import max_tokenize_tokens
 from modelmill.serve.openai_format import Utf8JsonResponse, token_bytes, token_text
 from modelmill.serve.routes.common import acquire_engine, check_message_sizes
-from modelmill.serve.schema import (
-    DetokenizeRequest,
-    TemplateRequest,
-    TokenizeRequest,
-    check_functions,
-)
 from modelmill.serve.special_tokens import encode_text
+from modelmill.serve.tokenize_schema import DetokenizeRequest, TemplateRequest, TokenizeRequest
+from modelmill.serve.tool_schema import check_functions
 from modelmill.text import tool_prompts
 from modelmill.text.chat import ChatFormat
 from modelmill.text.tokenizer import Tokenizer

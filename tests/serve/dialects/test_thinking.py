@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
 from modelmill.serve.dialects.ollama_schema import OllamaChatRequest
 from modelmill.serve.dialects.thinking import with_thinking
-from modelmill.serve.schema import ChatRequest
 
 CHAT = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}]})
 ON = {"chat_template_kwargs": {"enable_thinking": True}}

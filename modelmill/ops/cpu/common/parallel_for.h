@@ -4,8 +4,8 @@
 // Range: any range and grain
 // Technique: work stealing, atomics
 // Used by: add_rms_norm.cpp, block_floating_point.h, decode.cpp, flash_attention.h, gelu_tanh.cpp,
-//     gemm_small_m.h, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope_cache.cpp, rptq_linear.cpp,
-//     runtime.cpp, sample.cpp, silu_mul.cpp, thread_pool.cpp, upsample_masks.cpp, w8a8_linear.cpp
+//     gemm_small_m.h, norm.h, quantize.cpp, rope_cache.cpp, rptq_linear.cpp, runtime.cpp,
+//     sample.cpp, silu_mul.cpp, thread_pool.cpp, upsample_masks.cpp, w8a8_linear.cpp
 //
 // An OpenMP region ends at a barrier that waits for every thread: if another process occupies one
 // core, each call lasts a scheduler time slice. Here the caller never waits for a worker that has
@@ -89,6 +89,20 @@ template <class F> inline void parallel_for(int64_t items, int64_t step, int64_t
 template <class F> inline void parallel_for_rows(int64_t rows, int64_t row_bytes, const F& f) {
     const int64_t step = row_bytes > 0 ? (16 << 10) / row_bytes + 1 : 1;
     parallel_for(rows, step, rows * row_bytes, f);
+}
+
+// Calls f(m, m_end, j, j_end) for the tiles of a GEMM's output [rows, n], up to block × step each.
+// Tiles of the same rows come one after the other, so that their activations stay in the cache.
+template <class F>
+inline void parallel_for_tiles(int64_t rows, int64_t block, int64_t n, int64_t step, int64_t work,
+                               const F& f) {
+    const int64_t blocks = (rows + block - 1) / block, n_blocks = (n + step - 1) / step;
+    parallel_for(blocks * n_blocks, 1, work, [&](int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const int64_t m = i / n_blocks * block, j = i % n_blocks * step;
+            f(m, m + block < rows ? m + block : rows, j, j + step < n ? j + step : n);
+        }
+    });
 }
 
 // Per-thread scratch memory kept between calls, 64-byte aligned. Growing discards the contents.

@@ -262,14 +262,24 @@ inline void multiply(const X* x, const typename H::Weight* w, int64_t rows, int6
     int64_t chunk_bytes = rows > 16 ? 256 << 10 : 64 << 10;
     const int64_t max_chunk_bytes = n * bytes * blocks / 16;  // enough blocks for load balancing
     if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
-    const int64_t step = (chunk_bytes / bytes / 8 + 1) * 8, n_blocks = (n + step - 1) / step;
-    parallel_for(blocks * n_blocks, 1, n * bytes * (rows + 3) / 4, [&](int64_t first, int64_t end) {
-        for (int64_t i = first; i < end; i++) {
-            const int64_t m = i / n_blocks * block, begin = i % n_blocks * step;
-            dot_range<H>(input, m, m + block < rows ? m + block : rows, w, k, begin,
-                         begin + step < n ? begin + step : n, store_out);
-        }
-    });
+    const int64_t step = (chunk_bytes / bytes / 8 + 1) * 8;
+    parallel_for_tiles(rows, block, n, step, n * bytes * (rows + 3) / 4,
+                       [&](int64_t m, int64_t last, int64_t from, int64_t to) {
+                           dot_range<H>(input, m, last, w, k, from, to, store_out);
+                       });
+}
+
+// Stores sums of a product as `out` [rows, n], with bias [n] added (null: none).
+// scaled(sums, m, j, count): the sums of row m in columns j … with their scales.
+template <class T, class Scaled>
+inline auto store_with_bias(T* out, const T* bias, int64_t n, const Scaled& scaled) {
+    return [=](int64_t m, int64_t first, const float* sums, int count) {
+        for_each_vector(count, [&](int64_t i, int c) {
+            const int64_t j = first + i;
+            const vf some = scaled(take(sums + i, c), m, j, c);
+            put(out + m * n + j, bias ? add(some, take(bias + j, c)) : some, c);
+        });
+    };
 }
 
 }  // namespace mill

@@ -15,16 +15,9 @@ extern "C" void linear(void* out, const void* x, const void* weight, const void*
                        int64_t k, int64_t n, int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        T* target = static_cast<T*>(out);
-        const T* added = static_cast<const T*>(bias);
-        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
-            mill::for_each_vector(count, [&](int64_t i, int c) {
-                const mill::vf some = mill::take(sums + i, c);
-                mill::put(target + m * n + j + i,
-                          added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
-            });
-        };
-        mill::multiply<mill::DotTraits<T>>(static_cast<const T*>(x), static_cast<const T*>(weight),
-                                           rows, k, n, put_out);
+        const auto unscaled = [](mill::vf sums, int64_t, int64_t, int) { return sums; };
+        mill::multiply<mill::DotTraits<T>>(
+            static_cast<const T*>(x), static_cast<const T*>(weight), rows, k, n,
+            mill::store_with_bias(static_cast<T*>(out), static_cast<const T*>(bias), n, unscaled));
     });
 }

@@ -7,18 +7,13 @@
 // Technique: SIMD (simd.h), thread pool
 // Ops: layer_norm
 #include "norm_quantize/norm.h"
-#include "common/parallel_for.h"
 
 extern "C" void layer_norm(void* out, const void* x, const void* weight, const void* bias,
                            int64_t rows, int64_t width, double eps, int dtype) {
-    mill::by_dtype(dtype, [&](auto* type) {
+    mill::for_each_row(rows, width, dtype, [&](auto* type, int64_t i) {
         using T = std::remove_pointer_t<decltype(type)>;
-        mill::parallel_for_rows(rows, width * 2 * sizeof(T), [&](int64_t from, int64_t to) {
-            for (int64_t r = from; r < to; r++)
-                mill::layer_norm_row(static_cast<T*>(out) + r * width,
-                                     static_cast<const T*>(x) + r * width,
-                                     static_cast<const T*>(weight), static_cast<const T*>(bias),
-                                     width, static_cast<float>(eps));
-        });
+        mill::layer_norm_row(static_cast<T*>(out) + i, static_cast<const T*>(x) + i,
+                             static_cast<const T*>(weight), static_cast<const T*>(bias), width,
+                             static_cast<float>(eps));
     });
 }

@@ -7,9 +7,20 @@
 // Technique: SIMD (simd.h)
 // Used by: add_rms_norm.cpp, layer_norm.cpp, quantize.cpp, rms_norm.cpp, rope.h
 #pragma once
+#include "common/parallel_for.h"
 #include "common/simd.h"
 
 namespace mill {
+
+// Calls f(type, i) for each row of activations [rows, width]: i is the place of its first value,
+// and `type` a null pointer to their type.
+template <class F> inline void for_each_row(int64_t rows, int64_t width, int dtype, const F& f) {
+    by_dtype(dtype, [&](auto* type) {
+        parallel_for_rows(rows, width * 2 * sizeof(*type), [&](int64_t from, int64_t to) {
+            for (int64_t r = from; r < to; r++) f(type, r * width);
+        });
+    });
+}
 
 // Sum of squares of n values that `at(offset, count)` gives as vectors; four chains hide the
 // latency of the adds.

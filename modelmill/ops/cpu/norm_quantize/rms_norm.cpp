@@ -8,18 +8,13 @@
 // Ops: rms_norm, decode
 #include "norm_quantize/norm.h"
 #include "common/ops.h"
-#include "common/parallel_for.h"
 
 extern "C" void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width,
                          double eps, int dtype) {
     const mill::UseTorchThreads team(mill::torch_multiplies(rows, dtype));
-    mill::by_dtype(dtype, [&](auto* type) {
+    mill::for_each_row(rows, width, dtype, [&](auto* type, int64_t i) {
         using T = std::remove_pointer_t<decltype(type)>;
-        mill::parallel_for_rows(rows, width * 2 * sizeof(T), [&](int64_t from, int64_t to) {
-            for (int64_t r = from; r < to; r++)
-                mill::rms_norm_row(static_cast<T*>(out) + r * width,
-                                   static_cast<const T*>(x) + r * width,
-                                   static_cast<const T*>(weight), width, static_cast<float>(eps));
-        });
+        mill::rms_norm_row(static_cast<T*>(out) + i, static_cast<const T*>(x) + i,
+                           static_cast<const T*>(weight), width, static_cast<float>(eps));
     });
 }

@@ -14,14 +14,11 @@ template <class X, class T>
 inline void fp8_product(T* target, const X* x, const f8* weight, const float* scale,
                         const float* x_scale, const T* added, int64_t rows, int64_t k, int64_t n,
                         int64_t each_x) {
-    multiply<FloatDot<f8>>(
-        x, weight, rows, k, n, [=](int64_t m, int64_t j, const float* sums, int count) {
-            for_each_vector(count, [&](int64_t i, int c) {
-                vf some = mul(take(sums + i, c), take(scale + j + i, c));
-                if (x_scale) some = mul(some, set1(x_scale[m * each_x]));
-                put(target + m * n + j + i, added ? add(some, take(added + j + i, c)) : some, c);
-            });
-        });
+    const auto scaled = [=](vf sums, int64_t m, int64_t j, int c) {
+        const vf some = mul(sums, take(scale + j, c));
+        return x_scale ? mul(some, set1(x_scale[m * each_x])) : some;
+    };
+    multiply<FloatDot<f8>>(x, weight, rows, k, n, store_with_bias(target, added, n, scaled));
 }
 
 }  // namespace mill

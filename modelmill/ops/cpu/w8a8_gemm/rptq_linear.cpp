@@ -227,19 +227,12 @@ inline void rptq_gemm(const Inputs& x, const RptqWeight& w, int64_t rows, int64_
     int64_t step = (rows > 16 ? 128 << 10 : 32 << 10) / w.bytes / 8 * 8 + 8;
     const int64_t max_step = n * blocks / 16 / 4 * 4 + 4;
     if (step > max_step) step = max_step;
-    const int64_t n_blocks = (n + step - 1) / step;
-    parallel_for(blocks * n_blocks, 1, n * w.bytes * (rows + 3) / 4,
-                 [&](int64_t first, int64_t end) {
-                     for (int64_t i = first; i < end; i++) {
-                         const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
-                         const int64_t last = m + block < rows ? m + block : rows,
-                                       to = from + step < n ? from + step : n;
-                         int64_t j = from;
-                         for (; j + kOutputs <= to; j += kOutputs)
-                             rptq_rows<PACKED, kOutputs>(x, w, m, last, j, put);
-                         for (; j < to; j++) rptq_rows<PACKED, 1>(x, w, m, last, j, put);
-                     }
-                 });
+    parallel_for_tiles(rows, block, n, step, n * w.bytes * (rows + 3) / 4,
+                       [&](int64_t m, int64_t last, int64_t j, int64_t to) {
+                           for (; j + kOutputs <= to; j += kOutputs)
+                               rptq_rows<PACKED, kOutputs>(x, w, m, last, j, put);
+                           for (; j < to; j++) rptq_rows<PACKED, 1>(x, w, m, last, j, put);
+                       });
 }
 
 // amax of a row; NaN if a value is NaN (max would drop it).

@@ -187,22 +187,17 @@ extern "C" void w8a8_linear(void* out, const int8_t* x, const int8_t* weight, co
         // enough blocks for load balancing
         const int64_t max_chunk_bytes = n * width * blocks / 16;
         if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
-        const int64_t step = (chunk_bytes / width / 8 + 1) * 8, n_blocks = (n + step - 1) / step;
-        parallel_for(
-            blocks * n_blocks, 1, n * width * (rows + 7) / 8, [&](int64_t first, int64_t end) {
-                for (int64_t i = first; i < end; i++) {
-                    const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
-                    const int64_t m1 = m + block < rows ? m + block : rows,
-                                  to = from + step < n ? from + step : n;
-                    int64_t j = from;
-                    if (m1 - m == 1)
-                        for (; j + 8 <= to; j += 8)
-                            whole_columns<1, 8>(input, off, stride, weight, k, m, j, put_out);
-                    for (; j + 4 <= to; j += 4)
-                        whole_rows<4>(input, off, stride, weight, k, m, m1, j, put_out);
-                    for (; j < to; j++)
-                        whole_rows<1>(input, off, stride, weight, k, m, m1, j, put_out);
-                }
-            });
+        const int64_t step = (chunk_bytes / width / 8 + 1) * 8;
+        parallel_for_tiles(rows, block, n, step, n * width * (rows + 7) / 8,
+                           [&](int64_t m, int64_t m1, int64_t j, int64_t to) {
+                               if (m1 - m == 1)
+                                   for (; j + 8 <= to; j += 8)
+                                       whole_columns<1, 8>(input, off, stride, weight, k, m, j,
+                                                           put_out);
+                               for (; j + 4 <= to; j += 4)
+                                   whole_rows<4>(input, off, stride, weight, k, m, m1, j, put_out);
+                               for (; j < to; j++)
+                                   whole_rows<1>(input, off, stride, weight, k, m, m1, j, put_out);
+                           });
     });
 }

@@ -331,7 +331,7 @@ inline void fixed_point_gemm(const FixedPointRows& x, int64_t rows, const uint8_
     constexpr int64_t kRowsInL2 = 128 << 10;  // bytes of x
     const int64_t block = (kRowsInL2 / (x.stride * 2 + 1) / 12 + 1) * 12,
                   blocks = (rows + block - 1) / block;
-    const int64_t step = far_chunk_rows(n, bytes, blocks), n_blocks = (n + step - 1) / step;
+    const int64_t step = far_chunk_rows(n, bytes, blocks);
     // weight rows [from, to) for x's rows [m, last)
     const auto chunk = [&](int64_t m, int64_t last, int64_t from, int64_t to) {
         thread_local Scratch scratch;
@@ -350,12 +350,7 @@ inline void fixed_point_gemm(const FixedPointRows& x, int64_t rows, const uint8_
         for (int64_t i = m; i < last; i++)
             store_out(i, from, sums + (i - m) * columns, static_cast<int>(columns));
     };
-    parallel_for(blocks * n_blocks, 1, n * bytes * (rows + 3) / 4, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-            const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
-            chunk(m, m + block < rows ? m + block : rows, from, from + step < n ? from + step : n);
-        }
-    });
+    parallel_for_tiles(rows, block, n, step, n * bytes * (rows + 3) / 4, chunk);
 }
 #else
 template <class T> constexpr bool kBlockFloatingPoint = false;

@@ -315,21 +315,15 @@ void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, in
     int64_t chunk_bytes = rows > 16 ? 128 << 10 : 32 << 10;
     const int64_t max_chunk_bytes = n * w.bytes * blocks / 16;
     if (chunk_bytes > max_chunk_bytes) chunk_bytes = max_chunk_bytes;
-    const int64_t step = (chunk_bytes / (w.bytes > 0 ? w.bytes : 1) / 8 + 1) * 8,
-                  n_blocks = (n + step - 1) / step;
-    parallel_for(blocks * n_blocks, 1, n * w.bytes * (rows + 3) / 4,
-                 [&](int64_t first, int64_t last) {
-                     for (int64_t i = first; i < last; i++) {
-                         const int64_t m = i / n_blocks * block, from = i % n_blocks * step;
-                         const int64_t m1 = m + block < rows ? m + block : rows,
-                                       to = from + step < n ? from + step : n;
-                         int64_t j = from;
-                         for (; j + 4 <= to; j += 4)
-                             group_rows<Code, 4>(input, group_sums, stride, w, m, m1, j, store_out);
-                         for (; j < to; j++)
-                             group_rows<Code, 1>(input, group_sums, stride, w, m, m1, j, store_out);
-                     }
-                 });
+    const int64_t step = (chunk_bytes / (w.bytes > 0 ? w.bytes : 1) / 8 + 1) * 8;
+    parallel_for_tiles(
+        rows, block, n, step, n * w.bytes * (rows + 3) / 4,
+        [&](int64_t m, int64_t m1, int64_t j, int64_t to) {
+            for (; j + 4 <= to; j += 4)
+                group_rows<Code, 4>(input, group_sums, stride, w, m, m1, j, store_out);
+            for (; j < to; j++)
+                group_rows<Code, 1>(input, group_sums, stride, w, m, m1, j, store_out);
+        });
 }
 
 // out[rows, n] = x[rows, k] · weight[n, k]ᵀ + bias. scale, offset: [n, groups]; group: columns, a

@@ -19,16 +19,11 @@ extern "C" void int8_linear(void* out, const void* x, const int8_t* weight, cons
                             const void* bias, int64_t rows, int64_t k, int64_t n, int dtype) {
     mill::by_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        T* target = static_cast<T*>(out);
-        const T* added = static_cast<const T*>(bias);
-        const auto put_out = [=](int64_t m, int64_t j, const float* sums, int count) {
-            mill::for_each_vector(count, [&](int64_t i, int c) {
-                const mill::vf some =
-                    mill::mul(mill::take(sums + i, c), mill::take(scale + j + i, c));
-                mill::put(target + m * n + j + i,
-                          added ? mill::add(some, mill::take(added + j + i, c)) : some, c);
-            });
-        };
+        const auto put_out =
+            mill::store_with_bias(static_cast<T*>(out), static_cast<const T*>(bias), n,
+                                  [=](mill::vf sums, int64_t, int64_t j, int c) {
+                                      return mill::mul(sums, mill::take(scale + j, c));
+                                  });
 #if defined(MILL_AVX2)
         if constexpr (mill::kBlockFloatingPoint<T>) {
             thread_local mill::Scratch scratch;

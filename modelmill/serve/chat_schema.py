@@ -1,0 +1,161 @@
+"""The body of POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32, Grammar, SamplingParams
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.message_keys import ChatMessages
+from modelmill.serve.peer_fields import ignored
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject
+from modelmill.serve.tool_schema import (
+    AllowedToolChoice,
+    CustomTool,
+    CustomToolChoice,
+    NamedToolChoice,
+    Tool,
+)
+from modelmill.text.tool_grammar import forced_call_grammar
+
+
+class ChatRequest(GenerationFields):
+    """Request body of POST /v1/chat/completions."""
+
+    messages: ChatMessages = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[Tool | CustomTool], FAIL_FAST] | None = Field(None, max_length=128)
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | NamedToolChoice
+        | CustomToolChoice
+        | AllowedToolChoice
+        | None
+    ) = Field(
+        None,
+        description='"none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}',
+    )
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
+    reasoning_effort: str | None = None
+    verbosity: str | None = ignored("the model writes as it writes")
+    # extensions: the prompt ends inside the last message, or without the start of an answer
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: JsonObject | None = Field(
+        None, description="variables of the chat template, such as enable_thinking"
+    )
+    thinking_token_budget: int | None = Field(
+        None, ge=0, le=MAX_INT32, description="maximum tokens of the thinking"
+    )
+
+    def check(self) -> None:
+        """Raise RequestError for combinations that are not supported."""
+        self.check_stream()
+        self._check_final_message()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true")
+        names = [tool.name for tool in self.tools or ()]
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise RequestError("tool_choice needs tools")
+        if len(set(names)) < len(names):
+            raise RequestError("tools has two functions of the same name")
+        chosen = [] if self.tool_choice is None else self._chosen_names()
+        if not set(chosen) <= set(names):
+            raise RequestError("tool_choice names a function that is not among the tools")
+        if self.modalities not in (None, ["text"]):
+            raise RequestError('modalities must be ["text"]')
+
+    def _check_final_message(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other: the answer "
+                "has begun already"
+            )
+        last = self.messages[-1]
+        if last.get("role") != "assistant" or last.get("tool_calls"):
+            raise RequestError(
+                "continue_final_message needs a last message of the assistant without tool_calls"
+            )
+        if self.grammar() is not None:
+            raise RequestError(
+                "continue_final_message has no meaning with response_format, structured_outputs "
+                "or a forced call: the answer would match only from its middle on"
+            )
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called."""
+        if self.tool_choice == "none":
+            return []
+        allowed = isinstance(self.tool_choice, AllowedToolChoice)
+        names = frozenset(self._chosen_names() if allowed else ())
+        return [
+            tool.to_function() for tool in self.tools or () if not allowed or tool.name in names
+        ]
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    def _chosen_names(self) -> list[str]:
+        """Names of the functions in tool_choice."""
+        choice = self.tool_choice
+        if isinstance(choice, (NamedToolChoice, CustomToolChoice)):
+            return [choice.name]
+        if isinstance(choice, AllowedToolChoice):
+            return [tool.name for tool in choice.allowed_tools.tools]
+        return []
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the output must be a tool call."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return bool(self.tools) and self.tool_choice not in (None, "none", "auto")
+
+    def grammar(self) -> Grammar | None:
+        """Return the constraint on the output: of a forced call, or as requested.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
+        grammar = super().grammar()
+        if not self.forces_call:
+            return grammar
+        if grammar is not None and self.response_format is None:
+            raise RequestError(
+                f"{super()._grammar_field} has no meaning where a call is forced; give one of them"
+            )
+        if grammar is not None:
+            self._warnings[:] = ["response_format: it has no effect where a call is forced"]
+        named = isinstance(self.tool_choice, (NamedToolChoice, CustomToolChoice))
+        name = self._chosen_names()[0] if named else None
+        return forced_call_grammar(
+            self.offered_tools, name, several=name is None and self.parallel_tool_calls is True
+        )
+
+    @property
+    def _grammar_field(self) -> str:
+        return "tools" if self.forces_call else super()._grammar_field
+
+    def sampling_params(self) -> SamplingParams:
+        """Convert to SamplingParams."""
+        limit = (
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        )
+        return self.make_sampling_params(
+            max_tokens=self._max_tokens(limit, None),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )

@@ -1,0 +1,60 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32, MAX_N, SamplingParams
+from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS, GenerationFields
+from modelmill.serve.prompt_fields import (
+    MAX_PROMPTS,
+    TextList,
+    TokenIdLists,
+    TokenIds,
+    list_prompts,
+)
+
+
+class CompletionRequest(GenerationFields):
+    """Request body of POST /v1/completions."""
+
+    prompt: str | TextList | TokenIds | TokenIdLists = Field(
+        description="a string, a list of strings, token ids, or lists of them"
+    )
+    max_tokens: int | None = Field(16, ge=0, le=MAX_INT32)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    suffix: str | None = Field(None, description="fill in the text between prompt and suffix")
+    parse_special: bool | None = Field(
+        None, description="control tokens in the prompt's text become their ids"
+    )
+    add_special_tokens: bool | None = Field(None, description="false: no BOS before the prompt")
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list.
+
+        Raises:
+            RequestError: a prompt is empty, or there are too many.
+        """
+        return list_prompts(self.prompt, "prompt", "prompts", MAX_PROMPTS)
+
+    def check(self) -> None:
+        """Raise RequestError for combinations that are not supported."""
+        self.check_stream()
+        if self.suffix is not None and (
+            self.echo or not all(isinstance(each, str) for each in self.prompts())
+        ):
+            raise RequestError("suffix needs a prompt of text, and has no echo")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of must equal n: answers are not ranked")
+
+    def sampling_params(self) -> SamplingParams:
+        """Convert to SamplingParams."""
+        prompt_logprobs = self.logprobs if self.echo else self.prompt_logprobs
+        return self.make_sampling_params(
+            max_tokens=self._max_tokens(self.max_tokens, 16),
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )

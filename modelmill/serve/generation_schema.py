@@ -1,0 +1,196 @@
+"""Fields that completions and chat completions share, and their sampling parameters and grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, PrivateAttr
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
+from modelmill.serve.peer_fields import PeerFields
+from modelmill.serve.prompt_fields import TextList, TokenIds
+from modelmill.serve.sampling_schema import SamplingFields, sampling_field
+from modelmill.serve.schema_coercion import coerce_grammar
+from modelmill.serve.strict_models import JsonObject, StrictModel
+from modelmill.serve.structured_outputs_schema import ResponseFormat
+from modelmill.text.gbnf import gbnf_grammar
+from modelmill.text.grammar import check_grammar
+from modelmill.text.messages import check_data
+
+MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 1024
+
+
+class StreamOptions(StrictModel):
+    """include_usage: one more chunk at the end with the usage.
+
+    continuous_usage_stats: the usage so far in every chunk. include_obfuscation: accepted and
+    ignored.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(SamplingFields, PeerFields):
+    """Fields of completions and chat completions."""
+
+    n: int | None = sampling_field("n")
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    # extensions, as vLLM names them
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="keep the last so many tokens; -1: as many as fit"
+    )
+    bad_words: TextList | None = Field(None, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    # extensions, as llama.cpp names them
+    n_predict: int | None = Field(None, ge=-1, le=MAX_INT32, description="as max_tokens; -1: unset")
+    json_schema: JsonObject | None = Field(None, description="as structured_outputs.json")
+    grammar_: str | None = Field(None, alias="grammar", description="in GBNF")
+    timings_per_token: bool | None = None
+    cache_prompt: bool | None = Field(None, description="false: use no cached prefix")
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    def sampling_params(self) -> SamplingParams:
+        """Convert to SamplingParams. Raises RequestError."""
+        raise NotImplementedError
+
+    def make_sampling_params(self, **more: Any) -> SamplingParams:
+        """Convert to SamplingParams, with ``more`` fields.
+
+        Raises:
+            RequestError: a value is invalid.
+        """
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        )  # fmt: skip
+        values = {name: getattr(self, name) for name in names}
+        return SamplingParams(
+            **values,
+            n=self.n or 1,
+            stop=self.stop or (),  # type: ignore[arg-type]
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens or 0,
+            logit_bias=_parse_logit_bias(self.logit_bias),
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            include_stop=bool(self.include_stop_str_in_output),
+            **more,
+        )
+
+    def grammar(self) -> Grammar | None:
+        """Return the constraint on the output, if any.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
+        grammars: dict[str, Grammar | None] = {}
+        if self.response_format is not None:
+            grammars["response_format"] = self.response_format.to_grammar()
+        if self.structured_outputs is not None:
+            grammars["structured_outputs"] = self.structured_outputs.to_grammar()
+        if self.json_schema is not None:
+            check_data(self.json_schema, "json_schema: the JSON schema")
+            grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
+        if self.grammar_ is not None:
+            grammars["grammar"] = gbnf_grammar(self.grammar_)
+        if self.allowed_token_ids is not None:
+            ids = sorted(set(self.allowed_token_ids))
+            grammars["allowed_token_ids"] = Grammar(TOKEN_IDS, json.dumps(ids))
+        names = [name for name, grammar in grammars.items() if grammar is not None]
+        if len(names) > 1:
+            raise RequestError(f"{names[0]} and {names[1]} exclude each other; give one of them")
+        return grammars[names[0]] if names else None
+
+    def validated_grammar(self) -> Grammar | None:
+        """Return ``grammar`` after checking that it compiles.
+
+        Raises:
+            RequestError: it does not.
+        """
+        grammar = self.grammar()
+        if grammar is None:
+            return None
+        if self.ignore_eos:
+            raise RequestError(
+                "ignore_eos has no meaning with structured output or a forced call; leave it out"
+            )
+        if grammar.grammar_type == TOKEN_IDS:
+            return grammar
+        try:
+            check_grammar(grammar)
+        except RequestError as error:
+            first_error = f"{self._grammar_field}: {error}"
+        else:
+            return grammar
+        coerced, reasons = coerce_grammar(grammar)
+        try:
+            if coerced is grammar:
+                raise RequestError(first_error)
+            check_grammar(coerced)
+        except RequestError:
+            raise RequestError(first_error) from None
+        self._warnings.extend(f"{self._grammar_field}: {reason}" for reason in reasons)
+        return coerced
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the request was not enforced; known once its grammar has been validated."""
+        return list(self._warnings)
+
+    @property
+    def _grammar_field(self) -> str:
+        """The field that constrains the output."""
+        names = (
+            ("structured_outputs", "structured_outputs"),
+            ("json_schema", "json_schema"),
+            ("grammar_", "grammar"),
+            ("allowed_token_ids", "allowed_token_ids"),
+        )
+        present = (name for field, name in names if getattr(self, field) is not None)
+        return next(present, "response_format")
+
+    def _max_tokens(self, limit: int | None, default: int | None) -> int | None:
+        """The limit of the output: ``limit``, else n_predict, else the default."""
+        limits = {"max_tokens", "max_completion_tokens"} & self.model_fields_set
+        if self.n_predict is not None and not limits:
+            return None if self.n_predict < 0 else self.n_predict
+        return default if limit is None else limit
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event of a stream has the usage so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def check_stream(self) -> None:
+        """Raise RequestError for stream_options without stream."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is only for stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is only for answers that are not streamed")
+
+
+def _parse_logit_bias(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for key, value in (logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11):
+            raise RequestError(f"logit_bias takes token ids as keys, not {key[:40]!r}")
+        out[int(key)] = value
+    return out

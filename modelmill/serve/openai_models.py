@@ -1,0 +1,467 @@
+"""Response models of OpenAI's paths, and of those that are modelmill's own.
+
+Responses themselves are made as plain dicts, which saves validation while tokens are generated. No
+class allows keys that it does not name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from modelmill.serve.response_model import ResponseModel
+
+
+class EngineStatus(ResponseModel):
+    """State of one served engine."""
+
+    name: str
+    state: Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed", "stopped"]
+    restarts: int
+    progress: dict[str, str | int | float] = Field(default_factory=dict)
+    pinned: bool = True
+    waiting: int = Field(0, description="requests that wait until it is loaded")
+    expires_at: int | None = Field(None, description="seconds since 1970; null: it stays loaded")
+    error: str = Field("", description="why it could not be loaded the last time")
+
+
+class HealthResponse(ResponseModel):
+    """Response body of GET /health."""
+
+    status: Literal["ok", "loading", "unavailable", "draining"]
+    engines: list[EngineStatus]
+
+
+class VersionResponse(ResponseModel):
+    """Response body of GET /version."""
+
+    version: str
+
+
+class ModelCard(ResponseModel):
+    """OpenAI's model object of one served engine."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    progress: float = Field(description="of loading, from 0 to 1")
+    pinned: bool = Field(description="not unloaded by time or memory")
+    expires_at: int | None = Field(
+        description="when it is unloaded if nothing uses it, in seconds since 1970"
+    )
+    kind: str = Field(description="as engine_type")
+    engine_type: str
+    input_modalities: list[str] = Field(default_factory=list)
+    chat: bool | None = None
+    default_sampling: dict[str, Any] | None = Field(
+        None, description="sampling defaults of API requests"
+    )
+    suggested_sampling: dict[str, Any] | None = Field(
+        None, description="sampling defaults of the web page"
+    )
+
+
+class ModelList(ResponseModel):
+    """Response body of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenPiece(ResponseModel):
+    """A token; the piece is its bytes where it is a part of a character."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokenizeResponse(ResponseModel):
+    """Response body of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int] | list[TokenPiece]
+    token_strs: list[str] = Field(default_factory=list)
+
+
+class TemplateResponse(ResponseModel):
+    """Response body of POST /apply-template."""
+
+    prompt: str
+
+
+class PropsResponse(ResponseModel):
+    """Response body of GET /props."""
+
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_alias: str
+    model_path: str
+    modalities: dict[str, bool]
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    build_info: str
+
+
+class DetokenizeResponse(ResponseModel):
+    """Response body of POST /detokenize."""
+
+    prompt: str
+
+
+class PromptTokensDetails(ResponseModel):
+    """Details of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class Usage(ResponseModel):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(ResponseModel):
+    """Log-probability of a token."""
+
+    token: str
+    logprob: Annotated[float, Field(le=0)]
+    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """Log-probability of a sampled token."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(ResponseModel):
+    """Log-probabilities of a choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class FunctionCall(ResponseModel):
+    """name and arguments (JSON text)."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(ResponseModel):
+    """A tool call in an assistant message."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class CustomCall(ResponseModel):
+    """name and input (a text)."""
+
+    name: str
+    input: str
+
+
+class MessageCustomCall(ResponseModel):
+    """A call of a custom tool in an assistant message."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
+
+
+class AssistantMessage(ResponseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[MessageToolCall | MessageCustomCall] = Field(default_factory=list)
+
+
+class ChatChoice(ResponseModel):
+    """One of the answers to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] = Field(default_factory=list)
+
+
+class GeneratedResponse(ResponseModel):
+    """What both responses with choices have."""
+
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+    timings: dict[str, Any] = Field(default_factory=dict, description="as llama.cpp's")
+    warnings: list[str] = Field(
+        default_factory=list, description="what of the request was not enforced"
+    )
+
+
+class ChatCompletionResponse(GeneratedResponse):
+    """Response body of POST /v1/chat/completions."""
+
+    id: str = Field(pattern="^chatcmpl-")
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class CompletionLogprobs(ResponseModel):
+    """The older shape: lists of one length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseModel):
+    """One of the ways a text goes on."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] = Field(default_factory=list)
+    token_ids: list[int] = Field(default_factory=list)
+    prompt_token_ids: list[int] = Field(default_factory=list)
+
+
+class CompletionResponse(GeneratedResponse):
+    """Response body of POST /v1/completions."""
+
+    id: str = Field(pattern="^cmpl-")
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class EmbeddingData(ResponseModel):
+    """A vector, as numbers or as base64 of float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(ResponseModel):
+    """Token counts of an embeddings request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(ResponseModel):
+    """Response body of POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingData]
+    model: str
+    usage: EmbeddingUsage
+
+
+class OutputText(ResponseModel):
+    """A piece of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(max_length=0)
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputMessage(ResponseModel):
+    """A message of the model in a response's output."""
+
+    type: Literal["message"]
+    id: str = Field(pattern="^msg_")
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputFunctionCall(ResponseModel):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    id: str = Field(pattern="^fc_")
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class InputTokensDetails(PromptTokensDetails):
+    """cache_write_tokens is always 0: nothing is charged for."""
+
+    cache_write_tokens: Literal[0]
+
+
+class OutputTokensDetails(ResponseModel):
+    """Details of the output tokens; reasoning tokens are always 0."""
+
+    reasoning_tokens: Literal[0]
+
+
+class ResponseUsage(ResponseModel):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(ResponseModel):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponsesResponse(ResponseModel):
+    """Response body of POST /v1/responses."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    model: str
+    previous_response_id: str | None
+    instructions: str | None
+    output: list[OutputMessage | OutputFunctionCall] = Field(min_length=1)
+    error: None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    truncation: Literal["disabled"]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    top_logprobs: int
+    temperature: float
+    reasoning: dict[str, None]
+    usage: ResponseUsage
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    store: bool
+    background: Literal[False]
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    user: str | None
+    warnings: list[str] = Field(default_factory=list)
+
+
+class InputItemList(ResponseModel):
+    """Response body of GET /v1/responses/{response_id}/input_items."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: None
+    last_id: None
+    has_more: Literal[False]
+
+
+class CompactionResponse(ResponseModel):
+    """Response body of POST /v1/responses/compact."""
+
+    id: str = Field(pattern="^resp_")
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
+
+class RankedDocument(ResponseModel):
+    """A document with its similarity to the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] = Field(default_factory=dict)
+
+
+class RerankResponse(ResponseModel):
+    """Response body of POST /v1/rerank."""
+
+    id: str = Field(pattern="^rerank-")
+    model: str
+    method: Literal["embedding_cosine"]
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+
+
+class PairScore(ResponseModel):
+    """The similarity of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(ResponseModel):
+    """Response body of POST /v1/score."""
+
+    id: str = Field(pattern="^score-")
+    object: Literal["list"]
+    created: int
+    model: str
+    method: Literal["embedding_cosine"]
+    data: list[PairScore]
+    usage: EmbeddingUsage
+
+
+class NativeCompletionResponse(ResponseModel):
+    """Response body of POST /completion and /infill."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: Literal[True]
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    has_new_line: bool
+    truncated: Literal[False]
+    stop_type: Literal["eos", "limit", "word", "none"]
+    stopping_word: str
+    timings: dict[str, Any]
+    warnings: list[str] = Field(default_factory=list)
+
+
+class ErrorDetail(BaseModel):
+    """Details of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Body of every error."""
+
+    error: ErrorDetail

@@ -1,0 +1,42 @@
+"""Types of request fields that hold prompts, and how a field's prompts become a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import MAX_INT32
+from modelmill.serve.strict_models import FAIL_FAST
+
+MAX_PROMPTS = 1024
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], FAIL_FAST]
+TextList = Annotated[list[str], FAIL_FAST]
+TokenIdLists = Annotated[list[TokenIds], FAIL_FAST]
+
+
+def list_prompts(
+    prompts: str | Sequence[Any], name: str, noun: str, limit: int
+) -> list[str | list[int]]:
+    """The prompts of a field as a list, also if it has only one.
+
+    Args:
+        prompts: the value of the field.
+        name: of the field, for messages.
+        noun: what its items are, for messages.
+        limit: of items.
+
+    Raises:
+        RequestError: a prompt is empty, or there are too many.
+    """
+    single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    prompt_list: list[Any] = [prompts] if single else list(prompts)
+    if not prompt_list or any(len(each) == 0 for each in prompt_list):
+        raise RequestError(f"{name} is empty; give at least one token")
+    if len(prompt_list) > limit:
+        raise RequestError(f"{name} has {len(prompt_list)} {noun}; the limit is {limit}")
+    return prompt_list

@@ -1,0 +1,82 @@
+"""Sampling fields of requests in OpenAI's format.
+
+Requests are validated strictly: unknown fields and wrong types are errors. Fields that some clients
+send and that do not change the output (metadata, user, …) are accepted and ignored; unsupported
+fields that would change it are rejected by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from modelmill.core.types import MAX_BIAS, MAX_STOPS, sampling_range
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.peer_fields import AccountFields
+from modelmill.serve.strict_models import FAIL_FAST, known_names, limit_keys
+from modelmill.serve.structured_outputs_schema import StructuredOutputs
+
+LogitBias = Annotated[dict[str, float], limit_keys(MAX_BIAS), Field(max_length=MAX_BIAS)]
+
+
+def sampling_field(name: str, most: float | None = None) -> Any:
+    """An optional field with the range of that field of SamplingParams.
+
+    Args:
+        name: The field of SamplingParams.
+        most: A lower upper bound, where OpenAI's API has one.
+    """
+    limits = sampling_range(name)
+    low, high = (
+        int(value) if value == int(value) else value for value in (limits.low, limits.high)
+    )
+    le = high if most is None else most
+    return Field(None, gt=low, le=le) if limits.above_low else Field(None, ge=low, le=le)
+
+
+class SamplingFields(AccountFields):
+    """Sampling fields of completions, chat completions and responses."""
+
+    model: str = Field(max_length=1024)
+    temperature: float | None = sampling_field("temperature", most=2)
+    top_p: float | None = sampling_field("top_p")
+    stop: str | Annotated[list[str], FAIL_FAST] | None = Field(
+        None, max_length=4096, description="a string, or a list of strings"
+    )
+    stream: bool | None = None
+    seed: int | None = sampling_field("seed", most=2**63 - 1)
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    logit_bias: LogitBias | None = None
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
+    # extensions, also of other engines
+    top_k: int | None = sampling_field("top_k")
+    min_p: float | None = sampling_field("min_p")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
+    min_tokens: int | None = sampling_field("min_tokens")
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], FAIL_FAST] | None = Field(None, max_length=MAX_STOPS)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, raw: Any) -> Any:
+        """Drop unknown fields that are null: clients send all that they know (functions: null)."""
+        if not isinstance(raw, dict) or None not in raw.values():
+            return raw
+        known = known_names(cls)
+        return {key: each for key, each in raw.items() if each is not None or key in known}
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise ValueError(f"must have up to {MAX_STOPS} strings that are not empty")
+        return value

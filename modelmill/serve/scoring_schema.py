@@ -1,0 +1,79 @@
+"""Bodies of POST /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.serve.access.priority_field import PriorityField
+from modelmill.serve.catalogue.keep_alive import KeepAliveField
+from modelmill.serve.prompt_fields import TextList
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
+
+MAX_TEXTS = 2048
+Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+class RerankRequest(StrictModel):
+    """Request body of POST /v1/rerank."""
+
+    model: str = Field(max_length=1024)
+    query: str = Field(min_length=1)
+    documents: Documents
+    top_n: int | None = Field(None, ge=0, le=MAX_TEXTS)
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = Field(None, ge=1, description="accepted: texts are not cut")
+    user: str | None = Field(None, max_length=4096)
+    cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
+
+    def texts(self) -> list[str]:
+        """The documents as texts.
+
+        Raises:
+            RequestError: a document has no text.
+        """
+        texts = [each if isinstance(each, str) else each.get("text") for each in self.documents]
+        for index, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"documents[{index}] must be a text, or an object with a text")
+        return [str(text) for text in texts]
+
+
+class ScoreRequest(StrictModel):
+    """Request body of POST /v1/score."""
+
+    model: str = Field(max_length=1024)
+    text_1: str | TextList | None = Field(None, max_length=1 << 22)
+    text_2: str | TextList | None = Field(None, max_length=1 << 22)
+    queries: str | TextList | None = Field(None, max_length=1 << 22)
+    documents: str | TextList | None = Field(None, max_length=1 << 22)
+    user: str | None = Field(None, max_length=4096)
+    cache_salt: str | None = Field(None, max_length=1024)
+    keep_alive: KeepAliveField = None
+    priority: PriorityField = None
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of texts: one with each, or as many with as many.
+
+        Raises:
+            RequestError: a side is missing, or their lengths do not fit.
+        """
+        first = _as_list(self.text_1 if self.queries is None else self.queries)
+        second = _as_list(self.text_2 if self.documents is None else self.documents)
+        if not first or not second or not all((*first, *second)):
+            raise RequestError("text_1 and text_2 must have at least one text each, none empty")
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            raise RequestError(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many"
+            )
+        return list(zip(first, second, strict=True))
+
+
+def _as_list(texts: str | list[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts or ())

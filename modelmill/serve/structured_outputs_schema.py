@@ -1,0 +1,77 @@
+"""Request fields that constrain the output: JSON, a regular expression, choices, a grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from modelmill.core.errors import RequestError
+from modelmill.core.types import Grammar
+from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, StrictModel
+from modelmill.text.messages import check_data
+
+
+class StructuredOutputs(StrictModel):
+    """Constraint on the output; one of the fields."""
+
+    json_: JsonObject | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
+    grammar: str | None = Field(None, description="in Lark's notation, as llguidance reads it")
+
+    def to_grammar(self) -> Grammar:
+        """Return the grammar.
+
+        Raises:
+            RequestError: not exactly one field is set.
+        """
+        check_data(self.json_, "structured_outputs: the JSON schema")
+        grammars = [
+            Grammar(grammar_type, value if isinstance(value, str) else json.dumps(value))
+            for grammar_type, value in (
+                ("json", self.json_),
+                ("regex", self.regex),
+                ("choice", self.choice),
+                ("lark", self.grammar),
+            )
+            if value is not None
+        ]
+        if len(grammars) != 1:
+            raise RequestError("structured_outputs takes one of json, regex, choice and grammar")
+        return grammars[0]
+
+
+class JsonSchema(StrictModel):
+    """response_format's json_schema.
+
+    name, strict and description have no effect: a schema is always enforced.
+    """
+
+    name: str | None = Field(None, min_length=1, max_length=256)
+    schema_: JsonObject | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """Plain text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_grammar(self) -> Grammar | None:
+        """Return the grammar; None for plain text.
+
+        Raises:
+            RequestError: the fields contradict each other.
+        """
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            needs = "needs" if self.json_schema is None else "takes no"
+            raise RequestError(f"response_format of type {self.type} {needs} json_schema")
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        check_data(schema, "response_format: the JSON schema")
+        return Grammar("json", json.dumps({} if schema is None else schema))

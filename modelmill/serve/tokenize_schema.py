@@ -1,0 +1,61 @@
+"""Bodies of POST /tokenize, /detokenize and /apply-template."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from modelmill.serve.message_keys import ChatMessages
+from modelmill.serve.prompt_fields import TokenIds
+from modelmill.serve.strict_models import FAIL_FAST, StrictModel
+from modelmill.serve.tool_schema import Tool
+
+
+class TemplateRequest(StrictModel):
+    """POST /apply-template: the prompt of a conversation as text."""
+
+    model: str | None = Field(None, max_length=1024)
+    messages: ChatMessages | None = None
+    add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], FAIL_FAST] | None = Field(None, max_length=128)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the template writes."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class TokenizeRequest(TemplateRequest):
+    """POST /tokenize: a prompt, or messages through the chat template.
+
+    content, add_special, parse_special and with_pieces are llama.cpp's names.
+    """
+
+    prompt: str | None = None
+    content: str | None = Field(None, description="as prompt, without BOS unless add_special")
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = Field(
+        None, description="control tokens in the text become their ids"
+    )
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = Field(None, description="tokens as objects with id and piece")
+
+    @property
+    def text(self) -> str | None:
+        """The text to tokenize."""
+        return self.prompt if self.content is None else self.content
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether BOS comes first: by default for a prompt, not for llama.cpp's content."""
+        choice = self.add_special_tokens if self.add_special is None else self.add_special
+        return self.content is None if choice is None else choice
+
+
+class DetokenizeRequest(StrictModel):
+    """Request body of POST /detokenize."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: TokenIds
