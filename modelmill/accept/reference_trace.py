@@ -17,10 +17,23 @@ ROUTING = "routing"
 
 @dataclass
 class OtherSequence:
-    """A sequence that is only computed along: its residual stream [T, H] and prompt length."""
+    """A sequence that is only computed along.
 
+    Attributes:
+        reference: the reference of this sequence.
+        stream: its residual stream [T, H].
+        prompt_length: of the sequence.
+    """
+
+    reference: ReferenceModel
     stream: torch.Tensor
     prompt_length: int
+
+    @staticmethod
+    def start(reference: ReferenceModel, ids: Sequence[int], prompt_length: int) -> OtherSequence:
+        """Embed a sequence."""
+        own = reference.for_sequence(ids)
+        return OtherSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
 
 
 class ReferenceTrace:
@@ -56,7 +69,7 @@ class ReferenceTrace:
         traces = [self.layer_trace]
         for other in self._others:
             traces.append(
-                self.reference.run_layer(layer, weights, other.stream, other.prompt_length)
+                other.reference.run_layer(layer, weights, other.stream, other.prompt_length)
             )
             other.stream = traces[-1]["output"].output
         if ROUTING in self.layer_trace:

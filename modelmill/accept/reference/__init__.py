@@ -20,6 +20,7 @@ from modelmill.accept.reference.base import (
     LayerTrace,
     LayerWeights,
     ModuleIO,
+    OutsideTrace,
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
@@ -36,6 +37,7 @@ __all__ = [
     "LayerWeights",
     "ModuleIO",
     "OpenedCheckpoint",
+    "OutsideTrace",
     "ReferenceModel",
     "open_reference",
 ]
