@@ -97,6 +97,7 @@ class ModuleCheck:
         self._streams: list[torch.Tensor] = []
         self._outside: OutsideTrace = {}
         self.routings: dict[int, list[torch.Tensor]] = {}
+        self._router_logits: dict[int, torch.Tensor] = {}
         self.static_ranges = StaticRangeUse(engine_core.model_runner.model)
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
@@ -135,6 +136,7 @@ class ModuleCheck:
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
             if name != "norm" and not (layer is not None and self._is_first(layer, part)):
+                self._compare_router_logits(name, args)
                 return self._with_reference_routing(name, args)
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
@@ -262,6 +264,19 @@ class ModuleCheck:
             + args[len(module.reads) :]
         )
 
+    def _compare_router_logits(self, name: str, args: tuple[Any, ...]) -> None:
+        """Compare what the choice of experts is made from, in a layer that runs freely.
+
+        The choice itself is the reference's, so that a router that reads another value would show
+        nowhere else.
+        """
+        layer, _ = split_layer_path(name)
+        module = self._module(name)
+        if layer in self._router_logits and isinstance(module, RoutingSpec):
+            label = self.specs[layer].writers[module.reads[0]].path
+            expected = self._router_logits[layer]
+            self._add_finding(f"layers.{layer}.{label}", layer, label, "layer", args[0], expected)
+
     def _is_outside_norm(self, name: str) -> bool:
         """Return whether a module is a norm outside the layers, beside the last one."""
         return name in self._outside and self._outside[name].arithmetic == "norm"
@@ -313,6 +328,9 @@ class ModuleCheck:
                 )
             output = normed
         self._compare_parts(layer, module, name, output, trace)
+        if isinstance(module, RoutingSpec):
+            router = self.specs[layer].writers[module.reads[0]]
+            self._router_logits[layer] = reference_output(trace, router.reference)
         if isinstance(module, RecurrenceSpec):
             self._compare_state(layer, module, name, args[-1], trace)
 

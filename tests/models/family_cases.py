@@ -119,6 +119,8 @@ class FamilyCase:
         unnamed_fields: Fields of transformers' class that are in neither, and why.
         gguf: Its GGUF, where llama.cpp writes one that is read.
         kv_tolerance: Of logits with int8 pages, as a share of their root mean square.
+        split_tolerance: Of logits over ranks; more than rounding alone where scores are not scaled,
+            whose sharp softmax multiplies it.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
         attention: transformers' implementation of attention.
     """
@@ -130,6 +132,7 @@ class FamilyCase:
     faults: Mapping[str, PlantedFault]
     unnamed_fields: frozenset[str] = frozenset()
     kv_tolerance: float = 0.05
+    split_tolerance: float = 1e-4
     make: Callable[[dict[str, Any], Path], Logits] | None = None
     gguf: GgufCase | None = None
     attention: str = "eager"

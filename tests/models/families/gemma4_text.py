@@ -1,19 +1,72 @@
-"""Gemma 4, text."""
+"""Gemma 4, text: every mechanism in one small model, some of its layers without a KV cache."""
 
 from __future__ import annotations
 
-from tests.models.family_cases import SMALL, FamilyCase, size_switches
+from dataclasses import fields
+from functools import cached_property
+from typing import Any
+
+from modelmill.models._gemma4_config import Gemma4Config
+from tests.models.family_cases import (
+    NULL,
+    ROTARY,
+    SMALL,
+    Change,
+    FamilyCase,
+    PlantedFault,
+    based,
+    changed,
+    fault,
+    times,
+    with_scaling,
+)
+from tests.models.moe_faults import MOE_KV_TOLERANCE, one_fewer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 TYPES = [SLIDING, FULL, SLIDING, FULL, SLIDING, FULL]
-ROPE = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 2000.0},
-    SLIDING: {"rope_type": "default", "rope_theta": 100.0},
-}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 2000.0}
+ROPE = {FULL: PROPORTIONAL, SLIDING: {"rope_type": "default", "rope_theta": 100.0}}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40,
 }  # fmt: skip
+SIZES_BY_LAYER = {"1": {"head_dim": 24}, "3": {"head_dim": 24}, "5": {"head_dim": 24}}
 
+
+class FirstCaches(Gemma4Config):
+    """Layers that attend to the keys of the first layer of their type, not of the last."""
+
+    @cached_property
+    def shared_caches(self) -> dict[bool, int]:
+        return {self.windows[i] is not None: i for i in reversed(range(self.first_shared))}
+
+
+class OtherCaches(Gemma4Config):
+    """Layers that attend to the keys of the layer before the last of their type."""
+
+    @cached_property
+    def shared_caches(self) -> dict[bool, int]:
+        return {full: cache % 2 for full, cache in super().shared_caches.items()}
+
+
+def as_class(cls: type[Gemma4Config]) -> Change:
+    """The config as one of a class that answers otherwise."""
+    return lambda config: cls(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+
+def with_router(**changes: Any) -> Change:
+    """Changes the router of the experts beside the MLP."""
+    return changed(router=changed(**changes))
+
+
+def flipped(value: bool) -> bool:
+    """The other one."""
+    return not value
+
+
+CORE, EXPERT_ROUTING = "attn.core", "experts.moe.routing"
 CASE = FamilyCase(
     "gemma4_text",
     {**SMALL, "num_hidden_layers": 6, "layer_types": TYPES, "head_dim": 16, "global_head_dim": 32,
@@ -21,12 +74,76 @@ CASE = FamilyCase(
      "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120,
      "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "rope_parameters": ROPE, **EXPERTS},
     (
-        *size_switches(4, 1, num_hidden_layers=5)[:3],
-        {"intermediate_size": 72}, {"vocab_size": 96}, {"max_position_embeddings": 128},
-        {"hidden_activation": "silu"}, {"rms_norm_eps": 1e-3},
-        {"tie_word_embeddings": False}, {"attention_bias": True}, {"sliding_window": 5},
-        {"final_logit_softcapping": 3.0}, {"use_bidirectional_attention": "vision"},
+        {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"hidden_size": 64},
+        {"num_hidden_layers": 4, "layer_types": TYPES[:4], "num_kv_shared_layers": 1},
+        {"num_attention_heads": 8}, {"intermediate_size": 72}, {"vocab_size": 96},
+        {"max_position_embeddings": 128}, {"head_dim": 12}, {"global_head_dim": 16},
+        {"num_global_key_value_heads": 2}, {"num_global_key_value_heads": None},
+        {"per_layer_config": SIZES_BY_LAYER, "global_head_dim": None,
+         "num_global_key_value_heads": None},
+        {"attention_k_eq_v": False}, {"attention_k_eq_v": None},
+        {"sliding_window": 5}, {"layer_types": None, "num_kv_shared_layers": 0},
+        {"layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL], "num_kv_shared_layers": 3},
+        {"layer_types": [FULL] * 6},
+        {"hidden_size_per_layer_input": 8},
+        {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"vocab_size_per_layer_input": 130},
+        {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": None}, {"num_kv_shared_layers": 4},
+        {"use_double_wide_mlp": False}, {"enable_moe_block": False},
+        {"enable_moe_block": None, "num_experts": NULL, "top_k_experts": NULL,
+         "moe_intermediate_size": NULL},
+        {"num_experts": 3, "top_k_experts": 3}, {"top_k_experts": 1}, {"moe_intermediate_size": 24},
+        {"rope_parameters": ROPE | {FULL: PROPORTIONAL | {"partial_rotary_factor": 0.5}}},
+        {"rope_parameters": ROPE | {FULL: PROPORTIONAL | {"factor": 2.0}}},
+        {"rope_parameters": ROPE | {FULL: {"rope_type": "proportional", "rope_theta": 50.0}}},
+        {"rope_parameters": {FULL: LINEAR, SLIDING: LLAMA3}}, {"rope_parameters": None},
+        {"rope_parameters": {FULL: ROPE[SLIDING], SLIDING: PROPORTIONAL}},
+        {"hidden_activation": "silu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": False},
+        {"attention_bias": True}, {"final_logit_softcapping": 3.0},
+        {"use_bidirectional_attention": "vision"},
+        {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
-    {},
-    {},
+    {"is_encoder_decoder": True, "hidden_activation": "quick_gelu", "layer_types": ["mamba"],
+     "attn_logit_softcapping": 30.0, "use_bidirectional_attention": "all", "sliding_window": 0,
+     "final_logit_softcapping": -1, "attention_bias": 1, "attention_k_eq_v": 1,
+     "rope_parameters": {"rope_type": "default"}, "num_kv_shared_layers": 6,
+     "num_global_key_value_heads": 3, "global_head_dim": 7, "head_dim": 7,
+     "per_layer_config": {"0": {"head_dim": 8}}, "use_double_wide_mlp": "x",
+     "hidden_size_per_layer_input": -1, "vocab_size_per_layer_input": 100,
+     "enable_moe_block": 1, "num_experts": 0, "top_k_experts": 5, "moe_intermediate_size": "x",
+     "num_key_value_heads": 3, "rms_norm_eps": "x"},
+    {
+        "eps x 10": fault(("attn_norm.eps", "attn_post.eps"), eps=times(10)),
+        "RoPE base of windows x 2": fault(ROTARY, local_rope=based(2.0)),
+        "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
+        "every pair turns": fault(ROTARY, 1, rope=with_scaling(partial_rotary_factor=1.0)),
+        "twice as many pairs turn": fault(ROTARY, 1, rope=with_scaling(partial_rotary_factor=0.5)),
+        "they turn half as fast": fault(ROTARY, 1, rope=with_scaling(factor=2.0)),
+        "scores / sqrt(head_dim)": fault(CORE, attention_scale=0.25),
+        "eps of values x 10": fault("attn.value_norm.eps", value_eps=1e-5),
+        "window + 1": fault(CORE, windows=(21, None, 21, None, 21, None)),
+        "window - 1": fault(CORE, windows=(19, None, 19, None, 19, None)),
+        "a longer window of a shared layer": fault(CORE, 4, windows=(20, None, 20, None, 30, None)),
+        "keys of the first layer": PlantedFault(as_class(FirstCaches), (CORE,), 4),
+        "keys of other layers": PlantedFault(as_class(OtherCaches), (CORE,), 4),
+        "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
+        "layer inputs x 1.05": fault("layer_inputs.sum", None, inputs=changed(scale=times(1.05))),
+        "their table without its factor": fault(
+            "layer_inputs.table", None, inputs=changed(table_scale=1.0)
+        ),
+        "their projection without its factor": fault(
+            "layer_inputs.projection", None, inputs=changed(projection_scale=1.0)
+        ),
+        "eps of their norm x 10": fault("layer_inputs.norm.eps", None, inputs=changed(eps=1e-5)),
+        "weights of experts not divided": fault(
+            EXPERT_ROUTING, experts=with_router(renormalize=flipped)
+        ),
+        "one expert fewer": fault(EXPERT_ROUTING, experts=with_router(top_k=one_fewer)),
+        "router without its factor": fault(
+            "experts.moe.router", experts=with_router(logit_scale=1.0)
+        ),
+        "no cap": fault("head", None, case={"final_logit_softcapping": 3.0}, logit_softcap=None),
+    },
+    kv_tolerance=MOE_KV_TOLERANCE,
+    split_tolerance=2e-3,
 )  # fmt: skip
