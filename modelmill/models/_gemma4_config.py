@@ -52,6 +52,8 @@ LAYER_KEYS = ("head_dim", "num_key_value_heads")
 class Gemma4Config(DecoderConfig):
     """The decoder's sizes; ``kv_heads`` and ``head_dim`` are those of layers with a window.
 
+    The experts of ``moe`` are beside the MLP of each layer, not in its place.
+
     Attributes:
         full_kv_heads: KV heads of layers with full attention.
         full_head_dim: Channels of a head there.
@@ -60,7 +62,6 @@ class Gemma4Config(DecoderConfig):
         shared_layers: So many last layers attend to the keys and values of earlier ones: the last
             of their type that has some.
         double_wide: Whether their MLP is twice as wide.
-        experts: Experts beside the MLP of each layer, or None.
         inputs: What layers read beside the stream, or None.
     """
 
@@ -70,7 +71,6 @@ class Gemma4Config(DecoderConfig):
     value_eps: float | None = None
     shared_layers: int = 0
     double_wide: bool = False
-    experts: MoESpec | None = None
     inputs: LayerInputConfig | None = None
 
     @property
@@ -124,7 +124,7 @@ class Gemma4Config(DecoderConfig):
             self.attention_spec(layer),
             self.mlp_spec(layer),
             norm,
-            experts=None if self.experts is None else ExpertBranchSpec(self.experts, norm),
+            experts=None if self.moe is None else ExpertBranchSpec(self.moe, norm),
             layer_input=None
             if inputs is None
             else LayerInputSpec(layer, inputs.width, self.activation, norm),

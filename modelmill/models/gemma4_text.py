@@ -104,7 +104,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
         "values_are_keys": boolean(raw, "attention_k_eq_v", False),
         "shared_layers": _gemma4_config.shared_layers(raw, windows),
         "double_wide": boolean(raw, "use_double_wide_mlp", False),
-        "experts": _gemma4_config.expert_spec(raw, hidden, act),
+        "moe": _gemma4_config.expert_spec(raw, hidden, act),
         "inputs": _gemma4_config.layer_input_config(raw, layers, hidden, common.eps),
     })  # fmt: skip
 

@@ -119,6 +119,10 @@ class ReferenceModel(ABC):
         """Return the sequence's modules outside the layers, beside embedding, norm and head."""
         return {}
 
+    def unused_tensors(self) -> dict[str, str]:
+        """Return tensors that the family's definition does not use: pattern of names → what."""
+        return {}
+
     @abstractmethod
     def layer_weights(self, index: int) -> LayerWeights:
         """Read a layer's weights by module name; nothing is cached."""

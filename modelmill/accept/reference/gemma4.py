@@ -167,6 +167,13 @@ class Gemma4Reference(PlainDecoderReference):
 
     # weights
 
+    def unused_tensors(self) -> dict[str, str]:
+        """Return the projections of layers that attend to another layer's keys and values."""
+        layers = "|".join(map(str, range(self.first_shared, self.num_layers)))
+        parts = r"self_attn\.(k_proj|v_proj|k_norm)|attn_(k|v|k_norm)"
+        name = rf"(model\.layers|blk)\.({layers})\.({parts})\.(weight|bias)"
+        return {name: "keys and values of layers that share another layer's"} if layers else {}
+
     def norm_eps(self, index: int | None, name: str) -> float:
         """Return the epsilon, one for all norms."""
         return self.eps if name == INPUT_NORM else super().norm_eps(index, name)

@@ -136,11 +136,11 @@ CASE = FamilyCase(
         ),
         "eps of their norm x 10": fault("layer_inputs.norm.eps", None, inputs=changed(eps=1e-5)),
         "weights of experts not divided": fault(
-            EXPERT_ROUTING, experts=with_router(renormalize=flipped)
+            EXPERT_ROUTING, moe=with_router(renormalize=flipped)
         ),
-        "one expert fewer": fault(EXPERT_ROUTING, experts=with_router(top_k=one_fewer)),
+        "one expert fewer": fault(EXPERT_ROUTING, moe=with_router(top_k=one_fewer)),
         "router without its factor": fault(
-            "experts.moe.router", experts=with_router(logit_scale=1.0)
+            "experts.moe.router", moe=with_router(logit_scale=1.0)
         ),
         "no cap": fault("head", None, case={"final_logit_softcapping": 3.0}, logit_softcap=None),
     },
