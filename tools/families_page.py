@@ -43,9 +43,10 @@ IMAGE_MODELS = """
 Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
-Of checkpoints of `qwen3_5`, `qwen3_5_moe` and `gemma3` the text half is read, as `qwen3_5_text`,
-`qwen3_5_moe_text` and `gemma3_text`. What hybrids keep instead of keys and values:
-[recurrent state](recurrent-state.md).
+Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3` and `gemma4` the text half is read, as
+`qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text` and `gemma4_text`. What hybrids keep instead of
+keys and values: [recurrent state](recurrent-state.md). Gemma 4's layers have no common size of keys
+and values, and its last ones none of their own: [layers](layers.md#keys-and-values-of-layers-that-differ).
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.

@@ -58,6 +58,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
         add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add = writer.add_bool if isinstance(value, bool) else add
         add = writer.add_string if isinstance(value, str) else add
+        add = writer.add_array if isinstance(value, list) else add
         add(f"{case.architecture}.{key}", value)
     for name, tensor in tensors.items():
         if case.permuted and any(part in name for part in QK):
@@ -66,6 +67,9 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
         if case.grouped and FUSED in name:
             tensor = ungrouped(tensor, heads, kv_heads)
         plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
+        if name.startswith(("blk.", "rope_freqs.")):  # named by the case
+            writer.add_tensor(name, tensor.float().numpy())
+            continue
         targets = (names.get_name(n, try_suffixes=(".weight", ".bias")) for n in (name, plain))
         target = next((each for each in targets if each is not None), None)
         assert target is not None, name

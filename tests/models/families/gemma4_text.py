@@ -6,6 +6,8 @@ from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from modelmill.models._gemma4_config import Gemma4Config
 from tests.models.family_cases import (
     NULL,
@@ -13,6 +15,7 @@ from tests.models.family_cases import (
     SMALL,
     Change,
     FamilyCase,
+    GgufCase,
     PlantedFault,
     based,
     changed,
@@ -64,6 +67,51 @@ def with_router(**changes: Any) -> Change:
 def flipped(value: bool) -> bool:
     """The other one."""
     return not value
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF: sizes that differ by layer are arrays."""
+    slides = [each == SLIDING for each in raw["layer_types"]]
+    shared, inner = raw["num_kv_shared_layers"], raw["intermediate_size"]
+    layers = len(slides)
+    return {
+        **{f"attention.{part}_length": raw["global_head_dim"] for part in ("key", "value")},
+        **{f"attention.{part}_length_swa": raw["head_dim"] for part in ("key", "value")},
+        "attention.layer_norm_rms_epsilon": raw.get("rms_norm_eps", 1e-6),
+        "attention.head_count_kv": [
+            raw["num_key_value_heads"] if each else raw["num_global_key_value_heads"]
+            for each in slides
+        ],
+        "attention.sliding_window": raw["sliding_window"],
+        "attention.sliding_window_pattern": slides,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": raw["hidden_size_per_layer_input"],
+        "feed_forward_length": [inner * (1 + (i >= layers - shared)) for i in range(layers)],
+        "rope.freq_base": raw["rope_parameters"][FULL]["rope_theta"],
+        "rope.freq_base_swa": raw["rope_parameters"][SLIDING]["rope_theta"],
+        "rope.dimension_count": raw["global_head_dim"],
+        "rope.dimension_count_swa": raw["head_dim"],
+        "expert_count": raw["num_experts"], "expert_used_count": raw["top_k_experts"],
+        "expert_feed_forward_length": raw["moe_intermediate_size"],
+    }  # fmt: skip
+
+
+def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Its tensors as the converter names them, where the package gguf has no name."""
+    out = {}
+    for name, each in tensors.items():
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if name.endswith("router.scale"):
+            name = f"blk.{layer}.ffn_gate_inp.scale"
+        elif name.endswith("per_expert_scale"):
+            name = f"blk.{layer}.ffn_down_exps.scale"
+        elif name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+            name += ".weight"
+        out[name] = each
+    pairs = raw["global_head_dim"] // 2
+    turned = int(pairs * raw["rope_parameters"][FULL]["partial_rotary_factor"])
+    out["rope_freqs.weight"] = torch.tensor([1.0] * turned + [1e30] * (pairs - turned))
+    return out
 
 
 CORE, EXPERT_ROUTING = "attn.core", "experts.moe.routing"
@@ -144,6 +192,7 @@ CASE = FamilyCase(
         ),
         "no cap": fault("head", None, case={"final_logit_softcapping": 3.0}, logit_softcap=None),
     },
+    gguf=GgufCase("gemma4", gguf_facts, tensors=as_converted),
     kv_tolerance=MOE_KV_TOLERANCE,
     split_tolerance=2e-3,
 )  # fmt: skip
