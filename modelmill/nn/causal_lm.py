@@ -33,10 +33,14 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        return self.run_layers(self.layers, step)
+
+    def run_layers(self, layers: nn.ModuleList, step: Step) -> torch.Tensor:
+        """The same with these layers in the place of its own."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope, step = self.rope(step), self.with_layer_inputs(x, step)
-        for layer in self.layers:
+        for layer in layers:
             x, residual = layer(x, residual, rope, step)
         if step.logit_rows is not None:
             x = x[step.logit_rows]

@@ -111,7 +111,13 @@ class ExpertBranch(nn.Module):
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""
+        return self.run(mlp_out, stream, step, self.moe)
+
+    def run(
+        self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step, moe: nn.Module
+    ) -> torch.Tensor:
+        """The same with this mixture in the place of its own."""
         mlp = self.mlp_post(mlp_out, step)
         router_input = self.router_norm(stream, step)
-        experts = self.moe(self.norm(stream, step), step, router_input)
+        experts = moe(self.norm(stream, step), step, router_input)
         return self.sum(mlp, self.post(experts, step), step)

@@ -88,12 +88,23 @@ class ScaledSandwichLayer(SandwichLayer):
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
     ) -> tuple[torch.Tensor, None]:
         """The layer's output [T, H], and no residual beside it."""
+        return self.run(x, residual, rope, step, self.experts)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: RopeCosSin,
+        step: Step,
+        experts: nn.Module | None,
+    ) -> tuple[torch.Tensor, None]:
+        """The same with these experts in the place of its own."""
         x, residual = self.attn_norm(x, residual, step)
         x = self.attn_post(self.attn(x, rope, step), step)
         x, residual = self.mlp_norm(x, residual, step)
         x = self.mlp(x, step)
-        if self.experts is not None:
-            x = self.experts(x, residual, step)
+        if experts is not None:
+            x = experts(x, residual, step)
         x = self.mlp_post(x, step)
         if self.layer_input is not None and self.mlp_add is not None:
             residual = self.mlp_add(x, residual, step)

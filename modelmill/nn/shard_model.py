@@ -68,14 +68,24 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
 def _common_alignment(
     model: nn.Module, alignment_for: Callable[[str], int]
 ) -> Callable[[str], int]:
-    """One alignment for all layers, if some read the pages of others: they have the same heads."""
+    """The same, with one alignment of heads in all layers if some read the pages of others.
+
+    A rank then has the same heads in both.
+    """
     layers = dict(model.get_submodule("layers").named_children())
     specs = {f"layers.{name}": layer_spec(layer) for name, layer in layers.items()}
     if not any(any(spec.of_type(SharedCacheSpec)) for spec in specs.values()):
         return alignment_for
-    names = [f"{name}.{linear.path}" for name, spec in specs.items() for linear in spec.linears]
-    alignment = lcm(*map(alignment_for, names))
-    return lambda _: alignment
+    linears = {
+        f"{name}.{linear.path}"
+        for name, spec in specs.items()
+        for part in spec.partitions
+        if isinstance(part, HeadPartition)
+        for linear in spec.linears
+        if linear.split_columns in part.names
+    }
+    common = lcm(*map(alignment_for, sorted(linears)))
+    return lambda name: common if name in linears else alignment_for(name)
 
 
 def _shard_layer(
