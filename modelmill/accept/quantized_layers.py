@@ -124,9 +124,7 @@ class QuantizedLayersCheck:
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
     ) -> None:
         for number, each in enumerate(self._followed):
-            trace = each.reference.run_layer(
-                index, checkpoint_weights, each.stream, each.prompt_length
-            )
+            trace = each.run_layer(index, checkpoint_weights)
             if number == 0 and not self._has_stored_errors:
                 self.quantization_errors += layer_quantization_error(
                     index,
@@ -136,7 +134,6 @@ class QuantizedLayersCheck:
                     self.model,
                     self.weight_formats,
                 )
-            each.stream = trace["output"].output
 
 
 def _to_device(scales: Scales, device: torch.device) -> Scales:
