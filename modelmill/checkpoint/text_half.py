@@ -23,12 +23,18 @@ TEXT_TYPES = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
 
 # sizes that published files leave to the configuration class
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vocab_size": 262208, "num_attention_heads": 8},
+    "gemma4_unified": {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+    },
 }
 IMAGE_PREFIXES = (
     "model.visual.",
@@ -37,6 +43,7 @@ IMAGE_PREFIXES = (
         for stem in ("", "model.")
         for part in (
             "vision_tower",
+            "vision_embedder",
             "multi_modal_projector",
             "embed_vision",
             "audio_tower",

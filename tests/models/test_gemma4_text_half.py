@@ -32,20 +32,35 @@ AUDIO = {
 }  # fmt: skip
 
 
+UNIFIED_VISION = {
+    "patch_size": 4, "pooling_kernel_size": 1, "mm_embed_dim": 16, "mm_posemb_size": 8,
+    "output_proj_dims": 16,
+}  # fmt: skip
+# what the text class of a unified checkpoint has not
+ABSENT = (
+    "hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
+    "top_k_experts", "moe_intermediate_size",
+)  # fmt: skip
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Any]:
     """A seeded ``Gemma4ForConditionalGeneration`` with vision and audio."""
     text = CASES["gemma4_text"].raw()
     config = transformers.Gemma4Config(text_config=text, vision_config=VISION, audio_config=AUDIO)
+    return seeded(transformers.Gemma4ForConditionalGeneration, config, tmp_path / "hf")
+
+
+def seeded(cls: Any, config: Any, folder: Path) -> tuple[Path, Any]:
+    """A seeded model and the folder that it is saved in."""
     torch.manual_seed(0)
-    model = transformers.Gemma4ForConditionalGeneration(config).float().eval()
+    model = cls(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape) * spread + float(parameter.dim() == 1))
             if name.endswith("q_norm.weight"):
                 parameter.mul_(parameter.numel() ** -0.5)
-    folder = tmp_path / "hf"
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     return folder, model
@@ -75,6 +90,26 @@ def test_its_logits_are_those_of_the_whole_model(saved: tuple[Path, Any], tmp_pa
     warnings = " ".join(plan.warnings)
     assert "vision_config" in warnings
     assert "audio_config" in warnings
+    check_logits(folder, model, tmp_path / "e")
+
+
+def test_a_unified_checkpoint(tmp_path: Path) -> None:
+    """One without towers: patches and frames are projected. Its text class has fewer switches."""
+    text = CASES["gemma4_text"].raw()
+    text = {key: each for key, each in text.items() if key not in ABSENT}
+    del text["model_type"]
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=text, vision_config=UNIFIED_VISION, audio_config={"audio_embed_dim": 16}
+    )
+    cls = transformers.Gemma4UnifiedForConditionalGeneration
+    folder, model = seeded(cls, config, tmp_path / "hf")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.model_type == "gemma4_text"
+    names = checkpoint.names()
+    assert len(names) < len(load_file(folder / "model.safetensors"))
+    assert not [
+        n for n in names if not n.startswith(("model.layers.", "model.embed", "model.norm"))
+    ]
     check_logits(folder, model, tmp_path / "e")
 
 
