@@ -152,7 +152,8 @@ class GgufAsHf:
         """Return shape and dtype of a tensor without reading it."""
         entry = self._entry(name)
         source = self._raw.tensor_info(entry.source)
-        return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
+        share = torch.Size(entry.shape).numel() / max(source.numel, 1)
+        return TensorInfo(name, entry.shape, source.dtype, round(source.nbytes * min(share, 1)))
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
@@ -163,7 +164,10 @@ class GgufAsHf:
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
         entry = self._entry(name)
-        return gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
+        layout = gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
+        if layout is None or entry.transposed:
+            return layout
+        return replace(layout, rows=entry.shape[0])  # of an expert's matrix perhaps a half
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return its codes and scales, rows in Hugging Face's order (or transposed)."""

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CheckpointError
+from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.family_cases import GgufCase
 from tests.models.test_family_gguf import check_gguf, write_gguf
@@ -67,6 +69,26 @@ def test_a_file_in_the_shape_of_a_release(name: str, tmp_path: Path) -> None:
 def test_gate_and_up_of_experts_in_two_tensors(tmp_path: Path) -> None:
     assert GGUF is not None
     check_gguf(replace(CASE, gguf=replace(GGUF, tensors=split_experts)), tmp_path)
+
+
+def test_integers_of_a_file_are_kept(tmp_path: Path) -> None:
+    """Also those of the halves of an expert's matrix, and of keys that are values."""
+    assert GGUF is not None
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "hidden_size_per_layer_input": 32,
+    }  # fmt: skip
+    CASE.save(tmp_path / "hf", **sizes)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "hf", CASE.raw(**sizes), GGUF, quantized=True)
+    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
+    assert written, report["reason"]
+    formats = open_artifact(tmp_path / "e").manifest.weight_formats
+    kept = {name for name, each in formats.items() if each != "dense"}
+    for part in ("attn.qkv_proj", "attn.o_proj", "experts.moe.experts.3.gate_up_proj"):
+        assert f"layers.1.{part}" in kept
+    assert "layers.4.attn.q_proj" in kept
+    assert "layers.0.layer_input.gate_proj" in kept
 
 
 def changed_facts(**changes: Any) -> GgufCase:
