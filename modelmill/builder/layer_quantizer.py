@@ -119,6 +119,9 @@ class LayerQuantizer:
             ids = [sample.ids for sample in self.samples]
             shown = embed_images(self.samples, self.model, self._load_prefix, ops)
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
+            for planned in parts:  # a table of layers' inputs may be the largest tensor
+                if planned.module.partition(".")[0] != "embed":
+                    self._set_tensor(planned.rule.target, torch.empty(0, device="meta"))
         return self._calibration
 
     def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:
