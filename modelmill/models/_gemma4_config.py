@@ -133,9 +133,9 @@ class Gemma4Config(DecoderConfig):
 
 def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
-    windows = _llama_common.interleaved_windows(
-        overlay_config(raw, {"sliding_window": 512}), layers, 6
-    )
+    # the class has no "sliding_window_pattern"
+    plain = overlay_config(raw, {"sliding_window": 512}, {"sliding_window_pattern": None})
+    windows = _llama_common.interleaved_windows(plain, layers, 6)
     if windows[-1] is not None and isinstance(raw, ConfigView):
         raw.remarks.append(
             "config.json: the last layer has full attention, as in transformers, although "
@@ -163,11 +163,12 @@ def full_layer_sizes(
     overrides = raw.get("per_layer_config")
     dim = positive_int(raw, "global_head_dim", default=512)
     count = positive_int(raw, "num_global_key_value_heads", default=kv_heads)
+    if overrides is None and boolean(raw, "attention_k_eq_v", False):
+        return count, dim
+    ignore_keys(raw, "num_global_key_value_heads")  # as transformers does
     if overrides is None:
-        return count if boolean(raw, "attention_k_eq_v", False) else kv_heads, dim
-    if isinstance(raw, ConfigView):  # both are not used beside per_layer_config
-        beside = ("global_head_dim", "num_global_key_value_heads")
-        raw.ignore({key: raw[key] for key in beside if key in raw})
+        return kv_heads, dim
+    ignore_keys(raw, "global_head_dim")
     sizes = [
         _layer_size(overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim})
         for layer in range(len(windows))
@@ -182,6 +183,12 @@ def full_layer_sizes(
             "is not supported"
         )
     return full.pop()
+
+
+def ignore_keys(raw: Mapping[str, Any], *keys: str) -> None:
+    """Have these keys named as being without effect, where the config has them."""
+    if isinstance(raw, ConfigView):
+        raw.ignore({key: raw[key] for key in keys if raw.get(key) is not None})
 
 
 def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
@@ -215,8 +222,8 @@ def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions
     own = every.get(layer_type)
     if unknown or not isinstance(own, Mapping):
         raise CheckpointError(
-            f"config.json: rope_parameters must have an object for {FULL_ATTENTION} and one for "
-            f"{SLIDING_ATTENTION}, not {quote(every, 60)}"
+            f"config.json: rope_parameters must have an object for {layer_type} (known: "
+            f"{FULL_ATTENTION}, {SLIDING_ATTENTION}), not {quote(every, 60)}"
         )
     rope_type = own.get("rope_type", "default")
     if rope_type == PROPORTIONAL:
@@ -279,8 +286,7 @@ def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec
     """
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not boolean(raw, "enable_moe_block", False):
-        for key in keys:
-            raw.get(key)  # without effect then
+        ignore_keys(raw, *keys)
         return None
     count, chosen, inner = (positive_int(raw, key, max_value=MAX_EXPERTS * 64) for key in keys)
     if chosen > count or count > MAX_EXPERTS:

@@ -91,10 +91,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
     full_kv_heads, full_head_dim = _gemma4_config.full_layer_sizes(raw, windows, own)
     _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim)
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
-    rope, local_rope = (
-        _gemma4_config.layer_rope(raw, layer_type, dim, positions)
-        for layer_type, dim in ((FULL_ATTENTION, full_head_dim), (SLIDING_ATTENTION, own[1]))
-    )
+    rope = _gemma4_config.layer_rope(raw, FULL_ATTENTION, full_head_dim, positions)
+    local_rope = None
+    if any(windows):
+        local_rope = _gemma4_config.layer_rope(raw, SLIDING_ATTENTION, own[1], positions)
     return Gemma4Config(**shared | {
         "max_len": positions, "rope": rope, "local_rope": local_rope, "windows": windows,
         "layer": ScaledSandwichLayer, "qk_norm": True, "attention_scale": 1.0,

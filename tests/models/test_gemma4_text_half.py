@@ -132,6 +132,40 @@ def test_a_last_layer_with_a_window_is_named(tmp_path: Path) -> None:
     assert "the last layer has full attention" in " ".join(plan.warnings)
 
 
+WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
+    "KV heads of full attention where values have a projection": (
+        {"attention_k_eq_v": False}, "num_global_key_value_heads",
+    ),
+    "sizes beside those by layer": (
+        {"per_layer_config": {str(i): {"head_dim": 32} for i in (1, 3, 5)}}, "global_head_dim",
+    ),
+    "a pattern that the class has not": ({"sliding_window_pattern": 2}, "sliding_window_pattern"),
+    "a part of a default rotation": (
+        {"rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 2000.0, "beta": 1},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        }}, "beta",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_named(name: str, tmp_path: Path) -> None:
+    """As in transformers, whose logits the model still has (``test_dense_families``)."""
+    changes, keys = WITHOUT_EFFECT[name]
+    (tmp_path / "config.json").write_text(json.dumps(CASES["gemma4_text"].raw(**changes)))
+    plan = make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+    [warning] = [each for each in plan.warnings if "no effect" in each]
+    assert keys in warning
+
+
+def test_experts_that_are_off_are_refused_by_name(tmp_path: Path) -> None:
+    raw = CASES["gemma4_text"].raw(enable_moe_block=False)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="num_experts=4"):
+        make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+
+
 def test_a_wrong_text_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": 3}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")

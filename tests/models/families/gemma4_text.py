@@ -35,6 +35,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_f
 EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 40,
 }  # fmt: skip
+NO_EXPERTS = dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), NULL)
 SIZES_BY_LAYER = {"1": {"head_dim": 24}, "3": {"head_dim": 24}, "5": {"head_dim": 24}}
 
 
@@ -129,17 +130,18 @@ CASE = FamilyCase(
         {"num_global_key_value_heads": 2}, {"num_global_key_value_heads": None},
         {"per_layer_config": SIZES_BY_LAYER, "global_head_dim": None,
          "num_global_key_value_heads": None},
-        {"attention_k_eq_v": False}, {"attention_k_eq_v": None},
+        {"attention_k_eq_v": False, "num_global_key_value_heads": None},
+        {"attention_k_eq_v": None, "num_global_key_value_heads": None},
         {"sliding_window": 5}, {"layer_types": None, "num_kv_shared_layers": 0},
         {"layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL], "num_kv_shared_layers": 3},
         {"layer_types": [FULL] * 6},
+        {"layer_types": [FULL] * 6, "rope_parameters": {FULL: PROPORTIONAL}},
         {"hidden_size_per_layer_input": 8},
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
         {"vocab_size_per_layer_input": 130},
         {"num_kv_shared_layers": 0}, {"num_kv_shared_layers": None}, {"num_kv_shared_layers": 4},
-        {"use_double_wide_mlp": False}, {"enable_moe_block": False},
-        {"enable_moe_block": None, "num_experts": NULL, "top_k_experts": NULL,
-         "moe_intermediate_size": NULL},
+        {"use_double_wide_mlp": False}, {"enable_moe_block": False, **NO_EXPERTS},
+        {"enable_moe_block": None, **NO_EXPERTS},
         {"num_experts": 3, "top_k_experts": 3}, {"top_k_experts": 1}, {"moe_intermediate_size": 24},
         {"rope_parameters": ROPE | {FULL: PROPORTIONAL | {"partial_rotary_factor": 0.5}}},
         {"rope_parameters": ROPE | {FULL: PROPORTIONAL | {"factor": 2.0}}},
@@ -149,7 +151,8 @@ CASE = FamilyCase(
         {"hidden_activation": "silu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": False},
         {"attention_bias": True}, {"final_logit_softcapping": 3.0},
         {"use_bidirectional_attention": "vision"},
-        {"enable_moe_block": False, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {"enable_moe_block": False, **NO_EXPERTS, "hidden_size_per_layer_input": 0,
+         "num_kv_shared_layers": 0},
     ),
     {"is_encoder_decoder": True, "hidden_activation": "quick_gelu", "layer_types": ["mamba"],
      "attn_logit_softcapping": 30.0, "use_bidirectional_attention": "all", "sliding_window": 0,
