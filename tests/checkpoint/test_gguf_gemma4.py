@@ -84,11 +84,11 @@ def test_integers_of_a_file_are_kept(tmp_path: Path) -> None:
     report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
     assert written, report["reason"]
     formats = open_artifact(tmp_path / "e").manifest.weight_formats
-    kept = {name for name, each in formats.items() if each != "dense"}
+    quantized = {name for name, each in formats.items() if each != "dense"}
     for part in ("attn.qkv_proj", "attn.o_proj", "experts.moe.experts.3.gate_up_proj"):
-        assert f"layers.1.{part}" in kept
-    assert "layers.4.attn.q_proj" in kept
-    assert "layers.0.layer_input.gate_proj" in kept
+        assert f"layers.1.{part}" in quantized
+    assert "layers.4.attn.q_proj" in quantized
+    assert "layers.0.layer_input.gate_proj" in quantized
 
 
 def changed_facts(**changes: Any) -> GgufCase:
