@@ -346,6 +346,11 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_wrong_sinks_are_refused_by_name[a_larger_sink-*",
     ),
     "tests/models/test_moe_faults.py": ("*-float32-int4]", "*-float32-smoothquant]", "*bfloat16-*"),
+    "tests/models/test_gemma4_faults.py": (
+        "*-float32-int4]",
+        "*-float32-smoothquant]",
+        "*bfloat16-*",
+    ),
     "tests/models/test_delta_net_faults.py": (
         "*-float32-int4]",
         "*-float32-smoothquant]",
@@ -678,6 +683,7 @@ EXHAUSTIVE_ONLY: Mapping[str, Sequence[str]] = {
         "test_a_planted_fault_is_refused_by_name[further-*-float32-rptq]",
     ),
     "tests/models/test_delta_net_faults.py": ("*-float32-int4]", "*-float32-smoothquant]"),
+    "tests/models/test_gemma4_faults.py": ("*-float32-int4]",),
     "tests/models/test_mamba2_faults.py": ("*-float32-int4]",),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[Qwen3-Next-80B-A3B]",

@@ -63,7 +63,6 @@ ALLOWED = (
     # results that grow, each with one writer
     ("request_state.py", "result.*", "the RequestOutput that this RequestState made"),
     ("request_state.py", "output.*", "a CompletionOutput that this RequestState made"),
-    ("accept/reference_trace.py", "other.stream", "the streams that one trace moves on together"),
     ("accept/*.py", "made.*", "a copy of the reference with the engine's weights"),
     ("text/react.py", "conversation.question", "the conversation that format_react makes"),
 )

@@ -30,7 +30,8 @@ Every language model has all recipes ({recipes}),
 which leaves the integers of GPTQ, AWQ and GGUF as they are, does so for matrices whose rows are not
 reordered: q, k and v of families that rotate neighbouring channels or a part of each head, or that
 store them by KV head, are dense instead. SmoothQuant and RPTQ fold no scale into an input that no
-norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as they are.
+norm produces alone: the inputs of OLMo's and EXAONE's layers are quantized as they are, and so is
+the output of Gemma 4's attention, whose values are normed.
 
 *Compared with*: an independent implementation whose logits are matched within 1e-4 in float32;
 "float64" is a plain decoder of our own (`tests/models/plain_forward.py`), written from the paper
@@ -43,9 +44,15 @@ IMAGE_MODELS = """
 Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
-Of checkpoints of `qwen3_5`, `qwen3_5_moe` and `gemma3` the text half is read, as `qwen3_5_text`,
-`qwen3_5_moe_text` and `gemma3_text`. What hybrids keep instead of keys and values:
-[recurrent state](recurrent-state.md).
+Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4` and `gemma4_unified` the text half is
+read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text` and (both) `gemma4_text`. What hybrids keep
+instead of keys and values: [recurrent state](recurrent-state.md).
+
+Gemma 4's layers have no common size of keys and values, and the last ones of E2B and E4B none of
+their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full attention
+have heads of 512 channels, which no GPU kernel computes yet: torch does, without CUDA graphs. The
+inputs that its layers have beside the stream need a table as large as the rest of E2B; it stays in
+the activations' dtype.
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.

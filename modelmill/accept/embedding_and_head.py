@@ -27,16 +27,18 @@ def check_embedding_tables(
 ) -> Iterator[Finding]:
     """Check the embedding tables, whole and row by row; no recipe quantizes them."""
     bound = module_bound("embedding", dtype)
-    for suffix, source in checkpoint_reference.embedding_tables().items():
-        table = getattr(model.embed, suffix)
+    tables = {f"embed.{n}": s for n, s in checkpoint_reference.embedding_tables().items()}
+    for path, source in (tables | checkpoint_reference.further_tables()).items():
+        module, _, leaf = path.rpartition(".")
+        table = getattr(model.get_submodule(module) if "." in module else model.embed, leaf)
         for row in _compare_rows(
-            f"embed.{suffix}",
+            path,
             checkpoint_reference,
             source,
             tuple(table.shape),
             partial(_table_rows, table),
         ):
-            yield Finding(row.name, None, "embed", row, bound)
+            yield Finding(row.name, None, module, row, bound)
 
 
 def check_quantized_head(

@@ -17,7 +17,7 @@ import torch
 from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
 from modelmill.accept.quantized_reference import language_formats
-from modelmill.accept.reference import LayerTrace, ReferenceModel
+from modelmill.accept.reference import LayerTrace, OutsideTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
     OtherSequence,
     ReferenceTrace,
@@ -42,6 +42,7 @@ from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
     NormSpec,
+    QuerySpec,
     RecurrenceSpec,
     RoutingSpec,
     layer_spec,
@@ -94,7 +95,9 @@ class ModuleCheck:
         self.depth = max(spec.depth for spec in self.specs) - 1
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
+        self._outside: OutsideTrace = {}
         self.routings: dict[int, list[torch.Tensor]] = {}
+        self._router_logits: dict[int, torch.Tensor] = {}
         self.static_ranges = StaticRangeUse(engine_core.model_runner.model)
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
@@ -105,12 +108,12 @@ class ModuleCheck:
         Returns:
             The reference's final residual stream, [T, H].
         """
-        x = self.reference.embed(torch.tensor(self.ids))
+        own = self.reference.for_sequence(self.ids)
         others = [
-            OtherSequence(self.reference.embed(torch.tensor(list(ids))), length)
-            for ids, length in self.other_sequences
+            OtherSequence.start(self.reference, ids, length) for ids, length in self.other_sequences
         ]
-        state = ReferenceTrace(self.reference, x, self.head_rows, others)
+        state = ReferenceTrace(own, own.embed(torch.tensor(self.ids)), self.head_rows, others)
+        self._outside = own.outside_trace()
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
@@ -133,6 +136,7 @@ class ModuleCheck:
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
             if name != "norm" and not (layer is not None and self._is_first(layer, part)):
+                self._compare_router_logits(name, args)
                 return self._with_reference_routing(name, args)
             index = self.reference.num_layers if layer is None else layer
             x, residual = args[0], args[1]
@@ -160,12 +164,18 @@ class ModuleCheck:
                 .float()
             )
 
+        def tiny_rows(like: torch.Tensor) -> torch.Tensor:
+            """Of a norm with several rows a token."""
+            return tiny(like.numel() // len(self.ids)).reshape(like.shape)
+
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             module = self._module(name)
             if name == "norm" or (isinstance(module, NormSpec) and len(module.reads) > 1):
                 return norm_args_summing_to(tiny(args[0].shape[1])[: len(args[0])], args)
-            if isinstance(module, NormSpec | CacheSpec):
+            if isinstance(module, NormSpec | QuerySpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
+            if self._is_outside_norm(name):
+                return cast_like(tiny_rows(args[0]), args[0]), *args[1:]
             return None
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
@@ -177,7 +187,10 @@ class ModuleCheck:
                 x = tiny(args[0].shape[1])[: len(normed)]
                 expected = self.reference.run_norm(layer, canonical, x)
                 self._add_finding(f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected)
-            elif isinstance(module, CacheSpec) and layer is not None:
+            elif self._is_outside_norm(name):
+                expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
+                self._add_finding(f"{name}.eps", None, f"{part}.eps", "norm", output, expected)
+            elif isinstance(module, QuerySpec) and layer is not None:
                 q = output.reshape(len(output), -1)
                 heads = self.reference.norm_and_rope_queries(
                     layer, tiny(args[0].shape[1])[:, : q.shape[1]]
@@ -208,14 +221,16 @@ class ModuleCheck:
             reference_trace.enter_layer(layer)
             if previous is None:
                 return norm_args_summing_to(reference_trace.stream, args)
-            return *map(cast_like, previous, args[:2]), *args[2:]
+            return _with_values(previous, args)
         if name == "norm":
             previous = self._layer_outputs(reference_trace, self.reference.num_layers - 1)
             reference_trace.finish_layer()
             if previous is None:
                 return None
-            rows = [value[self.head_rows] for value in previous]
-            return *map(cast_like, rows, args[:2]), *args[2:]
+            return _with_values([value[self.head_rows] for value in previous], args)
+        if name in self._outside:
+            inputs = self._outside[name].inputs
+            return *map(cast_like, inputs, args), *args[len(inputs) :]
         module, trace = self._module(name), reference_trace.layer_trace
         if module is None or trace is None or layer is None:
             return None
@@ -248,6 +263,23 @@ class ModuleCheck:
             )
             + args[len(module.reads) :]
         )
+
+    def _compare_router_logits(self, name: str, args: tuple[Any, ...]) -> None:
+        """Compare what the choice of experts is made from, in a layer that runs freely.
+
+        The choice itself is the reference's, so that a router that reads another value would show
+        nowhere else.
+        """
+        layer, _ = split_layer_path(name)
+        module = self._module(name)
+        if layer in self._router_logits and isinstance(module, RoutingSpec):
+            label = self.specs[layer].writers[module.reads[0]].path
+            expected = self._router_logits[layer]
+            self._add_finding(f"layers.{layer}.{label}", layer, label, "layer", args[0], expected)
+
+    def _is_outside_norm(self, name: str) -> bool:
+        """Return whether a module is a norm outside the layers, beside the last one."""
+        return name in self._outside and self._outside[name].arithmetic == "norm"
 
     def _is_first(self, layer: int, part: str) -> bool:
         """Return whether a module is the one that reads a layer's (branch, residual)."""
@@ -296,6 +328,9 @@ class ModuleCheck:
                 )
             output = normed
         self._compare_parts(layer, module, name, output, trace)
+        if isinstance(module, RoutingSpec):
+            router = self.specs[layer].writers[module.reads[0]]
+            self._router_logits[layer] = reference_output(trace, router.reference)
         if isinstance(module, RecurrenceSpec):
             self._compare_state(layer, module, name, args[-1], trace)
 
@@ -313,6 +348,9 @@ class ModuleCheck:
         elif name == "head":
             expected = reference_trace.head_trace()["logits"].output
             self._add_finding(name, None, "head", "linear", output, expected)
+        elif name in self._outside:
+            _, expected, arithmetic = self._outside[name]
+            self._add_finding(name, None, name, arithmetic, output, expected)
 
     def _compare_stream(self, layer: int, output: Any, expected: Any) -> None:
         """Compare the residual stream after a layer."""
@@ -397,6 +435,11 @@ class ModuleCheck:
         self.findings.append(
             Finding(name, layer, module, compare_tensors(name, ours, expected), bound)
         )
+
+
+def _with_values(values: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a norm's (x, residual, …) with a layer's outputs: both, or the stream alone."""
+    return *map(cast_like, values, args), *args[len(values) :]
 
 
 def layer_bound(dtype: str, recipe: str, length: int, depth: int) -> ErrorBound:

@@ -22,6 +22,7 @@ from modelmill.accept.quantized_reference import (
     with_engine_weights,
 )
 from modelmill.accept.reference import LayerWeights, ReferenceModel
+from modelmill.accept.reference_trace import OtherSequence
 from modelmill.nn.layer_spec import layer_spec
 
 
@@ -65,8 +66,9 @@ class QuantizedLayersCheck:
         }
         # without this split, the reference in use is the checkpoint's
         followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
-        self.streams = [checkpoint_reference.embed(torch.tensor(list(ids))) for ids, _ in followed]
-        self._prompts = [prompt for _, prompt in followed]
+        self._followed = [
+            OtherSequence.start(checkpoint_reference, ids, prompt) for ids, prompt in followed
+        ]
         self.findings: list[Finding] = []
         self.quantization_errors: list[dict[str, Any]] = []
         self._layers_done = 0
@@ -83,6 +85,11 @@ class QuantizedLayersCheck:
         )
         made.layer_weights = self._layer_weights_with_check  # type: ignore[method-assign]
         return made
+
+    @property
+    def streams(self) -> list[torch.Tensor]:
+        """The checkpoint's residual streams of the sequences."""
+        return [each.stream for each in self._followed]
 
     def finish(self) -> None:
         """Process the layers that have not been read."""
@@ -116,10 +123,8 @@ class QuantizedLayersCheck:
     def _advance_streams(
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
     ) -> None:
-        for number, prompt in enumerate(self._prompts):
-            trace = self.checkpoint_reference.run_layer(
-                index, checkpoint_weights, self.streams[number], prompt
-            )
+        for number, each in enumerate(self._followed):
+            trace = each.run_layer(index, checkpoint_weights)
             if number == 0 and not self._has_stored_errors:
                 self.quantization_errors += layer_quantization_error(
                     index,
@@ -129,7 +134,6 @@ class QuantizedLayersCheck:
                     self.model,
                     self.weight_formats,
                 )
-            self.streams[number] = trace["output"].output
 
 
 def _to_device(scales: Scales, device: torch.device) -> Scales:

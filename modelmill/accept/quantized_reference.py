@@ -49,7 +49,7 @@ def quantized_reference(
         if index is None:
             return plain
         layer = model.layers[index]
-        paths = {norm.reference[0]: norm.path for norm in layer_spec(layer).norms}
+        paths = {norm.reference[0]: norm.path for norm in weighted_norms(layer_spec(layer))}
         if name not in paths:
             return plain
         return _cast_like(_norm_weights(layer, paths[name], made.device), plain)
@@ -90,7 +90,7 @@ def read_engine_weights(
     layer, device = model.layers[index], next(iter(weights.values())).weight.device
     spec = layer_spec(layer)
     _check_declared(spec, weights)
-    for norm in spec.norms:
+    for norm in weighted_norms(spec):
         yield norm.reference[0], _norm_weights(layer, norm.path, device)
     for each in spec.linears:
         linear = layer.get_submodule(each.path)
@@ -102,6 +102,11 @@ def read_engine_weights(
             rows = slice(first, first + len(weights[name].weight))
             yield name, Affine(dense[rows], None if bias is None else bias[rows], fake_quantize)
             first = rows.stop
+
+
+def weighted_norms(spec: LayerSpec) -> list[NormSpec]:
+    """Return a layer's norms that have a weight."""
+    return [norm for norm in spec.norms if norm.tensors]
 
 
 def _check_declared(spec: LayerSpec, weights: LayerWeights) -> None:

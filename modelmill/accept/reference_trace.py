@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import HeadTrace, LayerTrace, ReferenceModel
+from modelmill.accept.reference import HeadTrace, LayerTrace, LayerWeights, ReferenceModel
 from modelmill.nn.layer_spec import LayerSpec, NormSpec
 
 ROUTING = "routing"
@@ -17,10 +17,29 @@ ROUTING = "routing"
 
 @dataclass
 class OtherSequence:
-    """A sequence that is only computed along: its residual stream [T, H] and prompt length."""
+    """A sequence that is only computed along.
 
+    Attributes:
+        reference: the reference of this sequence.
+        stream: its residual stream [T, H].
+        prompt_length: of the sequence.
+    """
+
+    reference: ReferenceModel
     stream: torch.Tensor
     prompt_length: int
+
+    @staticmethod
+    def start(reference: ReferenceModel, ids: Sequence[int], prompt_length: int) -> OtherSequence:
+        """Embed a sequence."""
+        own = reference.for_sequence(ids)
+        return OtherSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
+
+    def run_layer(self, index: int, weights: LayerWeights) -> LayerTrace:
+        """Run a layer with weights read before; the stream becomes its output."""
+        trace = self.reference.run_layer(index, weights, self.stream, self.prompt_length)
+        self.stream = trace["output"].output
+        return trace
 
 
 class ReferenceTrace:
@@ -54,11 +73,7 @@ class ReferenceTrace:
         weights = self.reference.layer_weights(layer)
         self.layer_trace = self.reference.run_layer(layer, weights, self.stream, len(self.stream))
         traces = [self.layer_trace]
-        for other in self._others:
-            traces.append(
-                self.reference.run_layer(layer, weights, other.stream, other.prompt_length)
-            )
-            other.stream = traces[-1]["output"].output
+        traces += [other.run_layer(layer, weights) for other in self._others]
         if ROUTING in self.layer_trace:
             self.routings[layer] = [trace[ROUTING].output for trace in traces]
 

@@ -272,7 +272,7 @@ def _first_failure(failures: list[Finding]) -> Finding | None:
 def _layer_depth(finding: Finding) -> float:
     if finding.layer is not None:
         return finding.layer
-    return -1 if finding.module == "embed" else math.inf
+    return math.inf if finding.module.startswith(("norm", "head")) else -1
 
 
 def _kernel_hint(first: Finding, model: Any) -> str:

@@ -53,6 +53,8 @@ def unused_language_tensors(reference: ReferenceModel) -> list[dict[str, Any]]:
     }
     source = reference.source
     unread = source.unread()
+    for pattern, what in reference.unused_tensors().items():
+        patterns[pattern] = what, lambda _: True
     patterns |= _multi_token_prediction(unread, reference.num_layers)
     return _summarize(unread, source.container.get, patterns)
 

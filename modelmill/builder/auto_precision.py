@@ -37,6 +37,7 @@ from modelmill.quant.bit_allocation import (
     quantize_linears,
 )
 from modelmill.quant.calibration_state import (
+    EMBEDDING_PARTS,
     CalibrationState,
     QuantizableLayer,
 )
@@ -154,7 +155,8 @@ class LayerStreamer:
         for name, buffer in list(self.model.named_buffers()):
             if not buffer.is_meta:
                 self._set_tensor(name, buffer.to(device))
-        self.load_prefix("embed.")
+        for part in EMBEDDING_PARTS:
+            self.load_prefix(f"{part}.")
 
     def layers(self) -> Iterator[QuantizableLayer]:
         """Yield the layers; each is freed before the next is read."""

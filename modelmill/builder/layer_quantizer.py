@@ -20,7 +20,7 @@ from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.nn.linear import Linear
 from modelmill.ops import registry
 from modelmill.quant.calibrate import quantize_layer
-from modelmill.quant.calibration_state import CalibrationState, QuantizableLayer
+from modelmill.quant.calibration_state import EMBEDDING_PARTS, CalibrationState, QuantizableLayer
 from modelmill.weights import base
 from modelmill.weights.dense import DenseWeight as Dense
 
@@ -109,12 +109,19 @@ class LayerQuantizer:
     def calibration(self) -> CalibrationState:
         """Return the calibration tokens; the first layer embeds them."""
         if self._calibration is None:
-            embed = [each for each in self.plan.tensors if each.module.partition(".")[0] == "embed"]
-            self._load(embed, self._read)
+            parts = [
+                planned
+                for planned in self.plan.tensors
+                if planned.module.partition(".")[0] in EMBEDDING_PARTS
+            ]
+            self._load(parts, self._read)
             ops = registry.select_backends(self.device, self.plan.config.kernels)
             ids = [sample.ids for sample in self.samples]
             shown = embed_images(self.samples, self.model, self._load_prefix, ops)
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
+            for planned in parts:  # a table of layers' inputs may be the largest tensor
+                if planned.module.partition(".")[0] != "embed":
+                    self._set_tensor(planned.rule.target, torch.empty(0, device="meta"))
         return self._calibration
 
     def _read(self, planned: PlannedTensor) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from modelmill.core.model_family import LANGUAGE
 from modelmill.core.window_pages import pages_in_use
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
 from modelmill.ops import registry
-from modelmill.quant.calibration_state import BATCH_TOKENS
+from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
 
 if TYPE_CHECKING:
@@ -159,7 +159,9 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             tokens,
             plan.model_config.hidden,
             plan.model_config.inner,
-            2 * kv.kv_heads * kv.head_dim + _widest_state(plan),
+            2 * kv.kv_heads * kv.head_dim
+            + _widest_state(plan)
+            + plan.model_config.layer_input_size,
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
     return BuildMemory(*shared, writing, calibrating, judging)
@@ -395,10 +397,11 @@ def calibration_bytes(
     These are the embedding, a layer (three times at its widest matrix), the statistics of one site,
     the tokens at the widest site, and for one batch the activations between two sites.
 
-    kv_size: elements of keys and values per token in a layer. needs_hessian: whether the recipe
+    kv_size: elements of keys and values per token in a layer, and of layers' inputs beside the
+    stream. needs_hessian: whether the recipe
     uses the Hessian.
     """
-    embed = float32_bytes(planned_tensors, "embed")
+    embed = sum(float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS)
     layer = largest_layer_bytes(planned_tensors)
     widest = max(intermediate_size, hidden_size)
     values = (
@@ -436,7 +439,8 @@ def layer_read_bytes(planned_tensors: Sequence[PlannedTensor]) -> int:
     In float32, they are the embedding, or a layer and the next one.
     """
     return LAYER_READ_BASE_BYTES + max(
-        float32_bytes(planned_tensors, "embed"), 2 * largest_layer_bytes(planned_tensors)
+        sum(float32_bytes(planned_tensors, part) for part in EMBEDDING_PARTS),
+        2 * largest_layer_bytes(planned_tensors),
     )
 
 

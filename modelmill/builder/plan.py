@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -161,7 +162,7 @@ class BuildPlan:
     def _expert_share(self, module: str) -> float:
         """Return the share of the tokens that a module multiplies: of an expert, less than all."""
         moe = getattr(self.model_config, "moe", None)
-        if moe is None or ".mlp.experts." not in module:
+        if moe is None or re.search(r"\.experts\.\d", module) is None:
             return 1.0
         return float(moe.router.top_k / moe.router.experts)
 

@@ -24,6 +24,7 @@ from modelmill.checkpoint.gguf_families import (
     LLAMA_NAMES,
     GgufArchitecture,
 )
+from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
@@ -66,7 +67,7 @@ GPT2_NAMES = {
 
 ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
 CONSUMED_TENSORS = dict.fromkeys(
-    (*ROTARY_ARCHITECTURES, *FURTHER_ARCHITECTURES), ("rope_freqs.weight",)
+    (*ROTARY_ARCHITECTURES, *FURTHER_ARCHITECTURES, *GEMMA4_ARCHITECTURES), ("rope_freqs.weight",)
 )
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
@@ -86,6 +87,7 @@ ARCHITECTURES = {
     **FURTHER_ARCHITECTURES,
     **ALIBI_ARCHITECTURES,
     **GROUPED_EXPERT_ARCHITECTURES,
+    **GEMMA4_ARCHITECTURES,
 }
 
 
@@ -150,7 +152,8 @@ class GgufAsHf:
         """Return shape and dtype of a tensor without reading it."""
         entry = self._entry(name)
         source = self._raw.tensor_info(entry.source)
-        return TensorInfo(name, entry.shape, source.dtype, source.nbytes)
+        share = torch.Size(entry.shape).numel() / max(source.numel, 1)
+        return TensorInfo(name, entry.shape, source.dtype, round(source.nbytes * min(share, 1)))
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
@@ -161,7 +164,10 @@ class GgufAsHf:
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
         entry = self._entry(name)
-        return gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
+        layout = gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
+        if layout is None or entry.transposed:
+            return layout
+        return replace(layout, rows=entry.shape[0])  # of an expert's matrix perhaps a half
 
     def read_packed(self, name: str) -> PackedMatrix:
         """Return its codes and scales, rows in Hugging Face's order (or transposed)."""
@@ -207,6 +213,9 @@ class GgufAsHf:
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
             shape = (shape[1], shape[0])
             undo, transposed = _transpose, True
+        if base == FUSED_EXPERTS and len(shape) == 3:
+            self._add_fused_experts(target, name, shape)
+            return
         if "*" in target and len(shape) == 3:
             for expert in range(shape[0]):
                 entry = _HfTensor(f"{name}{EXPERT_SEPARATOR}{expert}", shape[1:], None)
@@ -226,6 +235,15 @@ class GgufAsHf:
             self._add_latent(target, name, shape)
             return
         self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+
+    def _add_fused_experts(self, target: str, name: str, shape: tuple[int, ...]) -> None:
+        """Add each expert's gate and up projections, which are the halves of one matrix."""
+        experts, rows, columns = shape
+        for expert in range(experts):
+            for part, restore in (("gate_proj", _first_half), ("up_proj", _second_half)):
+                own = target.replace("gate_up_proj", part).replace("*", str(expert))
+                source = f"{name}{EXPERT_SEPARATOR}{expert}"
+                self._add_entry(own, _HfTensor(source, (rows // 2, columns), restore))
 
     def _add_latent(self, target: str, name: str, shape: tuple[int, ...]) -> None:
         """Join the up-projections of latent attention: a head's keys, transposed, and values."""
@@ -267,6 +285,9 @@ def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
         and len(parts[1]) < 7
     ):
         layer, stem = parts[1], f"blk.{parts[2]}"
+    whole = architecture.names.get(f"{stem}.{suffix}")  # no weight or bias of a module
+    if whole is not None and layer:
+        return f"{architecture.layer_prefix}.{int(layer)}.{whole}", stem
     hf_base = architecture.names.get(stem)
     if (
         hf_base is None
@@ -305,6 +326,14 @@ def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor
 
 def _row(index: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor[index]
+
+
+def _first_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[: len(tensor) // 2]
+
+
+def _second_half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[len(tensor) // 2 :]
 
 
 def _minus_one(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The text half of a vision-language checkpoint, as a checkpoint of the language model alone.
 
-Files of Qwen3.5 and Gemma 3 hold a language model beside a vision encoder. What belongs to images
-is left out, and the names of the rest are made those of the text class. Experts that are stacked in
-one tensor are presented one by one.
+Files of Qwen3.5, Gemma 3 and Gemma 4 hold a language model beside a vision encoder. What belongs to
+images or sound is left out, and the names of the rest are made those of the text class. Experts
+that are stacked in one tensor are presented one by one.
 """
 
 from __future__ import annotations
@@ -22,28 +22,44 @@ TEXT_TYPES = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
 
 # sizes that published files leave to the configuration class
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vocab_size": 262208, "num_attention_heads": 8},
+    "gemma4_unified": {
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+    },
 }
 IMAGE_PREFIXES = (
     "model.visual.",
     *(
         f"{stem}{part}."
         for stem in ("", "model.")
-        for part in ("vision_tower", "multi_modal_projector")
+        for part in (
+            "vision_tower",
+            "vision_embedder",
+            "multi_modal_projector",
+            "embed_vision",
+            "audio_tower",
+            "embed_audio",
+        )
     ),
 )
+OTHER_HALVES = ("vision_config", "audio_config")
+"""What a config has of images and sound."""
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
 """Prefixes of the language model's tensors → those of the text class."""
-STACKED_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+STACKED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,7 @@ def text_half_config(
     outer = {key: config[key] for key in copied if config.get(key) is not None}
     if tied is not None:
         outer["tie_word_embeddings"] = tied
-    left_out = {key: config[key] for key in ("vision_config",) if config.get(key)}
+    left_out = {key: config[key] for key in OTHER_HALVES if config.get(key)}
     missing = {
         key: value
         for key, value in TEXT_DEFAULTS.get(whole_type, {}).items()

@@ -15,6 +15,7 @@ from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.step import Step
+from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
 from modelmill.ops.binding import OpBinding
 from modelmill.ops.causal_conv import exact_sigmoid
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -64,6 +65,7 @@ class AttentionSpec:
         alibi: A bias by distance, or None.
         sinks: Whether softmax has a learned logit per head beside the keys' (gpt-oss).
         qkv_clip: Bound of the absolute values of q, k and v (MPT), or None.
+        value_norm: A norm of each head of v (Gemma 4), or None.
     """
 
     hidden: int
@@ -84,11 +86,17 @@ class AttentionSpec:
     alibi: AlibiConfig | None = None
     sinks: bool = False
     qkv_clip: float | None = None
+    value_norm: ValueNormConfig | None = None
 
     @property
     def modifies_scores(self) -> bool:
         """Whether more is done to the scores than to scale and mask them."""
         return self.softcap is not None or self.alibi is not None or self.sinks
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether there is no projection of v: it is that of k, normed in its own way."""
+        return self.value_norm is not None and self.value_norm.from_keys
 
     @property
     def groups(self) -> HeadGroups:
@@ -103,9 +111,10 @@ class AttentionSpec:
     @property
     def site_specs(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
-        # v is not linear in its rows where it is clipped
+        # v is not linear in its rows where it is clipped or normed
+        is_linear = self.qkv_clip is None and self.value_norm is None
         producer = RowProducer("attn.qkv_proj", "v", self.groups)
-        return SiteSpec("qkv"), SiteSpec("o", None if self.qkv_clip is not None else producer)
+        return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
 
     def make(self, cache_index: int) -> Attention:
         """The module; ``cache_index``: its place among the layers with a KV cache."""
@@ -114,15 +123,19 @@ class AttentionSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = Part("q", q, "q_heads"), Part("k", kv, "kv_heads"), Part("v", kv, "kv_heads")
-        normed = self.qkv_norm is not None
+        rows: tuple[Part, ...] = (Part("q", q, "q_heads"), Part("k", kv, "kv_heads"))
+        normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
-        assert not (normed and clipped), "no family has both"
-        changes = self.rotates or self.qk_norm or normed
+        steps = [self.qkv_norm, self.qkv_clip, self.value_norm]
+        assert steps.count(None) > 1, "no family has two of them"
+        changes = self.rotates or self.qk_norm or self.qkv_norm is not None
+        values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
+        rows += () if self.values_are_keys else (Part("v", kv, "kv_heads"),)
         return (
             input_projection("qkv_proj", "qkv", rows, bias=self.qkv_bias),
             *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
+            *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((QKV_CLIP_SPEC,) if clipped else ()),
             CacheSpec(
                 path="attn.rope_cache",
@@ -130,7 +143,7 @@ class AttentionSpec:
                 writes=("q",),
                 reference=("q_rot" if changes else "q_clipped" if clipped else "q",),
                 keys="k_rot" if changes else "k_clipped" if clipped else "k",
-                values="v_clipped" if clipped else "v",
+                values=values,
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
                 arithmetic="rotary" if changes else "residual",
@@ -199,8 +212,11 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         self.kv_heads = spec.kv_heads
-        width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+        kv_parts = 1 if spec.values_are_keys else 2
+        width = (spec.heads + kv_parts * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
+        if spec.value_norm is not None:
+            self.value_norm = spec.value_norm.make(spec.groups)
         if spec.qkv_norm is not None:
             self.qkv_norm = spec.qkv_norm.make(spec.groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
@@ -218,6 +234,8 @@ class Attention(nn.Module):
             qkv = self.qkv_norm(qkv, step)
         if self.qkv_clip is not None:
             qkv = self.qkv_clip(qkv, step)
+        if self.spec.value_norm is not None:
+            qkv = self.value_norm(qkv, step)
         q = self.rope_cache(qkv, rope, step)
         out = self.core(q, step)
         if self.spec.gated:
@@ -230,6 +248,8 @@ class Attention(nn.Module):
         self.core.take_heads(heads)
         if self.spec.qkv_norm is not None:
             self.qkv_norm.take_heads(heads, kv_heads)
+        if self.spec.value_norm is not None:
+            self.value_norm.take_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
 
 

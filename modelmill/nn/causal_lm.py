@@ -16,7 +16,8 @@ class CausalLM(nn.Module):
 
     Attributes:
         kv: The KV cache that a token needs.
-        layers: Each takes and returns (branch, residual), whose sum is the layer's output.
+        layers: Each takes and returns (branch, residual), whose sum is the layer's output; a
+            residual of None: the branch is that sum.
         norm: Adds the last branch to the residual and normalises the sum.
     """
 
@@ -32,16 +33,25 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        return self.run_layers(self.layers, step)
+
+    def run_layers(self, layers: nn.ModuleList, step: Step) -> torch.Tensor:
+        """The same with these layers in the place of its own."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
-        rope = self.rope(step)
-        for layer in self.layers:
+        rope, step = self.rope(step), self.with_layer_inputs(x, step)
+        for layer in layers:
             x, residual = layer(x, residual, rope, step)
-        if step.logit_rows is not None and residual is not None:
-            x, residual = x[step.logit_rows], residual[step.logit_rows]
+        if step.logit_rows is not None:
+            x = x[step.logit_rows]
+            residual = None if residual is None else residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)
         return x
 
     def rope(self, step: Step) -> RopeCosSin:  # noqa: ARG002
         """The step's rotation; empty where positions are learned."""
         return RopeCosSin()
+
+    def with_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:  # noqa: ARG002
+        """The step with what layers read beside the stream; x: the embeddings [T, H]."""
+        return step

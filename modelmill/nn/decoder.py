@@ -32,6 +32,7 @@ from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.rotary import RopeSpec, Rotary
+from modelmill.nn.shared_attention import SharedAttentionSpec
 from modelmill.nn.step import Step
 
 LayerClass = type[MixerLayer | PostNormLayer]
@@ -123,7 +124,9 @@ class DecoderConfig:
             return self.recurrence
         return self.attention_spec(layer)
 
-    def attention_spec(self, layer: int) -> AttentionSpec | LatentAttentionSpec:
+    def attention_spec(
+        self, layer: int
+    ) -> AttentionSpec | SharedAttentionSpec | LatentAttentionSpec:
         """The attention of layer ``layer``."""
         if self.latent_attention is not None:
             return self.latent_attention
@@ -168,6 +171,11 @@ class DecoderConfig:
     def layer_spec(self, layer: int) -> LayerSpec:
         """What layer ``layer`` is made of."""
         return self.layer.layer_spec(self.layer_parts(layer))
+
+    @property
+    def layer_input_size(self) -> int:
+        """Channels that a token has beside the stream, for all layers together."""
+        return 0
 
     @property
     def norm_config(self) -> NormConfig:
@@ -220,7 +228,7 @@ class Decoder(CausalLM):
         """
         cos, sin, q_scale = rotary(step, self.config.logn, self.embed.weight.dtype)
         rest = self.config.head_dim // 2 - cos.shape[1]
-        if rest:
+        if rest > 0:
             cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
         return RopeCosSin(cos, sin, q_scale)
 

@@ -36,14 +36,16 @@ class FusedMoE(nn.Module):
             stacks = plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = stack_experts(plain) if stacks else None
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, H] → [T, H]."""
+    def forward(
+        self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.serves(step.ops):
-            weights, ids = route(moe, x, step)
+            weights, ids = route(moe, x if router_input is None else router_input, step)
             shared = next(iter(moe.shared_output(x, step)), None)
             return self._stacked.run(x, weights, ids, shared, step.ops)
-        routing = moe.routing(moe.router(x, step), step)
+        routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             total = all_experts(moe, x, routing, step)
         else:
@@ -56,8 +58,9 @@ class FusedMoE(nn.Module):
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
     config = moe.routing.config
+    logits = step.ops.router_gemm(x, moe.router.weight)
     inputs = FusedTopkInputs(
-        step.ops.router_gemm(x, moe.router.weight),
+        logits if config.logit_scale == 1.0 else logits * config.logit_scale,
         moe.routing.selection_bias,
         config.top_k,
         config.scores == SIGMOID,
@@ -66,7 +69,10 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
         config.groups,
         config.top_groups,
     )
-    return cast(tuple[torch.Tensor, torch.Tensor], step.ops.fused_topk(inputs))
+    weights, ids = step.ops.fused_topk(inputs)
+    if moe.routing.expert_scale is not None:
+        weights = weights * moe.routing.expert_scale.float()[ids.long()]
+    return weights, ids
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:

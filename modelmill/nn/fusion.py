@@ -27,7 +27,9 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.fused_branches import FusedBranchesLM, has_expert_branches
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
+from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
@@ -45,7 +47,7 @@ Activation = torch.Tensor | QuantizedInput
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """The fused tree of a language model of pre-norm layers; any other model as it is.
+    """The fused tree of a language model of pre-norm layers, or with experts; any other as it is.
 
     In a hybrid, layers with a recurrence or a gated attention keep that plain.
     """
@@ -53,6 +55,8 @@ def fuse(model: nn.Module) -> nn.Module:
         _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
     ):
         return FusedCausalLM(model)
+    if isinstance(model, CausalLM) and any(map(has_expert_branches, model.layers)):
+        return FusedBranchesLM(model)
     return model
 
 
@@ -74,22 +78,6 @@ def _is_pre_norm(layer: nn.Module) -> bool:
         and spec.outputs == PRE_NORM_OUTPUTS
         and isinstance(layer.mlp, GatedMLP | PlainMLP | MoE)
     )
-
-
-class FusedModule(nn.Module):
-    """A plain module's children under their names, run in another way.
-
-    ``plain`` itself is no child: names in the fused tree are those of the plain one, so that a
-    profile of either names the same modules.
-    """
-
-    plain: nn.Module
-
-    def __init__(self, plain: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "plain", plain)
-        for name, child in plain.named_children():
-            self.add_module(name, child)
 
 
 class FusedCausalLM(FusedModule):

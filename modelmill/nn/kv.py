@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,13 @@ class KVShape:
     """What a model needs of the cache.
 
     Attributes:
-        layers: Layers with a cache; entries of several would differ only in content.
-        kv_heads: KV heads of each.
-        head_dim: Channels of a head.
+        layers: Layers with a cache.
+        kv_heads: KV heads of each; where they differ, of the layer with the largest pages.
+        head_dim: Channels of a head, likewise.
         shares_values: Whether values are the keys, stored once (latent attention).
         window: The longest window, where every layer has one: pages behind it are not read again.
+        sizes: (KV heads, channels of a head) of each layer; empty: all are alike.
+        read_later: Layers whose pages are read by later layers, too, which have none of their own.
     """
 
     layers: int
@@ -45,14 +48,19 @@ class KVShape:
     head_dim: int
     shares_values: bool = False
     window: int | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
+    read_later: frozenset[int] = frozenset()
+
+    @property
+    def layer_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads, channels of a head) of each layer."""
+        return self.sizes or ((self.kv_heads, self.head_dim),) * self.layers
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, keys and values, with the scales of 8-bit pages."""
-        each = self.head_dim * dtype.itemsize + (
-            _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        )
-        stored = 1 if self.shares_values else 2
-        return stored * self.layers * self.kv_heads * page_size * each
+        scale = _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
+        token = sum(heads * (dim * dtype.itemsize + scale) for heads, dim in self.layer_sizes)
+        return (1 if self.shares_values else 2) * page_size * token
 
 
 NO_KV = KVShape(0, 0, 0)
@@ -83,22 +91,21 @@ class KVCache:
 
         In RAM they are backed once they are written.
         """
-        size = (pages, shape.kv_heads, page_size, shape.head_dim)
+        sizes = [(pages, heads, page_size, dim) for heads, dim in shape.layer_sizes]
 
-        def zeros(
-            size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers
-        ) -> tuple[torch.Tensor, ...]:
-            return tuple(zeros_without_writing(size, dtype, device) for _ in range(count))
+        def zeros(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            return tuple(zeros_without_writing(size, dtype, device) for size in sizes)
 
         def pair(
-            size: tuple[int, ...], dtype: torch.dtype, count: int = shape.layers
+            sizes: Sequence[tuple[int, ...]], dtype: torch.dtype
         ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-            keys = zeros(size, dtype, count)
-            return keys, keys if shape.shares_values else zeros(size, dtype, count)
+            keys = zeros(sizes, dtype)
+            return keys, keys if shape.shares_values else zeros(sizes, dtype)
 
-        scales = shape.layers if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        k_scale, v_scale = pair(size[:3], _SCALE_DTYPE, scales)
-        return KVCache(*pair(size, dtype), page_size, k_scale, v_scale)
+        quantized = dtype in QUANTIZED_KV_DTYPES.values()
+        scales = [size[:3] for size in sizes] if quantized else []
+        k_scale, v_scale = pair(scales, _SCALE_DTYPE)
+        return KVCache(*pair(sizes, dtype), page_size, k_scale, v_scale)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -8,16 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
+from modelmill.nn.layer_input import LayerInputSpec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
+from modelmill.nn.shared_attention import SharedAttentionSpec
 
 RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
-MixerSpec = AttentionSpec | LatentAttentionSpec | RecurrenceConfig
+MixerSpec = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | RecurrenceConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class LayerParts:
         norm: Its norms.
         branch_scale: Factor of both branches before they are added; None: 1.
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
+        experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
+        layer_input: There, what it does with its input beside the stream, or None.
     """
 
     attention: MixerSpec
@@ -37,6 +42,8 @@ class LayerParts:
     norm: NormConfig
     branch_scale: float | None = None
     mlp_norm: bool = False
+    experts: ExpertBranchSpec | None = None
+    layer_input: LayerInputSpec | None = None
 
 
 def layer_of(

@@ -71,7 +71,25 @@ class NormSpec(ModuleSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSpec(ModuleSpec):
+class QuerySpec(ModuleSpec):
+    """Norm and rotation of q, with or without those of k; it returns q."""
+
+    arithmetic: str = "rotary"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCacheSpec(QuerySpec):
+    """The queries of a layer that attends to an earlier layer's keys and values.
+
+    Attributes:
+        cache: The place of that layer among those with a KV cache.
+    """
+
+    cache: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec(QuerySpec):
     """Rotation of q and k, and the write of k and v to the KV cache; it returns q.
 
     Attributes:
@@ -88,7 +106,6 @@ class CacheSpec(ModuleSpec):
     head_dim: int
     shares_values: bool = False
     window: int | None = None
-    arithmetic: str = "rotary"
     op: str = "rope_cache"
 
 
@@ -215,7 +232,7 @@ class LayerSpec:
         modules: In the order of computation; the first reads the layer's (branch, residual). A
             value that none writes is computed between them.
         sites: In the order of computation.
-        outputs: The values that the layer returns, (branch, residual) in a decoder.
+        outputs: The values that the layer returns: in a decoder (branch, residual), or the stream.
         partitions: What ranks divide, or ``REPLICATED``.
         wholes: Modules around several of ``modules`` that the reference knows.
     """

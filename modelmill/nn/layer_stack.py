@@ -5,8 +5,9 @@ A decoder has one. A model that reads images has further ones for its vision enc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -17,6 +18,7 @@ from modelmill.nn.layer_spec import (
     LayerSpec,
     LinearSpec,
     RecurrenceSpec,
+    SharedCacheSpec,
     SiteSpec,
     layer_spec,
 )
@@ -112,15 +114,34 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
     specs = [layer_spec(layer) for layer in layers]
     caches = [cache for spec in specs for cache in spec.of_type(CacheSpec)]
-    sizes = {(cache.kv_heads, cache.head_dim, cache.shares_values) for cache in caches}
-    if not sizes:
+    if not caches:
         return NO_KV
-    assert len(sizes) == 1, "all layers with a cache have as many KV heads of one size"
+    shares_values = {cache.shares_values for cache in caches}
+    assert len(shares_values) == 1, "values are the keys in all layers or in none"
+    sizes = tuple((cache.kv_heads, cache.head_dim) for cache in caches)
+    read_later = frozenset(
+        module.cache for spec in specs for module in spec.of_type(SharedCacheSpec)
+    )
     windows = [cache.window for cache in caches if cache.window is not None]
     # a hybrid's prefix cache goes by the snapshots of its states
     is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
     window = max(windows) if len(windows) == len(caches) and not is_hybrid else None
-    return KVShape(len(caches), *sizes.pop(), window=window)
+    return kv_shape_of_sizes(
+        KVShape(0, 0, 0, shares_values.pop(), window, read_later=read_later), sizes
+    )
+
+
+def kv_shape_of_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:
+    """The same shape of layers with these (KV heads, channels of a head)."""
+    kv_heads, head_dim = max(sizes, key=math.prod)
+    differ = len(set(sizes)) > 1
+    return replace(
+        shape,
+        layers=len(sizes),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        sizes=sizes if differ else (),
+    )
 
 
 def state_shape(layers: Iterable[nn.Module]) -> StateShape:

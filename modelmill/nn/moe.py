@@ -35,6 +35,8 @@ class RouterConfig:
             those with the largest sum of their ``group_scores`` largest scores: two in DeepSeek-V3
             (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2; 1: no groups.
         top_groups: See ``groups``.
+        logit_scale: Factor of the logits.
+        expert_scale: Whether each expert has a learned factor of its weights (Gemma 4).
     """
 
     experts: int
@@ -47,6 +49,8 @@ class RouterConfig:
     groups: int = 1
     top_groups: int = 1
     group_scores: int = 2
+    logit_scale: float = 1.0
+    expert_scale: bool = False
 
 
 class Router(nn.Module):
@@ -55,14 +59,17 @@ class Router(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, hidden: int, experts: int, bias: bool = False) -> None:
+    def __init__(self, hidden: int, experts: int, bias: bool = False, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.register_buffer("weight", torch.empty(experts, hidden, device="meta"))
         self.register_buffer("bias", torch.empty(experts, device="meta") if bias else None)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
         logits = x.float() @ self.weight.float().T
+        if self.scale != 1.0:
+            logits = logits * self.scale
         return logits if self.bias is None else logits + self.bias.float()
 
 
@@ -70,10 +77,13 @@ class TopKRouting(nn.Module):
     """Logits [T, E] → weights [T, E] float32, 0 for the experts that a token does not have."""
 
     selection_bias: torch.Tensor | None
+    expert_scale: torch.Tensor | None
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
+        scale = torch.empty(config.experts, device="meta") if config.expert_scale else None
+        self.register_buffer("expert_scale", scale)
         bias = torch.empty(config.experts, device="meta") if config.selection_bias else None
         self.register_buffer("selection_bias", bias)
 
@@ -85,6 +95,8 @@ class TopKRouting(nn.Module):
         weights = scores.gather(1, chosen)
         if config.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale.float()[chosen]
         return torch.zeros_like(scores).scatter_(1, chosen, weights * config.scale)
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
@@ -109,7 +121,7 @@ class ExpertTokens(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """[T, H], [T, E] → [tokens of the expert, H]."""
-        return x[routing[:, self.expert] > 0]
+        return x[routing[:, self.expert] != 0]
 
 
 class Expert(GatedMLP):
@@ -153,7 +165,7 @@ class CombineExperts(nn.Module):
             len(routing), outputs[0].shape[1], dtype=torch.float32, device=routing.device
         )
         for expert, out in enumerate(outputs):
-            rows = (routing[:, expert] > 0).nonzero()[:, 0]
+            rows = (routing[:, expert] != 0).nonzero()[:, 0]
             total.index_add_(0, rows, out.float() * routing[rows, expert, None])
         if shared:
             total += shared[0].float()
@@ -167,16 +179,18 @@ class MoE(nn.Module):
         self, router: RouterConfig, expert: MLPSpec, shared: MLPSpec | None, *, shared_gate: bool
     ) -> None:
         super().__init__()
-        self.router = Router(expert.hidden, router.experts, router.bias)
+        self.router = Router(expert.hidden, router.experts, router.bias, router.logit_scale)
         self.routing = TopKRouting(router)
         self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.make()
         self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
         self.combine = CombineExperts(router.experts)
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """[T, H] → [T, H]."""
-        routing = self.routing(self.router(x, step), step)
+    def forward(
+        self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
+        routing = self.routing(self.router(x if router_input is None else router_input, step), step)
         outputs = [
             expert(expert.tokens(x, routing, step), step)  # type: ignore[operator]
             for expert in self.experts

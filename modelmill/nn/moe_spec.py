@@ -50,7 +50,9 @@ class MoESpec:
     @lru_cache(maxsize=8)  # noqa: B019  of 512 experts it takes half a second, alike in all layers
     def module_specs(self, reads: str = "mlp_input", site: str = "up") -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``mlp``, ``reads`` → "mlp_out"."""
-        bias = ("selection_bias",) if self.router.selection_bias else ()
+        router = self.router
+        owns = {"selection_bias": router.selection_bias, "expert_scale": router.expert_scale}
+        tensors = tuple(name for name, present in owns.items() if present)
         modules: list[ModuleSpec] = [
             ModuleSpec(
                 path="mlp.router", reads=(reads,), writes=("router_logits",),
@@ -59,7 +61,7 @@ class MoESpec:
             ),
             RoutingSpec(
                 path="mlp.routing", reads=("router_logits",), writes=("routing",),
-                reference=("routing",), tensors=bias, op="softmax",
+                reference=("routing",), tensors=tensors, op="softmax",
             ),
         ]  # fmt: skip
         for index in range(self.router.experts):

@@ -188,6 +188,8 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         return plain, 1.0
     if scaling_type == "longrope":
         return plain, _longrope_factor(spec)
+    if scaling_type == "proportional":
+        return _proportional(plain, scaling), 1.0
     if scaling_type == "linear":
         return plain / float(scaling["factor"]), 1.0
     if scaling_type == "llama3":
@@ -198,6 +200,15 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
         f"rope scaling {scaling_type!r} is not supported (known: linear, dynamic, llama3, yarn, "
         "longrope)"
     )
+
+
+def _proportional(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Gemma 4: the slowest pairs do not turn; the others turn as if all did."""
+    share = float(scaling.get("partial_rotary_factor") or 1.0)
+    turning = int(share * 2 * len(plain) // 2)
+    frequencies = plain / float(scaling.get("factor") or 1.0)
+    frequencies[turning:] = 0.0
+    return frequencies
 
 
 def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:

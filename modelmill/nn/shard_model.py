@@ -9,7 +9,6 @@ a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import lcm
 from typing import cast
 
@@ -17,8 +16,19 @@ from torch import nn
 
 from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, layer_spec
-from modelmill.nn.layer_stack import layer_stacks, model_state_shape, state_shape
+from modelmill.nn.layer_spec import (
+    CacheSpec,
+    LayerSpec,
+    LinearSpec,
+    SharedCacheSpec,
+    layer_spec,
+)
+from modelmill.nn.layer_stack import (
+    kv_shape_of_sizes,
+    layer_stacks,
+    model_state_shape,
+    state_shape,
+)
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import HeadPartition, Partition, SplitsHeads, StateHeadPartition
 from modelmill.parallel.shard import Range, Shard
@@ -33,25 +43,49 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     """
     if tp_group.size == 1:
         return
-    heads = {
+    alignment_for = _common_alignment(model, alignment_for)
+    heads = [
         count
         for stack in layer_stacks(model)
         for index, layer in enumerate(model.get_submodule(stack.path).children())
         for count in _shard_layer(
             layer, tp_group, _prefixed(f"{stack.path}.{index}", alignment_for)
         )
-    }
+    ]
     for name, module in model.named_modules():
         if isinstance(module, LMHead):
             module.shard(tp_group, _prefixed(name, alignment_for))
-    assert len(heads) <= 1, "all layers with attention have as many KV heads"
     shape = model.kv
     assert isinstance(shape, KVShape)
     if heads:
-        model.kv = replace(shape, kv_heads=heads.pop())
+        dims = (dim for _, dim in shape.layer_sizes)
+        model.kv = kv_shape_of_sizes(shape, tuple(zip(heads, dims, strict=True)))  # type: ignore[assignment]
     if model_state_shape(model):
         layers = model.get_submodule("layers").children()
         model.state = state_shape(layers)  # type: ignore[assignment]
+
+
+def _common_alignment(
+    model: nn.Module, alignment_for: Callable[[str], int]
+) -> Callable[[str], int]:
+    """The same, with one alignment of heads in all layers if some read the pages of others.
+
+    A rank then has the same heads in both.
+    """
+    layers = dict(model.get_submodule("layers").named_children())
+    specs = {f"layers.{name}": layer_spec(layer) for name, layer in layers.items()}
+    if not any(any(spec.of_type(SharedCacheSpec)) for spec in specs.values()):
+        return alignment_for
+    linears = {
+        f"{name}.{linear.path}"
+        for name, spec in specs.items()
+        for part in spec.partitions
+        if isinstance(part, HeadPartition)
+        for linear in spec.linears
+        if linear.split_columns in part.names
+    }
+    common = lcm(*map(alignment_for, sorted(linears)))
+    return lambda name: common if name in linears else alignment_for(name)
 
 
 def _shard_layer(
@@ -67,7 +101,8 @@ def _shard_layer(
         if isinstance(part, HeadPartition):
             attention = cast(SplitsHeads, layer.get_submodule(part.module))
             attention.take_heads(*part.heads(rank, size, alignment))
-            kv_heads.append(attention.kv_heads)
+            if any(spec.of_type(CacheSpec)):
+                kv_heads.append(attention.kv_heads)
         elif isinstance(part, StateHeadPartition):
             mixer = cast(SplitsHeads, layer.get_submodule(part.module))
             mixer.take_heads(*part.rank_heads(rank, size, alignment))

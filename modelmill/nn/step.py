@@ -25,6 +25,7 @@ class Step:
     tp_group: the ranks that compute the step together.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
+    layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
     state: the recurrent states of the sequences; None for a model that keeps none.
     """
 
@@ -44,3 +45,4 @@ class Step:
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
     state: StateStep | None = None
+    layer_inputs: torch.Tensor | None = None

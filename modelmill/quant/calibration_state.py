@@ -26,6 +26,8 @@ from modelmill.nn.step import Step
 PAGE_SIZE = 16
 ImageEmbeddings = Mapping[int, torch.Tensor]
 BATCH_TOKENS = 4096
+EMBEDDING_PARTS = ("embed", "layer_inputs")
+"""Modules of a model that ``CalibrationState.from_ids`` calls."""
 IGNORED_WEIGHT = 1e-30  # times an expert's output it is less than a rounding of any other's
 
 
@@ -70,8 +72,8 @@ class QuantizableLayer:
         return self.layer.get_submodule(producer.path) if isinstance(producer, NormSpec) else None
 
     def norms(self) -> list[nn.Module]:
-        """Return the layer's norms."""
-        return [self.layer.get_submodule(norm.path) for norm in self.spec.norms]
+        """Return the layer's norms that have a weight."""
+        return [self.layer.get_submodule(norm.path) for norm in self.spec.norms if norm.tensors]
 
     def head_groups(self, site: str) -> HeadGroups | None:
         """Return the heads that share a row of the site's producer; None: one row per channel."""
@@ -117,7 +119,7 @@ class CalibrationState:
         """Embed sequences of ids.
 
         Args:
-            model: only its embedding is used.
+            model: only its EMBEDDING_PARTS are used.
             ids: one tensor per sequence.
             ops: the ops of the device.
             device: where to compute, in float32.
@@ -140,6 +142,8 @@ class CalibrationState:
                         at = first + position
                         x[at : at + len(embeddings)] = embeddings.to(x.device, x.dtype)
                         step.ids[at : at + len(embeddings)] = -1
+                if hasattr(model, "with_layer_inputs"):
+                    step = model.with_layer_inputs(x, step)
                 batches.append(CalibrationBatch(step, rope, x))
         return CalibrationState(batches)
 
@@ -170,6 +174,7 @@ class CalibrationState:
                 name: getattr(step, name)[:end]
                 for name in ("ids", "positions", "slots", "rope_keys")
             },
+            layer_inputs=None if step.layer_inputs is None else step.layer_inputs[:end],
             block_tables=step.block_tables[:count],
             query_start=step.query_start[: count + 1],
             context_lens=lengths,
@@ -208,7 +213,8 @@ class CalibrationState:
         for batch in self.batches:
             while batch.num_done < len(block.spec.modules):
                 _forward_module(block, batch)
-            batch.x, batch.residual = (batch.values[name] for name in block.spec.outputs)
+            batch.x, *residual = (batch.values[name] for name in block.spec.outputs)
+            batch.residual = residual[0] if residual else None
             batch.values, batch.num_done, batch.site_input = {}, 0, None
             batch.expert_tokens = []
 
@@ -236,7 +242,7 @@ def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
     output = block.layer.get_submodule(module.path)(*args, batch.step)
     results = output if len(module.writes) > 1 else (output,)
     if isinstance(module, RoutingSpec):
-        batch.expert_tokens = (results[0] > 0).sum(0).tolist()
+        batch.expert_tokens = (results[0] != 0).sum(0).tolist()
         results = (with_more_tokens(results[0]),)
     batch.num_done += 1
     needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
@@ -251,7 +257,7 @@ def with_more_tokens(routing: torch.Tensor) -> torch.Tensor:
     a weight that adds nothing: its inputs are then those of the layer, as they were before the
     router.
     """
-    few = (routing > 0).sum(0) < MIN_EXPERT_TOKENS
+    few = (routing != 0).sum(0) < MIN_EXPERT_TOKENS
     return torch.where(few & (routing == 0), IGNORED_WEIGHT, routing)
 
 
@@ -267,18 +273,29 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
+def _shared_pages(shape: KVShape, pages: int, device: str) -> KVCache:
+    """Pages of all layers, which take the memory of few."""
+    made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+    layers = []
+    for number, size in enumerate(shape.layer_sizes):
+        key = number if number in shape.read_later else size
+        if key not in made:
+            one = KVCache.allocate(KVShape(1, *size), pages, PAGE_SIZE, torch.float32, device)
+            made[key] = one.k[0], one.v[0]
+        layers.append(made[key])
+    return KVCache(tuple(k for k, _ in layers), tuple(v for _, v in layers), PAGE_SIZE)
+
+
 def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: str) -> Step:
     """Return the metadata of a prefill of whole sequences.
 
-    Its pages belong to one layer, since layers are computed one after another.
+    Layers are computed one after another: those with pages of one size share them, but for those
+    whose pages later layers read as well.
     """
     shape: KVShape = model.kv
     lengths = [len(one) for one in ids]
     pages = [-(-n // PAGE_SIZE) for n in lengths]
-    one = KVCache.allocate(
-        KVShape(1, shape.kv_heads, shape.head_dim), sum(pages), PAGE_SIZE, torch.float32, device
-    )
-    kv = KVCache(one.k * shape.layers, one.v * shape.layers, PAGE_SIZE)
+    kv = _shared_pages(shape, sum(pages), device)
     tables = torch.zeros(len(ids), max(pages), dtype=torch.int32)
     firsts = [sum(pages[:i]) for i in range(len(pages))]
     for row, (first, count) in enumerate(zip(firsts, pages, strict=True)):

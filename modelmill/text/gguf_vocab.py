@@ -1,14 +1,15 @@
-"""The vocabulary of a GGUF file (tokenizer.* metadata as JSON): byte-level or SentencePiece BPE."""
+"""The vocabulary of a GGUF file (tokenizer.* metadata as JSON), by its tokenizer.ggml.model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import tokenizers
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
-from modelmill.text.hf import byte_level_core, from_core
+from modelmill.text.hf import byte_level_core, character_level_core, from_core
 from modelmill.text.spm import SPACE, build_spm
 from modelmill.text.spm_proto import (
     BYTE,
@@ -91,9 +92,11 @@ def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
         return _byte_level(data, tokens, types, files)
     if model == "llama":
         return _sentencepiece(data, tokens, types, files)
+    if model == "gemma4":
+        return _character_level(data, tokens, types, files)
     raise TokenizerError(
         f"the GGUF file's tokenizer model {str(model)[:40]!r} is not supported; convert one with "
-        "gpt2 or llama"
+        "gpt2, llama or gemma4"
     )
 
 
@@ -122,6 +125,36 @@ def _byte_level(
     vocab = {text: id for id, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise TokenizerError("the GGUF file's vocabulary holds a token twice")
+    core = byte_level_core(
+        vocab, _merges(data), "the GGUF file's vocabulary", ignore_merges=pre == "llama3"
+    )
+    core.pre_tokenizer = _pre_tokenizer(pre)
+    if pre.startswith("qwen"):
+        core.normalizer = normalizers.NFC()
+    return _finish(core, data, tokens, types, _settings(data, files, pre == "llama3", tokens))
+
+
+def _character_level(
+    data: Mapping[str, Any], tokens: list[str], types: list[int], files: Mapping[str, bytes]
+) -> Tokenizer:
+    """Gemma 4's: merges of characters with spaces as ▁; what has no token is written in bytes.
+
+    Lines are cut from the newlines between them. Of texts that are twice in the vocabulary the
+    later id is used, as in llama.cpp.
+    """
+    core = character_level_core(
+        {text: id for id, text in enumerate(tokens)}, _merges(data), "the GGUF file's vocabulary"
+    )
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    return _finish(core, data, tokens, types, _settings(data, files, True, tokens))
+
+
+def _merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the pairs in the order of their ranks.
+
+    Raises:
+        TokenizerError: for what is no list of pairs.
+    """
     merges = data.get("merges")
     if not isinstance(merges, list) or not all(
         isinstance(pair, str) and " " in pair[1:] for pair in merges
@@ -129,16 +162,18 @@ def _byte_level(
         raise TokenizerError(
             'the GGUF file\'s tokenizer.ggml.merges must be a list of "left right" pairs'
         )
-    pairs: list[tuple[str, str]] = []
-    for pair in merges:
-        cut = pair.index(" ", 1)
-        pairs.append((pair[:cut], pair[cut + 1 :]))
-    core = byte_level_core(
-        vocab, pairs, "the GGUF file's vocabulary", ignore_merges=pre == "llama3"
-    )
-    core.pre_tokenizer = _pre_tokenizer(pre)
-    if pre.startswith("qwen"):
-        core.normalizer = normalizers.NFC()
+    cuts = [pair.index(" ", 1) for pair in merges]
+    return [(pair[:cut], pair[cut + 1 :]) for pair, cut in zip(merges, cuts, strict=True)]
+
+
+def _finish(
+    core: tokenizers.Tokenizer,
+    data: Mapping[str, Any],
+    tokens: list[str],
+    types: list[int],
+    settings: TokenizerSettings,
+) -> Tokenizer:
+    """Add the control tokens and those that the user defined."""
     ids = _role_ids(data, len(tokens))
     control = {id for id, type_ in enumerate(types) if type_ in (CONTROL, UNKNOWN)} | set(
         ids.values()
@@ -154,7 +189,6 @@ def _byte_level(
         tokens[id] for id, type_ in enumerate(types) if type_ == USER_DEFINED and id not in control
     ]
     core.add_tokens([AddedToken(text, normalized=False) for text in user if text])
-    settings = _settings(data, files, add_bos=pre == "llama3", tokens=tokens)
     return from_core(
         core, settings, tokenizer_type="gguf-bpe", file="the GGUF file", special_ids=ids
     )
@@ -209,7 +243,7 @@ def _sentencepiece(
         eos_id=ids["eos_token"],
         pad_id=ids.get("pad_token", -1),
     )
-    settings = _settings(data, files, add_bos=True, tokens=tokens)
+    settings = _settings(data, files, True, tokens)
     return build_spm(model, settings, tokenizer_type="gguf-spm", file="the GGUF file's vocabulary")
 
 
@@ -235,7 +269,7 @@ def _role_ids(
 
 
 def _settings(
-    data: Mapping[str, Any], files: Mapping[str, bytes], *, add_bos: bool, tokens: list[str]
+    data: Mapping[str, Any], files: Mapping[str, bytes], add_bos: bool, tokens: list[str]
 ) -> TokenizerSettings:
     """Return tokenizer_config.json's equivalent: add BOS and EOS, further end-of-turn ids."""
     beside = read_settings(files)

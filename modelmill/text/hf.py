@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
@@ -79,6 +79,25 @@ def byte_level_core(
     )
     core = tokenizers.Tokenizer(model)
     core.decoder = decoders.ByteLevel()
+    return core
+
+
+def character_level_core(
+    vocab: dict[str, int], merges: list[tuple[str, str]], file: str
+) -> tokenizers.Tokenizer:
+    """Make a BPE of characters with spaces as ▁, which writes unknown ones in bytes (<0x0A>).
+
+    Raises:
+        TokenizerError: if the merges do not match the vocabulary.
+    """
+    model = _call_library(
+        file, lambda: models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True)
+    )
+    core = tokenizers.Tokenizer(model)
+    core.normalizer = normalizers.Replace(" ", SPACE)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return core
 
 

@@ -151,6 +151,9 @@ class Rows:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.source, self.device = matrix, self, matrix.device
 
+    def further_tables(self) -> dict[str, str]:
+        return {}
+
     def embedding_tables(self) -> dict[str, str]:
         return {"weight": ""}
 

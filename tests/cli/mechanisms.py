@@ -34,6 +34,15 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "windows": ("gemma3_text", {**WINDOWS, "query_pre_attn_scalar": 16}),
+    "shared keys and layer inputs": (
+        "gemma4_text",
+        {
+            **WINDOWS, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+            "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "enable_moe_block": True,
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+        },
+    ),
     "ALiBi": ("bloom", {"n_head": 4, "n_layer": 2, "seq_length": 512}),
     "latent attention": (
         "deepseek_v2",

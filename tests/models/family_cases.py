@@ -119,6 +119,8 @@ class FamilyCase:
         unnamed_fields: Fields of transformers' class that are in neither, and why.
         gguf: Its GGUF, where llama.cpp writes one that is read.
         kv_tolerance: Of logits with int8 pages, as a share of their root mean square.
+        split_tolerance: Of logits over ranks; more than rounding alone where scores are not scaled,
+            whose sharp softmax multiplies it.
         make: Makes a seeded checkpoint in a folder from a config; returns its independent logits.
         attention: transformers' implementation of attention.
     """
@@ -130,6 +132,7 @@ class FamilyCase:
     faults: Mapping[str, PlantedFault]
     unnamed_fields: frozenset[str] = frozenset()
     kv_tolerance: float = 0.05
+    split_tolerance: float = 1e-4
     make: Callable[[dict[str, Any], Path], Logits] | None = None
     gguf: GgufCase | None = None
     attention: str = "eager"
@@ -213,14 +216,20 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
     draw = torch.Generator().manual_seed(0)
     # their norms' weights are stored less 1, but for those behind a recurrence
     less_one = raw["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
+    less_one &= not raw["model_type"].startswith("gemma4")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             plain = not less_one or "linear_attn" in name
             norm = parameter.dim() == 1 and not name.endswith("bias") and plain
             spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * spread + float(norm))
+            if raw["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(parameter.numel() ** -0.5)  # scores are not scaled
             if name.endswith("A_log"):  # decays that last for some tokens
                 parameter.sub_(3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3 + 1)
     return model
 
 

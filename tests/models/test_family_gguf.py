@@ -36,8 +36,10 @@ def ungrouped(rows: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
     return torch.cat([each.reshape(-1, *rows.shape[1:]) for each in split])
 
 
-def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) -> None:
-    """Convert a Hugging Face folder."""
+def write_gguf(
+    path: Path, folder: Path, raw: dict[str, Any], case: GgufCase, *, quantized: bool = False
+) -> None:
+    """Convert a Hugging Face folder; quantized: matrices of layers in Q8_0."""
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == case.architecture)
     layers = raw.get("num_hidden_layers", raw.get("num_layers"))
     names = gguf.get_tensor_name_map(arch, case.facts(raw).get("block_count", layers))
@@ -58,6 +60,7 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
         add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add = writer.add_bool if isinstance(value, bool) else add
         add = writer.add_string if isinstance(value, str) else add
+        add = writer.add_array if isinstance(value, list) else add
         add(f"{case.architecture}.{key}", value)
     for name, tensor in tensors.items():
         if case.permuted and any(part in name for part in QK):
@@ -66,14 +69,26 @@ def write_gguf(path: Path, folder: Path, raw: dict[str, Any], case: GgufCase) ->
         if case.grouped and FUSED in name:
             tensor = ungrouped(tensor, heads, kv_heads)
         plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
+        if name.startswith(("blk.", "rope_freqs.")):  # named by the case
+            add_tensor(writer, name, tensor, quantized=quantized)
+            continue
         targets = (names.get_name(n, try_suffixes=(".weight", ".bias")) for n in (name, plain))
         target = next((each for each in targets if each is not None), None)
         assert target is not None, name
-        writer.add_tensor(target, tensor.float().numpy())
+        add_tensor(writer, target, tensor, quantized=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:
+    """Add a tensor in float32, or in Q8_0 a matrix of a layer."""
+    values, q8 = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
+    if quantized and name.startswith("blk.") and values.ndim > 1 and "gate_inp" not in name:
+        writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
+    else:
+        writer.add_tensor(name, values)
 
 
 @pytest.mark.parametrize("name", WITH_GGUF)

@@ -31,6 +31,22 @@ def test_a_page_costs_what_is_allocated(name: str) -> None:
         assert SHAPE.page_bytes(16, dtype) == 2 * 3 * 2 * 16 * (64 + 4)
 
 
+@pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
+def test_layers_of_several_sizes_cost_what_each_takes(name: str) -> None:
+    shape = KVShape(layers=3, kv_heads=2, head_dim=64, sizes=((4, 16), (2, 64), (4, 16)))
+    dtype = kv_cache_dtype(name, torch.bfloat16)
+    cache = KVCache.allocate(shape, 5, 16, dtype, "cpu")
+    assert [tuple(keys.shape) for keys in cache.k] == [
+        (5, 4, 16, 16),
+        (5, 2, 16, 64),
+        (5, 4, 16, 16),
+    ]
+    assert [each.shape for each in cache.v] == [each.shape for each in cache.k]
+    assert cache.nbytes == 5 * shape.page_bytes(16, dtype)
+    assert shape.layer_sizes == shape.sizes
+    assert SHAPE.layer_sizes == ((2, 64),) * 3
+
+
 @pytest.mark.skipif(not PAGES.exists(), reason="only Linux tells which pages are backed by memory")
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
 def test_pages_in_ram_are_backed_by_memory_once_they_are_written(name: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from modelmill.accept.stage_check import StageCheck
 from modelmill.artifact.manifest import Manifest
+from modelmill.loader.model_loader import build_model
 from modelmill.models import minigpt4, sam
 from modelmill.models._blip2_vision import Blip2VisionSpec
 from modelmill.models._eva_vit import EvaSpec
@@ -19,6 +20,7 @@ from modelmill.nn.layer_spec import LinearSpec, NormSpec
 from modelmill.nn.layer_stack import (
     image_linears,
     image_stacks,
+    kv_shape,
     layer_stacks,
     module_site,
     stack_specs,
@@ -28,6 +30,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.rotary import RopeSpec
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import select_backends
+from tests.models.all_families import CASES
 from tests.models.sam_seeded import SMALL
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "modelmill"
@@ -146,3 +149,15 @@ def test_no_part_of_a_vision_encoder_is_named_outside_its_model_file() -> None:
             if parts:
                 named[str(path.relative_to(PACKAGE))] = parts
     assert named.keys() == REASONS.keys(), named
+
+
+def test_the_cache_of_layers_that_differ() -> None:
+    """An entry for each layer with keys of its own, in its sizes; those that later layers read."""
+    model = build_model("gemma4_text", CASES["gemma4_text"].raw())
+    shape = kv_shape(model.get_submodule("layers").children())
+    assert shape.layers == 4
+    assert shape.sizes == ((2, 16), (1, 32), (2, 16), (1, 32))
+    assert shape.read_later == {2, 3}
+    alike = build_model("gemma3_text", CASES["gemma3_text"].raw())
+    shape = kv_shape(alike.get_submodule("layers").children())
+    assert (shape.sizes, shape.read_later) == ((), frozenset())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from modelmill.core.errors import UsageError
 from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
-from modelmill.nn.kv import KVCache
+from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.layer_stack import image_stacks, model_state_shape, stack_specs
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
@@ -23,6 +24,7 @@ from modelmill.nn.step import Step
 from modelmill.ops.registry import select_backends
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights import base
+from tests.models.all_families import CASES
 from tests.models.minigpt4_seeded import QFORMER, VISION_ENCODER
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny
@@ -166,3 +168,24 @@ def test_more_ranks_than_heads_is_one_line() -> None:
         UsageError, match=r"^--tp 7: the model has 6 attention heads; use --tp 6 or less$"
     ):
         shard_model(build_model("llama", LLAMA), tp_group, lambda _: 1)
+
+
+def test_layers_that_share_pages_have_the_same_heads_on_a_rank() -> None:
+    """One alignment for all of them, where a recipe would cut some layers' columns elsewhere."""
+    raw = CASES["gemma4_text"].raw(num_attention_heads=8, num_key_value_heads=4)
+
+    def rank_shape(rank: int, alignments: Callable[[str], int]) -> KVShape:
+        model = build_model("gemma4_text", raw)
+        shard_model(model, TPGroup(rank, 2), alignments)
+        shape = model.kv
+        assert isinstance(shape, KVShape)
+        heads = [layer.attn.kv_heads for layer in model.layers]  # type: ignore[union-attr]
+        # layers 4 and 5 read the pages of layers 2 and 3
+        assert heads[4:] == heads[2:4]
+        assert [kv_heads for kv_heads, _ in shape.layer_sizes] == heads[:4]
+        assert [dim for _, dim in shape.layer_sizes] == [16, 32, 16, 32]
+        return shape
+
+    for rank in range(2):
+        rank_shape(rank, lambda _: 1)
+        rank_shape(rank, lambda name: 64 if name == "layers.4.attn.o_proj" else 1)

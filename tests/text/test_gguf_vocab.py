@@ -215,3 +215,77 @@ def test_smollm2_chat_as_transformers(smollm2):
             )
             assert chat.encode(messages, generate) == expected
     chat.close()
+
+
+GEMMA_TEXTS = (
+    "Hello  world 123", "a\n\nb\n\n\n c", " lead and trail ", "é e\u0301 🦙 x", "<bos>hello\n",
+    "low lower\tlowest\n", "",
+)  # fmt: skip
+
+
+def gemma_vocabulary():
+    """Tokens, types and merges of a small vocabulary as Gemma's: characters, bytes, merges."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    pieces += [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = ["l o", "lo w", "▁ low", "low e", "\n \n", "\n\n \n", "h e", "l l", "he ll", "▁ ▁"]
+    letters = sorted(set("".join(GEMMA_TEXTS).replace(" ", "▁")) - set("é\u0301🦙"))
+    pieces += letters
+    pieces += [pair.replace(" ", "") for pair in merges]
+    types = [3, 3, 3, 2] + [6] * 256 + [1] * (len(pieces) - 260)
+    return [*pieces, "<|tool_call>"], [*types, 4], merges
+
+
+def gemma_gguf(**changes):
+    tokens, types, merges = gemma_vocabulary()
+    base = {
+        "model": "gemma4", "pre": None, "tokens": tokens, "token_type": types, "merges": merges,
+        "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "padding_token_id": 0,
+    }  # fmt: skip
+    return gguf_bpe(**base, **changes)
+
+
+def test_gemma4_is_the_tokenizer_of_its_tokenizer_json():
+    """BPE of characters with spaces as ▁ and unknown ones in bytes."""
+    tokens, types, merges = gemma_vocabulary()
+    special = {0, 1, 2, 3, len(tokens) - 1}
+    spec = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": id, "content": tokens[id], "special": types[id] != 4, "normalized": False,
+             "single_word": False, "lstrip": False, "rstrip": False}
+            for id in sorted(special)
+        ],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "},
+                          "behavior": "MergedWithPrevious", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+        ]},
+        "model": {"type": "BPE", "byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>",
+                  "vocab": {text: id for id, text in enumerate(tokens)}, "merges": merges},
+    }  # fmt: skip
+    by_json = load_tokenizer({"tokenizer.json": json.dumps(spec).encode()})
+    by_gguf = load_tokenizer(gemma_gguf(add_bos_token=False))
+    for text in GEMMA_TEXTS:
+        for special_tokens in (False, True):
+            expected = by_json.encode(text, special=special_tokens)
+            assert by_gguf.encode(text, special=special_tokens) == expected, text
+        assert by_gguf.decode(by_gguf.encode(text)) == text
+    assert load_tokenizer(gemma_gguf()).encode("low")[0] != 2, "the file says add_bos_token"
+    assert load_tokenizer(gemma_gguf(add_bos_token=True)).encode("low")[0] == 2
+
+
+def test_a_text_that_is_twice_in_gemmas_vocabulary_has_the_later_id():
+    tokens, types, _ = gemma_vocabulary()
+    again = gemma_gguf(add_bos_token=False) | gguf_bpe(
+        model="gemma4", tokens=[*tokens, "low"], token_type=[*types, 1],
+        merges=gemma_vocabulary()[2], bos_token_id=2, eos_token_id=1,
+    )  # fmt: skip
+    assert load_tokenizer(again).encode("low") == [len(tokens)]
+
+
+def test_gemma4_without_merges_is_refused():
+    with pytest.raises(TokenizerError, match="merges"):
+        load_tokenizer(gguf_bpe(model="gemma4", merges=None))

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import decoder
+from modelmill.accept.reference import decoder, gguf_gemma4
 from modelmill.accept.reference.base import (
     Affine,
     HeadTrace,
     LayerTrace,
     LayerWeights,
     ModuleIO,
+    OutsideTrace,
     ReferenceModel,
 )
 from modelmill.accept.reference.dequantize import DequantizedContainer
@@ -37,6 +38,7 @@ __all__ = [
     "LayerWeights",
     "ModuleIO",
     "OpenedCheckpoint",
+    "OutsideTrace",
     "ReferenceModel",
     "open_reference",
 ]
@@ -74,6 +76,8 @@ def open_reference(
 def _open_gguf(
     container: RawContainer, dtype: torch.dtype, device: str | torch.device
 ) -> ReferenceModel:
+    if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
+        return _open_gemma4_gguf(container, dtype, device)
     config = gguf_config(container)
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)
@@ -88,6 +92,16 @@ def _open_gguf(
     if container.metadata["general.architecture"] != config["model_type"]:
         return decoder.DecoderReference(source, config)
     return decoder.DecoderReference(source, config, gguf_rope(container, config))
+
+
+def _open_gemma4_gguf(
+    container: RawContainer, dtype: torch.dtype, device: str | torch.device
+) -> ReferenceModel:
+    config = gguf_gemma4.gemma4_config(container)
+    source = gguf_gemma4.Gemma4GgufSource(container, dtype, config, device=device)
+    source.stored_tensor(gguf_gemma4.FREQUENCIES)  # the config was made from it
+    reference: ReferenceModel = _family(config).REFERENCE(source, config)
+    return reference
 
 
 def _family(config: Mapping[str, Any]) -> Any:

@@ -48,6 +48,16 @@ class Affine(NamedTuple):
     fake_quantize: Callable[[Tensor], Tensor] | None = None
 
 
+class OutsideIO(NamedTuple):
+    """A module outside the layers: what it reads, its output, and the arithmetic of its bound."""
+
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+    arithmetic: str
+
+
+OutsideTrace: TypeAlias = dict[str, OutsideIO]
+"""By the engine's path of the module."""
 LayerTrace: TypeAlias = dict[str, ModuleIO]
 HeadTrace: TypeAlias = dict[str, ModuleIO]
 LayerWeights: TypeAlias = dict[str, Affine]
@@ -101,6 +111,18 @@ class ReferenceModel(ABC):
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ids [T]: the residual stream [T, hidden] that enters layer 0."""
 
+    def for_sequence(self, ids: Sequence[int]) -> ReferenceModel:  # noqa: ARG002
+        """Return the reference of one sequence, where layers read more of it than the stream."""
+        return self
+
+    def outside_trace(self) -> OutsideTrace:
+        """Return the sequence's modules outside the layers, beside embedding, norm and head."""
+        return {}
+
+    def unused_tensors(self) -> dict[str, str]:
+        """Return tensors that the family's definition does not use: pattern of names → what."""
+        return {}
+
     @abstractmethod
     def layer_weights(self, index: int) -> LayerWeights:
         """Read a layer's weights by module name; nothing is cached."""
@@ -146,6 +168,10 @@ class ReferenceModel(ABC):
     @abstractmethod
     def embedding_tables(self) -> dict[str, str]:
         """Return the tables that an embedding adds up: engine suffix → source name."""
+
+    def further_tables(self) -> dict[str, str]:
+        """Return the tables that are looked up elsewhere: the engine's path → source name."""
+        return {}
 
     def run_norm(self, index: int | None, name: str, x: Tensor) -> Tensor:
         """Run the reference norm on any input [..., width].

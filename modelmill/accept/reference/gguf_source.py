@@ -238,7 +238,7 @@ class GgufSource(TensorSource):
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
         if model_type in ("gpt_neox", "falcon", "bloom") and ".query_key_value." in name:
             return by_kv_head(tensor, self._config)
-        if model_type.startswith("gemma") and "norm." in name:
+        if model_type in ("gemma", "gemma2", "gemma3_text") and "norm." in name:
             return tensor - 1  # the converter adds 1
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T

@@ -370,12 +370,12 @@ class PlainDecoderReference(ReferenceModel):
         scores: what the router's choice was made from.
         """
         for column in routing.T:
-            if not bool((column > 0).any()):
+            if not bool((column != 0).any()):
                 column[0] = PROBE_WEIGHT
         r.record("routing", routing, scores)
         total = torch.zeros_like(x)
         for number, column in enumerate(routing.T):
-            tokens = (column > 0).nonzero()[:, 0]
+            tokens = (column != 0).nonzero()[:, 0]
             total[tokens] += expert(r, f"experts.{number}", x[tokens]) * column[tokens, None]
         return total
 

@@ -1,0 +1,115 @@
+"""The config and the tensors of Gemma 4's GGUF, as llama.cpp's converter leaves them.
+
+Norms are stored as they are. The frequencies of layers with full attention are divided by
+``rope_freqs.weight``, by a huge number where a pair of channels stands still.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.tensor_source import RawContainer
+
+ARCHITECTURE = "gemma4"
+FREQUENCIES = "rope_freqs.weight"
+STILL = 1e20
+TOP = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+LAYER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+}
+WHOLE = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
+
+
+def gemma4_config(container: RawContainer) -> dict[str, Any]:
+    """Return a config in Hugging Face keys, as far as the reference reads it."""
+    facts, names = container.metadata, container.names()
+
+    def fact(key: str, default: Any = None) -> Any:
+        return facts.get(f"{ARCHITECTURE}.{key}", default)
+
+    layers = int(fact("block_count"))
+    slides = [bool(each) for each in fact("attention.sliding_window_pattern")]
+    shared = int(fact("attention.shared_kv_layers", 0))
+    kv_heads = fact("attention.head_count_kv")
+    heads = [int(kv_heads)] * layers if isinstance(kv_heads, int) else [int(n) for n in kv_heads]
+    full = slides.index(False)
+    divisors = container.get(FREQUENCIES).float().flatten()
+    rotation = {
+        "rope_type": "proportional",
+        "partial_rotary_factor": float((divisors < STILL).float().mean()),
+        "rope_theta": float(fact("rope.freq_base")),
+    }
+    windowed = {"rope_type": "default", "rope_theta": float(fact("rope.freq_base_swa"))}
+    sizes = {"head_dim": int(fact("attention.key_length")), "num_key_value_heads": heads[full]}
+    return {
+        "model_type": "gemma4_text",
+        "hidden_size": int(fact("embedding_length")),
+        "num_hidden_layers": layers,
+        "num_attention_heads": int(fact("attention.head_count")),
+        "num_key_value_heads": heads[slides.index(True)] if any(slides) else heads[0],
+        "head_dim": int(fact("attention.key_length_swa")),
+        "per_layer_config": {str(index): sizes for index in range(layers) if not slides[index]},
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "sliding_window": int(fact("attention.sliding_window")),
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
+        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": int(fact("context_length")),
+        "rope_parameters": {"full_attention": rotation, "sliding_attention": windowed},
+        "final_logit_softcapping": fact("final_logit_softcapping"),
+        "hidden_size_per_layer_input": int(fact("embedding_length_per_layer_input", 0)),
+        "enable_moe_block": "blk.0.ffn_gate_inp.weight" in names,
+        "num_experts": fact("expert_count"),
+        "top_k_experts": fact("expert_used_count"),
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
+class Gemma4GgufSource(GgufSource):
+    """Such a container under Hugging Face names."""
+
+    def raw_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        stem, _, suffix = name.rpartition(".")
+        if stem in TOP:
+            return f"{TOP[stem]}.{suffix}"
+        index, _, part = name.removeprefix("model.layers.").partition(".")
+        if part in WHOLE:
+            return f"blk.{index}.{WHOLE[part]}"
+        module = part.rpartition(".")[0]
+        if module in LAYER:
+            return f"blk.{index}.{LAYER[module]}.{suffix}"
+        if ".experts." in name:
+            matrix = module.rpartition(".")[2].removesuffix("_proj")
+            both = f"blk.{index}.ffn_gate_up_exps.weight"
+            fused = matrix != "down" and both in self._names
+            return both if fused else f"blk.{index}.ffn_{matrix}_exps.weight"
+        return super().raw_name(name)
+
+    def stored_tensor(self, name: str) -> Tensor:
+        """Return the tensor dequantized; gate and up of an expert are the halves of one matrix."""
+        tensor = super().stored_tensor(name)
+        if "gate_up_exps" not in self.raw_name(name):
+            return tensor
+        gate, up = tensor.chunk(2)
+        return gate if ".gate_proj." in name else up

@@ -1,0 +1,320 @@
+"""Sizes and switches of Gemma 4's language model, which differ by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from modelmill.core.config_view import ConfigView, overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    boolean,
+    check_multiple,
+    check_pairs,
+    config_object,
+    positive_float,
+    positive_int,
+    rope_spec,
+)
+from modelmill.models._llama_common import FULL_ATTENTION, SLIDING_ATTENTION
+from modelmill.models._moe_config import MAX_EXPERTS
+from modelmill.nn.attention import AttentionSpec
+from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.expert_branch import ExpertBranchSpec
+from modelmill.nn.layer_input import LayerInputConfig, LayerInputSpec
+from modelmill.nn.layer_parts import LayerParts
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.rotary import RopeSpec
+from modelmill.nn.shared_attention import SharedAttentionSpec
+from modelmill.nn.value_norm import ValueNormConfig
+
+ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
+    SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL_ATTENTION: {
+        "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
+    },
+}  # fmt: skip
+"""``rope_parameters`` where config.json has none."""
+PROPORTIONAL = "proportional"
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotations that need no length; those of Gemma 4 beside ``PROPORTIONAL``."""
+LAYER_KEYS = ("head_dim", "num_key_value_heads")
+"""What ``per_layer_config`` may say of a layer."""
+
+
+@dataclass(frozen=True)
+class Gemma4Config(DecoderConfig):
+    """The decoder's sizes; ``kv_heads`` and ``head_dim`` are those of layers with a window.
+
+    The experts of ``moe`` are beside the MLP of each layer, not in its place.
+
+    Attributes:
+        full_kv_heads: KV heads of layers with full attention.
+        full_head_dim: Channels of a head there.
+        values_are_keys: Whether the values are the projection of the keys there.
+        value_eps: Epsilon of the norm of the values; None: as of all norms.
+        shared_layers: So many last layers attend to the keys and values of earlier ones: the last
+            of their type that has some.
+        double_wide: Whether their MLP is twice as wide.
+        inputs: What layers read beside the stream, or None.
+    """
+
+    full_kv_heads: int = 1
+    full_head_dim: int = 512
+    values_are_keys: bool = False
+    value_eps: float | None = None
+    shared_layers: int = 0
+    double_wide: bool = False
+    inputs: LayerInputConfig | None = None
+
+    @property
+    def first_shared(self) -> int:
+        """The first layer without keys and values of its own."""
+        return self.layers - self.shared_layers
+
+    @cached_property
+    def shared_caches(self) -> dict[bool, int]:
+        """By whether a layer has a window, the layer whose keys and values later ones read."""
+        return {self.windows[i] is not None: i for i in range(self.first_shared)}
+
+    @property
+    def layer_input_size(self) -> int:
+        """Channels that a token has beside the stream, for all layers together."""
+        return 0 if self.inputs is None else self.inputs.layers * self.inputs.width
+
+    def attention_spec(self, layer: int) -> AttentionSpec | SharedAttentionSpec:
+        """The attention of layer ``layer``."""
+        window = self.windows[layer]
+        full = window is None
+        eps = self.eps if self.value_eps is None else self.value_eps
+        spec = AttentionSpec(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.full_kv_heads if full else self.kv_heads,
+            head_dim=self.full_head_dim if full else self.head_dim,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=True,
+            eps=self.eps,
+            window=window,
+            scale=self.attention_scale,
+            local_rope=not full,
+            value_norm=ValueNormConfig(eps, from_keys=self.values_are_keys and full),
+        )
+        if layer < self.first_shared:
+            return spec
+        return SharedAttentionSpec(spec, self.shared_caches[not full])
+
+    def mlp_spec(self, layer: int) -> MLPSpec:
+        """The MLP of layer ``layer``."""
+        wide = self.double_wide and layer >= self.first_shared
+        inner = 2 * self.inner if wide else self.inner
+        return MLPSpec(self.hidden, inner, activation=self.activation)
+
+    def layer_parts(self, layer: int) -> LayerParts:
+        """The parts of layer ``layer``."""
+        norm, inputs = self.norm_config, self.inputs
+        return LayerParts(
+            self.attention_spec(layer),
+            self.mlp_spec(layer),
+            norm,
+            experts=None if self.moe is None else ExpertBranchSpec(self.moe, norm),
+            layer_input=None
+            if inputs is None
+            else LayerInputSpec(layer, inputs.width, self.activation, norm),
+        )
+
+
+def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Per layer the window or None; the last layer has full attention whatever the list says."""
+    # the class has no "sliding_window_pattern"
+    plain = overlay_config(raw, {"sliding_window": 512}, {"sliding_window_pattern": None})
+    windows = _llama_common.interleaved_windows(plain, layers, 6)
+    if windows[-1] is not None and isinstance(raw, ConfigView):
+        raw.remarks.append(
+            "config.json: the last layer has full attention, as in transformers, although "
+            f"layer_types or the number of layers makes it {SLIDING_ATTENTION}"
+        )
+    return (*windows[:-1], None)
+
+
+def full_layer_sizes(
+    raw: Mapping[str, Any], windows: tuple[int | None, ...], own: tuple[int, int]
+) -> tuple[int, int]:
+    """KV heads and channels of a head in layers with full attention.
+
+    Files have ``global_head_dim`` and ``num_global_key_value_heads``, or ``per_layer_config``.
+
+    Args:
+        raw: The config.
+        windows: Of each layer.
+        own: KV heads and channels of a head of layers with a window.
+
+    Raises:
+        CheckpointError: for layers of one type that differ.
+    """
+    kv_heads, head_dim = own
+    overrides = raw.get("per_layer_config")
+    dim = positive_int(raw, "global_head_dim", default=512)
+    count = positive_int(raw, "num_global_key_value_heads", default=kv_heads)
+    if overrides is None and boolean(raw, "attention_k_eq_v", False):
+        return count, dim
+    ignore_keys(raw, "num_global_key_value_heads")  # as transformers does
+    if overrides is None:
+        return kv_heads, dim
+    ignore_keys(raw, "global_head_dim")
+    sizes = [
+        _layer_size(overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim})
+        for layer in range(len(windows))
+    ]
+    full = {size for size, window in zip(sizes, windows, strict=True) if window is None}
+    slides = {size for size, window in zip(sizes, windows, strict=True) if window is not None}
+    unknown = set(config_object("per_layer_config", overrides)) - set(map(str, range(len(windows))))
+    if len(full) > 1 or slides - {own} or unknown:
+        raise CheckpointError(
+            "config.json: per_layer_config must give all layers with full attention the same "
+            f"sizes, by number from 0 to {len(windows) - 1}, and no others; {quote(overrides, 60)} "
+            "is not supported"
+        )
+    return full.pop()
+
+
+def ignore_keys(raw: Mapping[str, Any], *keys: str) -> None:
+    """Have these keys named as being without effect, where the config has them."""
+    if isinstance(raw, ConfigView):
+        raw.ignore({key: raw[key] for key in keys if raw.get(key) is not None})
+
+
+def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
+    """KV heads and channels of a head of one layer."""
+    every = config_object("per_layer_config", overrides)
+    sizes = config_object(f"per_layer_config.{layer}", every.get(str(layer)))
+    unknown = sorted(set(sizes) - set(LAYER_KEYS))
+    if unknown:
+        raise CheckpointError(
+            f"config.json: per_layer_config.{layer}: {quote(unknown[0], 60)} is not computed "
+            f"(known: {', '.join(LAYER_KEYS)})"
+        )
+    merged = {**own, **sizes}
+    return positive_int(merged, "num_key_value_heads"), positive_int(merged, "head_dim")
+
+
+def check_full_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raise CheckpointError for heads of layers with full attention that do not fit."""
+    check_multiple("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
+    check_pairs("global_head_dim", head_dim, head_dim)
+
+
+def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions: int) -> RopeSpec:
+    """The rotation of the layers of one type.
+
+    Raises:
+        CheckpointError: for one that is not known or not computed.
+    """
+    every = config_object("rope_parameters", raw.get("rope_parameters")) or ROPE_PARAMETERS
+    unknown = sorted(every.keys() - {FULL_ATTENTION, SLIDING_ATTENTION})
+    own = every.get(layer_type)
+    if unknown or not isinstance(own, Mapping):
+        raise CheckpointError(
+            f"config.json: rope_parameters must have an object for {layer_type} (known: "
+            f"{FULL_ATTENTION}, {SLIDING_ATTENTION}), not {quote(every, 60)}"
+        )
+    rope_type = own.get("rope_type", "default")
+    if rope_type == PROPORTIONAL:
+        return _proportional_rope(raw, layer_type, own, head_dim, positions)
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
+            f"supported (supported: {', '.join((PROPORTIONAL, *ROPE_TYPES))})"
+        )
+    alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
+    return rope_spec(overlay_config(raw, {}, alone), head_dim, positions)
+
+
+def _proportional_rope(
+    raw: Mapping[str, Any], layer_type: str, own: Mapping[str, Any], head_dim: int, positions: int
+) -> RopeSpec:
+    share = positive_float(own, "partial_rotary_factor", default=1.0)
+    if share > 1:
+        raise CheckpointError(
+            f"config.json: rope_parameters.{layer_type}: partial_rotary_factor={share:g} is more "
+            "than a head has; it must be at most 1"
+        )
+    factor = positive_float(own, "factor", default=1.0)
+    scaling = {"rope_type": PROPORTIONAL, "partial_rotary_factor": share, "factor": factor}
+    if isinstance(raw, ConfigView):
+        read = {*scaling, "rope_theta"}
+        name = f"rope_parameters.{layer_type}"
+        raw.ignore({f"{name}.{key}": value for key, value in own.items() if key not in read})
+    base = positive_float(own, "rope_theta")
+    return RopeSpec(head_dim, base, positions, scaling)
+
+
+def shared_layers(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> int:
+    """How many last layers have no keys and values of their own.
+
+    Raises:
+        CheckpointError: where a type of these layers has none in front of them.
+    """
+    value: Any = raw.get("num_kv_shared_layers")
+    count = 0 if value is None else value
+    if type(count) is not int or not 0 <= count < len(windows):
+        raise CheckpointError(
+            "config.json: num_kv_shared_layers must be an integer from 0 to "
+            f"{len(windows) - 1}, not {quote(value, 60)}"
+        )
+    front = {window is None for window in windows[: len(windows) - count]}
+    if count and front != {window is None for window in windows}:
+        raise CheckpointError(
+            f"config.json: num_kv_shared_layers={count} leaves no layer of each of the layer_types "
+            "in front of the shared ones; correct one of them"
+        )
+    return count
+
+
+def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec | None:
+    """The experts beside the MLP; None without ``enable_moe_block``.
+
+    Raises:
+        CheckpointError: for sizes that are missing or do not fit.
+    """
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not boolean(raw, "enable_moe_block", False):
+        ignore_keys(raw, *keys)
+        return None
+    count, chosen, inner = (positive_int(raw, key, max_value=MAX_EXPERTS * 64) for key in keys)
+    if chosen > count or count > MAX_EXPERTS:
+        raise CheckpointError(
+            f"config.json: top_k_experts={chosen} and num_experts={count} do not fit: there are up "
+            f"to {MAX_EXPERTS} experts, of which a token has at most all"
+        )
+    router = RouterConfig(count, chosen, logit_scale=hidden**-0.5, expert_scale=True)
+    return MoESpec(router, MLPSpec(hidden, inner, activation=activation))
+
+
+def layer_input_config(
+    raw: Mapping[str, Any], layers: int, hidden: int, eps: float
+) -> LayerInputConfig | None:
+    """What layers read beside the stream; None for ``hidden_size_per_layer_input`` of 0.
+
+    Raises:
+        CheckpointError: for a table with fewer rows than there are tokens.
+    """
+    width: Any = raw.get("hidden_size_per_layer_input", 256)
+    rows = positive_int(raw, "vocab_size_per_layer_input", default=262144)
+    if type(width) is int and width == 0:
+        return None
+    width = positive_int(raw, "hidden_size_per_layer_input", default=256)
+    vocab = positive_int(raw, "vocab_size", default=262144)
+    if rows < vocab:
+        raise CheckpointError(
+            f"config.json: vocab_size_per_layer_input={rows} is less than vocab_size={vocab}: "
+            "every token needs a row"
+        )
+    return LayerInputConfig(rows, layers, width, hidden, eps)

@@ -1,0 +1,153 @@
+"""Gemma 4, text (``Gemma4ForCausalLM``): layers of two kinds that may share keys and values.
+
+Layers with a window and layers with full attention have sizes and a rotation each. Every token has
+an input of its own for each layer (E2B, E4B), or layers have experts beside the MLP (26B-A4B), or
+neither (31B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _gemma4_config, _llama_common, gemma2
+from modelmill.models._gemma4_config import Gemma4Config
+from modelmill.models._hf_config import (
+    activation,
+    attention_bias,
+    boolean,
+    num_layers,
+    optional_positive,
+    positive_int,
+)
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import (
+    CHECKPOINT_NAMES,
+    CHECKPOINT_PREFIXES,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+)
+from modelmill.nn.decoder import Decoder
+from modelmill.nn.layer_input import LayerInputs
+from modelmill.nn.layer_spec import linear_tensors
+from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
+from modelmill.nn.step import Step
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+EXPERTS = "experts.moe.experts.*"
+NAMES = {
+    **CHECKPOINT_NAMES,
+    **gemma2.NORM_NAMES,
+    "attn.q_proj": ("self_attn.q_proj",),
+    "attn.rope.q_norm": ("self_attn.q_norm",),
+    "layer_input.gate_proj": ("per_layer_input_gate",),
+    "layer_input.up_proj": ("per_layer_projection",),
+    "layer_input.post": ("post_per_layer_input_norm",),
+    "experts.mlp_post": ("post_feedforward_layernorm_1",),
+    "experts.norm": ("pre_feedforward_layernorm_2",),
+    "experts.post": ("post_feedforward_layernorm_2",),
+    "experts.moe.router": ("router.proj",),
+    f"{EXPERTS}.gate_up_proj": ("experts.*.gate_proj", "experts.*.up_proj"),
+    f"{EXPERTS}.down_proj": ("experts.*.down_proj",),
+}
+TENSORS = {
+    "output.scale": RuleSource(("layer_scalar",)),
+    "experts.router_norm.weight": RuleSource(("router.scale",)),
+    "experts.moe.routing.expert_scale": RuleSource(("router.per_expert_scale",)),
+}
+LAYOUT = CheckpointLayout(NAMES, tensors=TENSORS)
+LAYER_INPUT_NAMES = {
+    "table": "embed_tokens_per_layer",
+    "projection": "per_layer_model_projection",
+    "norm": "per_layer_projection_norm",
+}
+MAX_POSITIONS = 131072
+# of images alone: text is causal
+SUPPORTED_VALUES = {"use_bidirectional_attention": (False, "vision")}
+SIZES = {
+    "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262144, "hidden_size": 2304,
+    "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
+}  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
+    """Sizes from config.json; what it does not name is as in Gemma4TextConfig."""
+    raw = overlay_config(raw, SIZES)
+    layers, hidden = num_layers(raw, "num_hidden_layers"), positive_int(raw, "hidden_size")
+    windows = _gemma4_config.layer_windows(raw, layers)
+    positions = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
+    plain = overlay_config(raw, {}, {"rope_parameters": None})
+    act = activation(raw, "hidden_activation", "gelu_pytorch_tanh")
+    common = _llama_common.config_from_hf(
+        plain, positions=MAX_POSITIONS, tied=True, activation=act, **attention_bias(raw)
+    )
+    own = common.kv_heads, common.head_dim
+    full_kv_heads, full_head_dim = _gemma4_config.full_layer_sizes(raw, windows, own)
+    _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim)
+    shared = {each.name: getattr(common, each.name) for each in fields(common)}
+    rope = _gemma4_config.layer_rope(raw, FULL_ATTENTION, full_head_dim, positions)
+    local_rope = None
+    if any(windows):
+        local_rope = _gemma4_config.layer_rope(raw, SLIDING_ATTENTION, own[1], positions)
+    return Gemma4Config(**shared | {
+        "max_len": positions, "rope": rope, "local_rope": local_rope, "windows": windows,
+        "layer": ScaledSandwichLayer, "qk_norm": True, "attention_scale": 1.0,
+        "embedding_scale": hidden**0.5,
+        "logit_softcap": optional_positive(raw, "final_logit_softcapping"),
+        "full_kv_heads": full_kv_heads, "full_head_dim": full_head_dim,
+        "values_are_keys": boolean(raw, "attention_k_eq_v", False),
+        "shared_layers": _gemma4_config.shared_layers(raw, windows),
+        "double_wide": boolean(raw, "use_double_wide_mlp", False),
+        "moe": _gemma4_config.expert_spec(raw, hidden, act),
+        "inputs": _gemma4_config.layer_input_config(raw, layers, hidden, common.eps),
+    })  # fmt: skip
+
+
+def rules(config: Gemma4Config) -> list[Rule]:
+    """Every tensor of the model."""
+    out = LAYOUT.rules(config)
+    if config.inputs is not None:
+        out += [
+            Rule(f"layer_inputs.{name}.weight", (f"model.{source}.weight",))
+            for name, source in LAYER_INPUT_NAMES.items()
+        ]
+    keys = {
+        f"layers.{layer}.attn.qkv_proj.{leaf}": layer
+        for layer in range(config.first_shared)
+        if config.windows[layer] is None and config.values_are_keys
+        for leaf in linear_tensors(bias=True)
+    }
+    return [
+        Rule(rule.target, rule.sources[:2], rule.how) if rule.target in keys else rule
+        for rule in out
+    ]
+
+
+def ignored_tensors(config: Gemma4Config) -> tuple[str, ...]:
+    """Unused tensors: buffers, a tied head's copy, keys and values of layers without their own."""
+    layers = range(config.first_shared, config.layers)
+    unused = (
+        rf"model\.layers\.{layer}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
+        for layer in layers
+    )
+    return (*LAYOUT.ignored_tensors(config), *unused)
+
+
+class Model(Decoder):
+    """The decoder with inputs of its layers."""
+
+    def __init__(self, config: Gemma4Config) -> None:
+        super().__init__(config)
+        self.layer_inputs = None if config.inputs is None else LayerInputs(config.inputs)
+
+    def with_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
+        """The step with what layers read beside the stream; x: the embeddings [T, H]."""
+        if self.layer_inputs is None:
+            return step
+        return self.layer_inputs.into_step(x, step)

@@ -1,0 +1,123 @@
+"""Experts beside a layer's MLP (Gemma 4): both read the stream, and their outputs are added.
+
+The router reads the stream by a norm of its own, the experts by another. Each of the two branches
+is normed before the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, SiteSpec
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.norm import NormConfig
+from modelmill.nn.partition import ChannelPartition
+from modelmill.nn.step import Step
+
+PARTITION = "expert_inner"
+
+
+@dataclass(frozen=True)
+class ExpertBranchSpec:
+    """The experts, and the layer's norms.
+
+    Attributes:
+        moe: The experts; they have no shared expert, which is the layer's MLP.
+        norm: All norms of the branch.
+    """
+
+    moe: MoESpec
+    norm: NormConfig
+
+    def make(self) -> ExpertBranch:
+        """The module."""
+        return ExpertBranch(self)
+
+    @property
+    def partitions(self) -> tuple[ChannelPartition, ...]:
+        """How ranks divide the inner channels of the experts."""
+        return (ChannelPartition(PARTITION, self.moe.expert.inner),)
+
+    @property
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of each expert's products; scales are folded inside an expert only."""
+        return tuple(
+            site
+            if site.producer is None
+            else replace(
+                site, producer=replace(site.producer, linear=_inside(site.producer.linear))
+            )
+            for site in self.moe.site_specs()
+        )
+
+    def module_specs(self) -> tuple[ModuleSpec, ...]:
+        """The modules of a layer's ``experts``: "mlp_out" and the stream → "both_out"."""
+        norm, stream = self.norm, "attn.residual"
+        experts = tuple(map(_nested, self.moe.module_specs("moe_input")))
+        router, *rest = experts
+        return (
+            norm.spec("experts.mlp_post", ("mlp_out",), ("mlp_normed",), "mlp_post_1"),
+            norm.spec("experts.router_norm", (stream,), ("router_input",), "router_norm"),
+            norm.spec("experts.norm", (stream,), ("moe_input",), "moe_norm"),
+            replace(router, reads=("router_input",)),
+            *rest,
+            norm.spec("experts.post", ("moe_out",), ("moe_normed",), "mlp_post_2"),
+            ModuleSpec(
+                path="experts.sum", reads=("mlp_normed", "moe_normed"), writes=("both_out",),
+                reference=("both_out",), arithmetic="residual", op="add",
+            ),
+        )  # fmt: skip
+
+
+def _inside(path: str) -> str:
+    """A path of a mixture that is a layer's ``mlp``, in ``ExpertBranch``."""
+    return path.replace("mlp.", "experts.moe.", 1)
+
+
+def _nested(module: ModuleSpec) -> ModuleSpec:
+    """A module of the mixture inside ``ExpertBranch``."""
+    writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
+    module = replace(module, path=_inside(module.path), writes=writes)
+    if isinstance(module, LinearSpec):
+        parts = tuple(replace(p, split=PARTITION if p.split else "") for p in module.parts)
+        columns = PARTITION if module.split_columns else ""
+        return replace(module, parts=parts, split_columns=columns)
+    reference = tuple("moe_out" if name == "mlp_out" else name for name in module.reference)
+    return replace(module, reference=reference)
+
+
+class TwoBranches(nn.Module):
+    """The sum of two branches, both whole on every rank."""
+
+    def forward(self, mlp: torch.Tensor, experts: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, H], [T, H] → [T, H]."""
+        return mlp + experts
+
+
+class ExpertBranch(nn.Module):
+    """norm(MLP's output) + norm(experts of the stream)."""
+
+    def __init__(self, spec: ExpertBranchSpec) -> None:
+        super().__init__()
+        self.mlp_post = spec.norm.make_single(reduces=True)
+        self.router_norm = spec.norm.make_single()
+        self.norm = spec.norm.make_single()
+        self.moe = spec.moe.make()
+        self.post = spec.norm.make_single(reduces=True)
+        self.sum = TwoBranches()
+
+    def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H], the stream behind the attention [T, H] → [T, H]."""
+        return self.run(mlp_out, stream, step, self.moe)
+
+    def run(
+        self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step, moe: nn.Module
+    ) -> torch.Tensor:
+        """The same with this mixture in the place of its own."""
+        mlp = self.mlp_post(mlp_out, step)
+        router_input = self.router_norm(stream, step)
+        experts = moe(self.norm(stream, step), step, router_input)
+        return self.sum(mlp, self.post(experts, step), step)

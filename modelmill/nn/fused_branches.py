@@ -1,0 +1,77 @@
+"""Layers with experts beside their MLP, of which the experts are fused: tokens grouped by expert.
+
+All else is computed by the plain modules.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.causal_lm import CausalLM
+from modelmill.nn.expert_branch import ExpertBranch
+from modelmill.nn.fused_module import FusedModule
+from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
+from modelmill.nn.step import Step
+
+
+def has_expert_branches(layer: nn.Module) -> bool:
+    """Whether a layer has experts beside its MLP."""
+    return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
+
+
+class FusedBranchesLM(FusedModule):
+    """Token ids → logits, by layers whose experts are fused."""
+
+    plain: CausalLM
+
+    def __init__(self, plain: CausalLM) -> None:
+        super().__init__(plain)
+        self.layers = nn.ModuleList(
+            FusedBranchLayer(cast(ScaledSandwichLayer, layer))
+            if has_expert_branches(layer)
+            else layer
+            for layer in plain.layers
+        )
+
+    def forward(self, step: Step) -> torch.Tensor:
+        """Logits [R, V] float32 of the rows ``step.logit_rows``."""
+        return self.plain.head(self.hidden_states(step), step)
+
+    def hidden_states(self, step: Step) -> torch.Tensor:
+        """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
+        return self.plain.run_layers(self.layers, step)
+
+
+class FusedBranchLayer(FusedModule):
+    """A layer of which the branch with the experts is fused."""
+
+    plain: ScaledSandwichLayer
+
+    def __init__(self, plain: ScaledSandwichLayer) -> None:
+        super().__init__(plain)
+        self.experts = FusedExpertBranch(cast(ExpertBranch, plain.experts))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
+    ) -> tuple[torch.Tensor, None]:
+        """The layer's output [T, H], and no residual beside it."""
+        return self.plain.run(x, residual, rope, step, self.experts)
+
+
+class FusedExpertBranch(FusedModule):
+    """norm(MLP's output) + norm(experts of the stream), the experts' tokens grouped."""
+
+    plain: ExpertBranch
+
+    def __init__(self, plain: ExpertBranch) -> None:
+        super().__init__(plain)
+        self.moe = FusedMoE(plain.moe)
+
+    def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H], the stream behind the attention [T, H] → [T, H]."""
+        return self.plain.run(mlp_out, stream, step, self.moe)

@@ -1,0 +1,191 @@
+"""Inputs of layers beside the stream (Gemma 3n and 4: per-layer embeddings).
+
+Each token has a short vector for each layer, from a table and a projection of its embedding. A
+layer gates it by its stream, and adds what a projection makes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
+from modelmill.nn.linear import Linear
+from modelmill.nn.mlp import ACTIVATIONS
+from modelmill.nn.norm import NormConfig, SingleNorm
+from modelmill.nn.step import Step
+
+
+@dataclass(frozen=True)
+class LayerInputConfig:
+    """The vectors of all layers.
+
+    Attributes:
+        vocab: Rows of the table.
+        layers: Layers.
+        width: Channels of a vector.
+        hidden: Channels of the stream.
+        eps: Of the norm of the projections.
+        scale: Factor of the sum of both parts.
+        table_scale: Factor of the table's rows; None: √width.
+        projection_scale: Factor of the projection; None: 1 / √hidden.
+    """
+
+    vocab: int
+    layers: int
+    width: int
+    hidden: int
+    eps: float
+    scale: float = 2.0**-0.5
+    table_scale: float | None = None
+    projection_scale: float | None = None
+
+
+class ScaledTable(nn.Module):
+    """Rows by id, times a factor."""
+
+    weight: torch.Tensor
+
+    def __init__(self, rows: int, width: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_buffer("weight", torch.empty(rows, width, device="meta"))
+
+    def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T] → [T, width]."""
+        return F.embedding(ids, self.weight) * self.scale
+
+
+class ScaledProjection(nn.Module):
+    """x Wᵀ times a factor; the matrix is never quantized."""
+
+    weight: torch.Tensor
+
+    def __init__(self, columns: int, rows: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.register_buffer("weight", torch.empty(rows, columns, device="meta"))
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, columns] → [T, rows]."""
+        return F.linear(x, self.weight) * self.scale
+
+
+class WeightedSum(nn.Module):
+    """The sum of two tensors times a factor."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """Both of one shape."""
+        return (one + other) * self.scale
+
+
+class LayerInputs(nn.Module):
+    """Ids [T] and embeddings [T, H] → what each layer reads, [T, layers, width]."""
+
+    def __init__(self, config: LayerInputConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.layers * config.width
+        table_scale, projection_scale = config.table_scale, config.projection_scale
+        self.table = ScaledTable(
+            config.vocab, size, config.width**0.5 if table_scale is None else table_scale
+        )
+        self.projection = ScaledProjection(
+            config.hidden,
+            size,
+            config.hidden**-0.5 if projection_scale is None else projection_scale,
+        )
+        self.norm = SingleNorm(NormConfig(config.width, config.eps), reduces=False)
+        self.sum = WeightedSum(config.scale)
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x: the embeddings."""
+        rows = self.table(step.ids, step)
+        projected = self.projection(x, step).reshape(-1, self.config.width)
+        normed = self.norm(projected, step)
+        mixed = self.sum(normed.view(rows.shape), rows, step)
+        return mixed.unflatten(1, (self.config.layers, self.config.width))
+
+    def into_step(self, x: torch.Tensor, step: Step) -> Step:
+        """The step with these inputs."""
+        return replace(step, layer_inputs=self(x, step))
+
+
+@dataclass(frozen=True)
+class LayerInputSpec:
+    """What one layer does with its vector.
+
+    Attributes:
+        layer: The layer's number.
+        width: Channels of the vector.
+        activation: Of the gate, a name in ``ACTIVATIONS``.
+        norm: The norm behind the projection.
+    """
+
+    layer: int
+    width: int
+    activation: str
+    norm: NormConfig
+
+    def make(self) -> LayerInputBlock:
+        """The module."""
+        return LayerInputBlock(self)
+
+    @property
+    def site_specs(self) -> tuple[SiteSpec, ...]:
+        """The inputs of both products."""
+        return SiteSpec("input_gate"), SiteSpec("input_up", heavy_tailed=True)
+
+    def module_specs(self, reads: str) -> tuple[ModuleSpec, ...]:
+        """The modules of a layer's ``layer_input``: the stream ``reads`` → "input_branch"."""
+        return (
+            LinearSpec(
+                path="layer_input.gate_proj", reads=(reads,), writes=("input_gate",),
+                site="input_gate", parts=(Part("input_gate", self.width),),
+            ),
+            ModuleSpec(
+                path="layer_input.act", reads=("input_gate",), writes=("input_gated",),
+                reference=("input_gated",), op=self.activation,
+            ),
+            LinearSpec(
+                path="layer_input.up_proj", reads=("input_gated",), writes=("input_out",),
+                site="input_up", parts=(Part("input_up", self.norm.width),),
+            ),
+            self.norm.spec("layer_input.post", ("input_out",), ("input_branch",), "input_post"),
+        )  # fmt: skip
+
+
+class GatedLayerInput(nn.Module):
+    """activation(gate) times the layer's vector of each token."""
+
+    def __init__(self, spec: LayerInputSpec) -> None:
+        super().__init__()
+        self.layer = spec.layer
+        self.compute = ACTIVATIONS[spec.activation]
+
+    def forward(self, gate: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, P] → [T, P]."""
+        assert step.layer_inputs is not None, "the model has made the inputs of its layers"
+        return self.compute(gate) * step.layer_inputs[:, self.layer]
+
+
+class LayerInputBlock(nn.Module):
+    """norm(up(activation(gate(x)) · the layer's vector)); every rank computes all of it."""
+
+    def __init__(self, spec: LayerInputSpec) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.norm.width, spec.width)
+        self.act = GatedLayerInput(spec)
+        self.up_proj = Linear(spec.width, spec.norm.width)
+        self.post = spec.norm.make_single()
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return self.post(self.up_proj(self.act(self.gate_proj(x, step), step), step), step)

@@ -1,0 +1,204 @@
+"""Faults of Gemma 4 that no config makes: acceptance refuses the build and names the module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modelmill.models import gemma4_text
+from modelmill.nn.expert_branch import ExpertBranch, TwoBranches
+from modelmill.nn.layer_input import GatedLayerInput, LayerInputs, WeightedSum
+from modelmill.nn.moe import TopKRouting
+from modelmill.nn.scaled_sandwich import ScaledSum
+from modelmill.nn.shared_attention import QueryRope
+from modelmill.nn.value_norm import ValueNorm
+from tests.models.planted_fault import (
+    PlantedFault,
+    changed_module,
+    changed_rules,
+    changed_tensor,
+    refusal_test,
+)
+
+FAMILY = "gemma4_text"
+Tensor = torch.Tensor
+
+
+def without_norm(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
+    del step
+    width = self.kv_heads * self.head_dim
+    return torch.cat((qkv, qkv[:, -width:]), -1) if self.config.from_keys else qkv
+
+
+def values_over_heads(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
+    """One norm over all heads of v in the place of one of each."""
+    out = real_value_norm(self, qkv, step)
+    if self.kv_heads == 1:
+        return out
+    v = qkv[:, -self.kv_heads * self.head_dim :].float()
+    v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.config.eps)
+    return torch.cat((out[:, : -v.shape[1]], v.to(out.dtype)), -1)
+
+
+def queries_as_values(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
+    """Values from the first head's queries where they are those of the keys."""
+    out = real_value_norm(self, qkv, step)
+    if not self.config.from_keys:
+        return out
+    width = self.kv_heads * self.head_dim
+    return torch.cat((out[:, :-width], qkv[:, :width]), -1)
+
+
+def next_layers_input(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor:
+    return self.compute(gate) * step.layer_inputs[:, (self.layer + 1) % 6]
+
+
+def without_activation(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor:
+    return gate * step.layer_inputs[:, self.layer]
+
+
+def without_table(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
+    del other, step
+    return one * self.scale
+
+
+def layers_in_the_other_order(self: LayerInputs, x: Tensor, step: Any) -> Tensor:
+    return real_inputs(self, x, step).flip(1)
+
+
+def without_scale(self: ScaledSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
+    del self, step
+    return branch + residual
+
+
+def scaled_branch(self: ScaledSum, branch: Tensor, residual: Tensor, step: Any) -> Tensor:
+    del step
+    return branch * self.scale + residual
+
+
+def without_turn(self: QueryRope, q: Tensor, rope: Any, step: Any) -> Tensor:
+    rope = rope.local if self.local_rope else rope
+    still = replace(rope, cos=torch.ones_like(rope.cos), sin=torch.zeros_like(rope.sin), local=None)
+    return real_query_rope(self, q, still, step)
+
+
+def rotation_of_windows(self: QueryRope, q: Tensor, rope: Any, step: Any) -> Tensor:
+    """Layers with full attention turned as those with a window, and the other way round."""
+    cos, sin = rope.local.cos, rope.local.sin
+    if not self.local_rope:
+        pad = rope.cos.shape[1] - cos.shape[1]
+        cos = torch.nn.functional.pad(cos, (0, pad), value=1.0)
+        sin = torch.nn.functional.pad(sin, (0, pad))
+        return real_query_rope(self, q, replace(rope, cos=cos, sin=sin, local=None), step)
+    return real_query_rope(self, q, rope, step)
+
+
+def without_expert_scale(self: TopKRouting, logits: Tensor, step: Any) -> Tensor:
+    scale, self.expert_scale = self.expert_scale, None
+    out = real_routing(self, logits, step)
+    self.expert_scale = scale
+    return out
+
+
+def without_experts(self: TwoBranches, mlp: Tensor, experts: Tensor, step: Any) -> Tensor:
+    del self, experts, step
+    return mlp
+
+
+def router_reads_the_experts_input(
+    self: ExpertBranch, mlp_out: Tensor, stream: Tensor, step: Any
+) -> Tensor:
+    mlp, normed = self.mlp_post(mlp_out, step), self.norm(stream, step)
+    return self.sum(mlp, self.post(self.moe(normed, step), step), step)
+
+
+def swapped_norms(rule: Any) -> Any:
+    """The norms of the two branches in each other's places."""
+    sources = tuple(
+        name.replace("norm_1", "norm_X").replace("norm_2", "norm_1").replace("norm_X", "norm_2")
+        if "post_feedforward" in name
+        else name
+        for name in rule.sources
+    )
+    return replace(rule, sources=sources)
+
+
+one = torch.tensor([7])
+real_value_norm, real_inputs = ValueNorm.forward, LayerInputs.forward
+real_query_rope, real_routing = QueryRope.forward, TopKRouting.forward
+FAULTS: dict[str, PlantedFault] = {
+    "values not normed": (
+        lambda: changed_module(ValueNorm, without_norm),
+        ("attn.value_norm", "attn.value_norm.eps"), 0,
+    ),
+    "values normed over all heads": (
+        lambda: changed_module(ValueNorm, values_over_heads), ("attn.value_norm",), 0,
+    ),
+    "queries for the values that are keys": (
+        lambda: changed_module(ValueNorm, queries_as_values), ("attn.value_norm",), 1,
+    ),
+    "the next layer's input": (
+        lambda: changed_module(GatedLayerInput, next_layers_input), ("layer_input.act",), 0,
+    ),
+    "no activation of the gate": (
+        lambda: changed_module(GatedLayerInput, without_activation), ("layer_input.act",), 0,
+    ),
+    "layer inputs without the table": (
+        lambda: changed_module(WeightedSum, without_table), ("layer_inputs.sum",), None,
+    ),
+    "layer inputs in the other order": (
+        lambda: changed_module(LayerInputs, layers_in_the_other_order), ("layer_input.act",), 0,
+    ),
+    "one row of their table": (
+        lambda: changed_tensor("layer_inputs.table.weight", lambda t: t.index_fill(0, one, 0.0)),
+        ("layer_inputs.table",), None,
+    ),
+    "rows of their projection in another order": (
+        lambda: changed_tensor("layer_inputs.projection.weight", lambda t: t.roll(1, 0)),
+        ("layer_inputs.projection",), None,
+    ),
+    "no number behind a layer": (
+        lambda: changed_module(ScaledSum, without_scale), ("output",), 0,
+    ),
+    "the number times the branch alone": (
+        lambda: changed_module(ScaledSum, scaled_branch), ("output",), 0,
+    ),
+    "the number of one layer x 1.05": (
+        lambda: changed_tensor("layers.2.output.scale", lambda t: t * 1.05), ("output",), 2,
+    ),
+    "queries of shared layers not turned": (
+        lambda: changed_module(QueryRope, without_turn), ("attn.rope",), 4,
+    ),
+    "the other rotation of shared layers": (
+        lambda: changed_module(QueryRope, rotation_of_windows), ("attn.rope",), 5,
+    ),
+    "another weight of the queries' norm": (
+        lambda: changed_tensor("layers.4.attn.rope.q_norm.weight", lambda t: t * 1.05),
+        ("attn.rope", "attn.rope.eps"), 4,
+    ),
+    "weights of the experts not scaled": (
+        lambda: changed_module(TopKRouting, without_expert_scale), ("experts.moe.routing",), 0,
+    ),
+    "a router that reads the experts' input": (
+        lambda: changed_module(ExpertBranch, router_reads_the_experts_input),
+        ("experts.moe.router",), 0,
+    ),
+    "experts forgotten": (
+        lambda: changed_module(TwoBranches, without_experts), ("experts.sum",), 0,
+    ),
+    "norms of the two branches exchanged": (
+        lambda: changed_rules(gemma4_text, swapped_norms),
+        ("experts.mlp_post", "experts.mlp_post.eps"), 0,
+    ),
+    "the router's scale forgotten": (
+        lambda: changed_tensor("layers.1.experts.router_norm.weight", torch.ones_like),
+        ("experts.router_norm", "experts.router_norm.eps"), 1,
+    ),
+    "projection of a layer's input x 1.05": (
+        lambda: changed_tensor("layers.3.layer_input.up_proj.weight", lambda t: t * 1.05),
+        ("layer_input.input_up_proj", "layer_input.up_proj"), 3,
+    ),
+}  # fmt: skip
+test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)

@@ -1,0 +1,80 @@
+"""Experts beside an MLP, fused: the plain layers' results, by the chosen experts alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from modelmill.nn import fused_moe
+from modelmill.nn.fused_branches import FusedBranchesLM
+from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.fusion import fuse
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.ops import registry
+from modelmill.parallel.tp_group import SINGLE_RANK
+from tests.models.all_families import CASES
+from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
+from tests.parallel import test_shard_model
+
+
+def gemma4_model(**changes: Any) -> torch.nn.Module:
+    """A seeded Gemma 4."""
+    case = CASES["gemma4_text"]
+    with mock.patch.dict(
+        test_shard_model.FAMILIES, {"gemma4_text": ("gemma4_text", case.raw(**changes))}
+    ):
+        return test_shard_model.make_shard("gemma4_text", "dense", SINGLE_RANK)
+
+
+def test_fused_layers_compute_what_plain_ones_do() -> None:
+    model = gemma4_model()
+    assert isinstance(fuse(model), FusedBranchesLM)
+    fused = test_shard_model.logits(model, SINGLE_RANK)
+    with mock.patch.object(test_shard_model, "fuse", lambda model: model):
+        plain = test_shard_model.logits(model, SINGLE_RANK)
+    # scores are not scaled: a sharp softmax multiplies a rounding
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=2e-3)
+
+
+def test_only_chosen_experts_are_computed() -> None:
+    model = gemma4_model(top_k_experts=1)
+    calls = []
+    real = fused_moe.tokens_by_expert
+
+    def counted(*args: Any) -> Any:
+        chosen = real(*args)
+        calls.append(len(chosen))
+        return chosen
+
+    with mock.patch.object(fused_moe, "tokens_by_expert", counted):
+        test_shard_model.logits(model, SINGLE_RANK)
+    layers = CASES["gemma4_text"].base["num_hidden_layers"]
+    assert len(calls) == 2 * layers, "two steps"
+    assert max(calls[layers:]) <= 4, "four tokens choose one expert each"
+
+
+def test_a_model_without_experts_stays_plain() -> None:
+    model = gemma4_model(enable_moe_block=False)
+    assert fuse(model) is model
+
+
+def test_grouped_experts_are_scaled() -> None:
+    """The router's factor and the experts' own, negative ones too, before the grouped op."""
+    router = RouterConfig(EXPERTS, 2, logit_scale=0.5, expert_scale=True)
+    moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER)), "dense")
+    moe.routing.expert_scale = torch.linspace(-1.0, 2.0, EXPERTS)
+    ops = STEP.ops.replace(
+        {"fused_moe": registry.reference("fused_moe")}, {**STEP.ops.backends, "fused_moe": "triton"}
+    )
+    step: Any = SimpleNamespace(ops=ops)
+    x, router_input = torch.randn(5, HIDDEN), torch.randn(5, HIDDEN)
+    expected = moe(x, STEP, router_input)
+    assert not torch.allclose(expected, moe(x, STEP)), "the router reads another value"
+    for stacks in (False, True):
+        fused = FusedMoE(moe, stacks=stacks)
+        torch.testing.assert_close(fused(x, step, router_input), expected, rtol=1e-4, atol=1e-5)
