@@ -35,8 +35,8 @@ class CausalLM(nn.Module):
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope = self.rope(step)
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, step)
+        for layer, layer_step in zip(self.layers, step.by_layer()):
+            x, residual = layer(x, residual, rope, layer_step)
         if step.logit_rows is not None and residual is not None:
             x, residual = x[step.logit_rows], residual[step.logit_rows]
         x, _ = self.norm(x, residual, step)

@@ -119,8 +119,15 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     windows = [cache.window for cache in caches if cache.window is not None]
     # a hybrid's prefix cache goes by the snapshots of its states
     is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
-    window = max(windows) if len(windows) == len(caches) and not is_hybrid else None
-    return KVShape(len(caches), *sizes.pop(), window=window)
+    all_windows = len(windows) == len(caches) and not is_hybrid
+    # page groups are by layer, so every layer needs a cache of its own
+    mixed = bool(windows) and not all_windows and len(caches) == len(specs) and not is_hybrid
+    return KVShape(
+        len(caches),
+        *sizes.pop(),
+        window=max(windows) if all_windows else None,
+        layer_windows=tuple(cache.window for cache in caches) if mixed else (),
+    )
 
 
 def state_shape(layers: Iterable[nn.Module]) -> StateShape:

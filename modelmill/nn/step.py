@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import torch
 
@@ -26,6 +28,9 @@ class Step:
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
     state: the recurrent states of the sequences; None for a model that keeps none.
+    layer_steps: the step as each layer computes it, where layers have page tables of their own
+    (``core.page_groups``): with the slots and block tables of its page group. Empty: all layers
+    compute this one.
     """
 
     ids: torch.Tensor
@@ -44,3 +49,8 @@ class Step:
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
     state: StateStep | None = None
+    layer_steps: tuple[Step, ...] = field(default=(), repr=False)
+
+    def by_layer(self) -> Iterable[Step]:
+        """The step of each layer, in their order; without an end where all compute this one."""
+        return self.layer_steps or repeat(self)
