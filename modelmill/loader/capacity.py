@@ -14,11 +14,10 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.window_pages import pages_in_use
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
-from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.fused_decode import can_stack
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
+from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
@@ -54,23 +53,6 @@ def max_sequence_len(model: nn.Module, config: RunConfig, built_max_len: int | N
     return config.max_model_len
 
 
-def model_kv_shape(model: nn.Module, ops: Ops, max_model_len: int) -> KVShape:
-    """The KV cache of a loaded model, with page groups where they save memory.
-
-    An op that computes all layers at once has one page table for them.
-
-    Args:
-        model: The model.
-        ops: The ops that it calls.
-        max_model_len: Most tokens of a sequence.
-    """
-    shape = model.kv
-    assert isinstance(shape, KVShape)
-    if ops.decode is not None and isinstance(model, CausalLM) and can_stack(model):
-        return shape
-    return shape.grouped(max_model_len)
-
-
 def num_kv_pages(
     model: nn.Module,
     ops: Ops,
@@ -103,7 +85,7 @@ def num_kv_pages(
     else:
         free = cache_budget(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
-    shape = model_kv_shape(model, ops, max_model_len)
+    shape = model_kv_shape(model, max_model_len, ops.decode)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
         _check_fits_in_ram(

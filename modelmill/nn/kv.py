@@ -81,6 +81,10 @@ class KVShape:
         stored = 1 if self.shares_values else 2
         return stored * self.page_layers * self.kv_heads * page_size * each
 
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in all layers."""
+        return replace(self, groups=()).page_bytes(1, dtype)
+
 
 NO_KV = KVShape(0, 0, 0)
 """Of a model without attention: its pages take no memory, and only number the tokens."""

@@ -33,6 +33,7 @@ from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
+from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
@@ -102,7 +103,7 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self.rope_length_source = RopeRule.from_model(model)
-        self.kv_shape = capacity.model_kv_shape(model, self.ops, self.max_model_len)
+        self.kv_shape = model_kv_shape(model, self.max_model_len, self.ops.decode)
         self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()

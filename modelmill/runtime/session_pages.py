@@ -89,8 +89,8 @@ def export_session(
     pool, windows = core.scheduler.pool, _group_windows(core)
     count = resumable_pages(pool, keys, core.page_size, windows)
     places = saved_pages(count, core.page_size, windows)
-    found = [pool.cached_page_for_key(group_key(keys[page], group)) for group, page in places]
-    pages = [page for page in found if page is not None]
+    cached = [pool.cached_page_for_key(group_key(keys[page], group)) for group, page in places]
+    pages = [page for page in cached if page is not None]
     if not pages:
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
