@@ -406,6 +406,7 @@ class EngineCore:
             # a GPU cache is allocated as a whole; in RAM a page takes memory when first written
             touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,
             page_bytes=self.page_bytes * ranks,
+            pages_by_window=scheduler.pages_by_window(),
             state_bytes=ranks * self.state_capacity.nbytes if self.state_capacity else 0,
             snapshot_slots=states.count if states else 0,
             snapshots=states.num_cached if states else 0,

@@ -265,6 +265,14 @@ class Scheduler:
             left = budget - sum(picked.values())
         return True
 
+    def pages_by_window(self) -> dict[str, int]:
+        """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
+        pages: dict[str, int] = {}
+        for window, count in zip(self.limits.windows, self.pool.num_in_use, strict=True):
+            name = "all" if window is None else str(window)
+            pages[name] = pages.get(name, 0) + count
+        return pages
+
     def set_step_token_budget(self, tokens: int) -> None:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
         self.step_token_budget = min(tokens, self.limits.max_tokens)

@@ -74,7 +74,8 @@ def run_counting_pages(core: EngineCore, requests: Sequence[Request]) -> tuple[E
             ids += () if event.token_id is None else (event.token_id,)
             ids += event.replayed_ids or ()
         most = max(most, pool.count - pool.num_available)
-        assert sum(pool.num_in_use) == pool.count - pool.num_available
+        by_window = core.stats().pages_by_window
+        assert sum(by_window.values()) == pool.count - pool.num_available
         check_owners(core)
     return outputs, most * core.page_bytes
 
