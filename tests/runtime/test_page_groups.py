@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +18,15 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder
+from modelmill.runtime import cuda_graphs
+from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import NO_PAGE, group_key
 from modelmill.runtime.session_file import read_session, write_session
 from modelmill.runtime.session_pages import export_session, import_session, session_layout
 from tests.models.all_families import CASES
 from tests.runtime import tiny
+from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
 PAGE, WINDOW, MAX_LEN = 8, 20, 512
 Events = dict[tuple[str, int], list[int]]
@@ -164,6 +169,39 @@ def test_preempted_sequences_answer_the_same(overlap: bool, family: str) -> None
     outputs, _ = run_counting_pages(small, requests)
     assert outputs == run_counting_pages(engine(family, groups=False), requests)[0]
     assert small.stats().preemptions > 0
+
+
+def test_prefill_graphs_read_every_groups_table_at_its_address() -> None:
+    requests = tiny.requests(tiny.prompts(12, 1, 60, seed=4))
+    capturer = FakeCapturer()
+    answers = tiny.run_one_by_one(filling(capturer, model("gpt_oss")), requests)
+    assert answers == tiny.run_one_by_one(
+        tiny.make_engine(model("gpt_oss", groups=False)), requests
+    )
+    assert capturer.replayed > 2
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_decode_graphs_read_every_groups_table_at_its_address(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step is padded to a batch size, and replayed on what stands at its addresses."""
+    capturer = FakeCapturer()
+    monkeypatch.setattr(cuda_graphs, "dry_run", lambda call: call())
+    monkeypatch.setattr(cuda_graphs, "on_side_stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "GraphCapturer", lambda: SimpleNamespace(capture=capturer))
+    core = engine(family)
+    runner, longest = core.model_runner, -(-MAX_LEN // PAGE)
+    reserve_step_buffers(runner.packer, core.config, longest)
+    runner.keep_last_ids = True
+    runner.decode_graphs = cuda_graphs.DecodeGraphs(
+        runner.forward, runner.sampler.select_ids, runner.last_ids, runner.packer, 8, MAX_LEN
+    )
+    requests = long_requests(5)
+    outputs, _ = run_counting_pages(core, requests)
+    assert outputs == run_counting_pages(engine(family, groups=False), requests)[0]
+    assert capturer.replayed > 20
 
 
 def cached_tokens(core: EngineCore, request: Request) -> tuple[int, list[int]]:
