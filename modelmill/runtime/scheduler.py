@@ -21,7 +21,12 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from modelmill.core.types import POOL_MEAN
-from modelmill.core.window_pages import first_page_in_use, pages_in_use
+from modelmill.core.window_pages import (
+    first_page_in_use,
+    pages_between_steps,
+    pages_in_use,
+    pages_of_step,
+)
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables, group_key, resumable_pages
@@ -77,6 +82,15 @@ class SchedulerLimits:
     def group_pages_in_use(self, tokens: int, window: int | None) -> int:
         """As ``pages_in_use``, in a page group with this window."""
         return pages_in_use(tokens, self.page_size, window, self.max_tokens)
+
+    def batch_pages(self, count: int, tokens: int) -> int:
+        """Most pages that ``count`` sequences of ``tokens`` tokens use together."""
+        size = self.page_size
+        return sum(
+            count * pages_between_steps(tokens, size, window)
+            + min(pages_of_step(self.max_tokens, size, window), count * -(-tokens // size))
+            for window in self.windows
+        )
 
     def first_page_in_use(self, computed: int, window: int | None) -> int:
         """The first page that a query behind ``computed`` tokens reads."""
