@@ -70,7 +70,7 @@ class PagePool:
         self.max_idle = count if max_idle is None else min(max_idle, count)
         self.num_touched = 0
         self.refs = [0] * count
-        self.num_in_use = [0] * groups
+        self._num_groups = groups
         self._group_by_page = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -92,13 +92,22 @@ class PagePool:
         """Pages in the prefix cache."""
         return len(self._page_by_key)
 
+    def num_in_use(self) -> list[int]:
+        """Referenced pages of each page group."""
+        if self._num_groups == 1:
+            return [self.count - self.num_available]
+        numbers = [0] * self._num_groups
+        for group, references in zip(self._group_by_page, self.refs, strict=True):
+            numbers[group] += references > 0
+        return numbers
+
     def alloc(self, group: int = 0) -> int | None:
         """Allocate a page with one reference; None if all pages are referenced.
 
         Evicts the least recently used idle page if none is free.
 
         Args:
-            group: The page group that takes it, for ``num_in_use``.
+            group: The page group that takes it.
         """
         untouched = self.count - self.num_touched
         # the free list is a stack with the untouched pages at its bottom
@@ -114,14 +123,12 @@ class PagePool:
             return None
         self.refs[page] = 1
         self._group_by_page[page] = group
-        self.num_in_use[group] += 1
         return page
 
     def incref(self, page: int) -> None:
         """Add a reference to a page that is referenced or idle."""
         if self.refs[page] == 0:
             del self._idle[page]
-            self.num_in_use[self._group_by_page[page]] += 1
         self.refs[page] += 1
 
     def decref(self, page: int) -> None:
@@ -129,7 +136,6 @@ class PagePool:
         assert self.refs[page] > 0, f"page {page} is not referenced"
         self.refs[page] -= 1
         if self.refs[page] == 0:
-            self.num_in_use[self._group_by_page[page]] -= 1
             if self._key_by_page[page] is None:
                 self._free.append(page)
             else:

@@ -18,7 +18,6 @@ import time
 from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from modelmill.core.types import POOL_MEAN
 from modelmill.core.window_pages import (
@@ -282,7 +281,7 @@ class Scheduler:
     def pages_by_window(self) -> dict[str, int]:
         """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
         pages: dict[str, int] = {}
-        for window, count in zip(self.limits.windows, self.pool.num_in_use, strict=True):
+        for window, count in zip(self.limits.windows, self.pool.num_in_use(), strict=True):
             name = "all" if window is None else str(window)
             pages[name] = pages.get(name, 0) + count
         return pages
@@ -525,25 +524,26 @@ class Scheduler:
         size = self.limits.page_size
         first = seq.computed // size
         last = (seq.computed + count - 1) // size
-        for index, group in product(range(first, last + 1), self._groups_backwards):
-            pages = seq.group_pages[group]
-            if index < len(pages) and self.pool.refs[pages[index]] == 1:
-                continue
-            page = self.pool.alloc(group)
-            while page is None:
-                if overlapped or not self._preempt_for(seq, schedule, picked):
-                    return False
+        for group in self._groups_backwards:
+            pages, table = seq.group_pages[group], self.tables.tables[group]
+            for index in range(first, last + 1):
+                if index < len(pages) and self.pool.refs[pages[index]] == 1:
+                    continue
                 page = self.pool.alloc(group)
-            if index < len(pages):
-                # shared with a fork: the copy runs before the step that writes into it
-                old = pages[index]
-                schedule.page_copies.append((old, page))
-                schedule.copied_pages.append((seq, group, index))
-                self.pool.decref(old)
-                pages[index] = page
-            else:
-                pages.append(page)
-            self.tables.tables[group][seq.table_row, index] = page
+                while page is None:
+                    if overlapped or not self._preempt_for(seq, schedule, picked):
+                        return False
+                    page = self.pool.alloc(group)
+                if index < len(pages):
+                    # shared with a fork: the copy runs before the step that writes into it
+                    old = pages[index]
+                    schedule.page_copies.append((old, page))
+                    schedule.copied_pages.append((seq, group, index))
+                    self.pool.decref(old)
+                    pages[index] = page
+                else:
+                    pages.append(page)
+                table[seq.table_row, index] = page
         return True
 
     def extend_pages(self, seq: Sequence, count: int) -> None:
@@ -668,7 +668,9 @@ class Scheduler:
         ):
             return True
         # peak_pages counts a shared page once per sequence
-        in_use = sum(s.num_pages_in_use for s in self.running)
+        in_use = sum(len(s.pages) - s.num_freed_pages[0] for s in self.running)
+        if len(self.limits.windows) > 1:
+            in_use = sum(s.num_pages_in_use for s in self.running)
         shared = max(0, in_use - (pool.count - pool.num_available))
         limits = self.limits
         peak = peak_pages((*self.running, seq), limits.page_size, limits.windows, limits.max_tokens)
