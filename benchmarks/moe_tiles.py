@@ -145,10 +145,10 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
     decode = moe_decode_int4 if name in FOUR_BITS else moe_decode
     few = mock.patch.object(decode, FEW[decode], 1 << 30)
     if tokens <= 16:
-        for constant, tiles in DECODE[name].items():
-            several = f"{constant}_8_TOKENS"
-            constant = several if tokens > 4 and hasattr(decode, several) else constant
-            for tile in tiles if tokens <= 2 else tiles[:3]:
+        for few_constant, few_tiles in DECODE[name].items():
+            several = f"{few_constant}_8_TOKENS"
+            constant = several if tokens > 4 and hasattr(decode, several) else few_constant
+            for tile in few_tiles if tokens <= 2 else few_tiles[:3]:
                 yield f"pairs {constant} {tile}", _both(
                     few, mock.patch.object(decode, constant, tile),
                     mock.patch.object(experts, "computes_pairs", return_value=True),
@@ -157,11 +157,11 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
     average = tokens * shape.top_k / shape.experts
     module: Any = grouped_gemm_int4 if name in FOUR_BITS else grouped_gemm
     today = grouped_gemm_int4.TILES_E2M1 if name == "mxfp4" else module.TILES
-    tried = {"mxfp4": GROUPED_E2M1, "int4": GROUPED_INT4}
+    tried: dict[str, Any] = {"mxfp4": GROUPED_E2M1, "int4": GROUPED_INT4}
     for size, tiles in tried.get(name, GROUPED).items():
         if size / 4 <= max(average, 4) <= size * 4 and tokens > 1:
             for tile in tiles:
-                made = tile if name in FOUR_BITS else GroupedTile(size, *tile)
+                made: Any = tile if name in FOUR_BITS else GroupedTile(size, *tile)
                 first, second = today.get(size, (made, made))
                 for label, pair in (("gate_up", (made, second)), ("down", (first, made))):
                     yield f"tiles {label} {size} {tile}", grouped(module, today, size, pair)

@@ -131,8 +131,7 @@ def group_table(
     model = engine_core.model
     weights, token = (
         weight_bytes(model),
-        engine_core.model_runner.kv.nbytes
-        / (engine_core.model_runner.kv.pages * engine_core.page_size),
+        engine_core.kv_shape.token_bytes(engine_core.kv_dtype),
     )
     # operations a token
     each = 2 * sum(m.shape[0] * m.shape[1] for m in model.modules() if isinstance(m, Linear))

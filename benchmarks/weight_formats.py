@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS
 from modelmill.weights import base, int8_group, mxfp4, rptq
 from modelmill.weights.base import WeightFormat
 
@@ -79,8 +80,8 @@ def mxfp4_weight(weight: torch.Tensor) -> WeightFormat:
     The scales are those of OCP's Microscaling Formats 1.0, section 6.3.
     """
     columns = weight.shape[1]
-    padded = F.pad(weight.float(), (0, -columns % mxfp4.BLOCK_COLUMNS))
-    blocks = padded.unflatten(1, (-1, mxfp4.BLOCK_COLUMNS))
+    padded = F.pad(weight.float(), (0, -columns % BLOCK_COLUMNS))
+    blocks = padded.unflatten(1, (-1, BLOCK_COLUMNS))
     # the largest value of a block comes into the binade of 4 and 6
     exponent = blocks.abs().amax(-1).clamp(min=2.0**-120).log2().floor() - 2
     values = blocks / exponent.exp2()[..., None]

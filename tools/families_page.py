@@ -44,15 +44,15 @@ IMAGE_MODELS = """
 Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
-Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4` and `gemma4_unified` the text half is
-read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text` and (both) `gemma4_text`. What hybrids keep
-instead of keys and values: [recurrent state](recurrent-state.md).
+Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4` and `gemma4_unified` the text half
+is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text` and (both) `gemma4_text`. What hybrids
+keep instead of keys and values: [recurrent state](recurrent-state.md).
 
 Gemma 4's layers have no common size of keys and values, and the last ones of E2B and E4B none of
-their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full attention
-have heads of 512 channels, which no GPU kernel computes yet: torch does, without CUDA graphs. The
-inputs that its layers have beside the stream need a table as large as the rest of E2B; it stays in
-the activations' dtype.
+their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full
+attention have heads of 512 channels, which no GPU kernel computes yet: torch does, without CUDA
+graphs. The inputs that its layers have beside the stream need a table as large as the rest of E2B;
+it stays in the activations' dtype.
 
 Refused by name, within a family: OPT-350M (`do_layer_norm_before`), and any value of a key that
 changes the computation and is not listed in the family's file.

@@ -381,19 +381,18 @@ def experts() -> Iterator[Problem]:
             "gate_up_scale": tensor(128, 1536, 2048 // 32, dtype=torch.uint8),
             "down_scale": tensor(128, 2048, 768 // 32, dtype=torch.uint8),
         }
-        mxfp4 = {name: int4[name] for name in ("gate_up", "down")} | codes | {"group": 32}
-        biased = {
+        mxfp4: dict[str, Any] = (
+            {name: int4[name] for name in ("gate_up", "down")} | codes | {"group": 32}
+        )
+        biased: dict[str, Any] = {
             "gate_up_bias": tensor(128, 1536, dtype=dtype),
             "down_bias": tensor(128, 2048, dtype=dtype),
             "clamp": SwigluClamp(1.702, 7.0),
         }
         yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4))
-        for op, weights in (
-            ("fused_moe", {}),
-            ("int8_fused_moe", int8),
-            ("mxfp4_fused_moe", mxfp4),
-        ):
-            yield from _call(op, inputs._replace(**weights, **biased))
+        yield from _call("fused_moe", inputs._replace(**biased))
+        yield from _call("int8_fused_moe", inputs._replace(**int8, **biased))
+        yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4, **biased))
         yield from _call("fused_moe", inputs._replace(activation=GELU_TANH))
 
 

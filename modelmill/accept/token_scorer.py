@@ -135,10 +135,10 @@ class TokenScorer:
     def _start_sequences(
         self, ids: Seq[Seq[int]], starts: Seq[int | None], todo: list[int]
     ) -> tuple[list[Sequence], list[int]]:
-        """Start as many sequences as pages and rows last, with all pages; returns the rest too."""
+        """Start as many sequences as pages and rows last for; returns the rest too."""
         size = self.scheduler.limits.page_size
-        pool = self.scheduler.pool
         tables = self.scheduler.tables
+        available = self.scheduler.pool.num_available
         seqs: list[Sequence] = []
         for index in todo:
             need = -(-len(ids[index]) // size)
@@ -147,8 +147,10 @@ class TokenScorer:
                     "a sequence must have between 1 and "
                     f"{tables.table.shape[1] * size} tokens here, not {len(ids[index])}"
                 )
-            if need > pool.num_available or not tables.num_free_rows:
+            in_use = self.scheduler.limits.pages_in_use(len(ids[index]))
+            if in_use > available or not tables.num_free_rows:
                 break
+            available -= in_use
             start = starts[index]
             prompt = tuple(ids[index] if start is None else ids[index][:start])
             seq = Sequence(
@@ -158,18 +160,13 @@ class TokenScorer:
                 self.rope_length_source,
                 max_length=1 << 62,
             )
-            pages: list[int] = []
-            for _ in range(need):
-                page = pool.alloc()
-                assert page is not None
-                pages.append(page)
-            seq.attach_pages(pages, tables.alloc_row(pages))
+            no_pages: list[list[int]] = [[] for _ in tables.tables]
+            seq.attach_pages(no_pages, tables.alloc_row(*no_pages))
             self.scheduler.add_running(seq)
             seqs.append(seq)
         if not seqs:
             raise CapacityError(
-                f"{len(ids[todo[0]])} tokens need more KV pages than the {pool.num_available} "
-                "that are free"
+                f"{len(ids[todo[0]])} tokens need more KV pages than the {available} that are free"
             )
         return seqs, todo[len(seqs) :]
 
@@ -235,12 +232,15 @@ class TokenScorer:
         self.step_tokens = [
             (seq.index, seq.computed + i) for seq, count in work for i in range(count)
         ]
+        for seq, count in work:
+            self.scheduler.extend_pages(seq, count)
         batch = self.runner.packer.pack(
             Schedule(work).work, LogitRows(picked or [0], [-1] * max(len(picked), 1))
         )
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:
             seq.advance(count)
+            self.scheduler.free_behind_window(seq)
         if on_logits is not None:
             for index, first, at, n in runs:
                 on_logits(index, first, logits[at : at + n])

@@ -17,14 +17,13 @@ import psutil
 import torch
 
 from modelmill.builder.segmentation import segmentation_memory
+from modelmill.builder.sequence_pages import STEP_TOKENS, SequencePages
 from modelmill.builder.tensor_plan import PlannedTensor
 from modelmill.checkpoint.open import Checkpoint
 from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
-from modelmill.core.config import RunConfig
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE
-from modelmill.core.window_pages import pages_in_use
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from modelmill.builder.plan import BuildPlan
 
 MIB = 1 << 20
-STEP_TOKENS = 8192
-"""Most tokens of a step that the plan reckons with."""
 LATE_IMPORT_BYTES = 20 * MIB
 """Memory that the process loads after the plan: the runtime's modules and the kernels."""
 WRITING_BYTES = 40 * MIB
@@ -192,14 +189,17 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     )
     left = int(total * 0.9) - plan.weight_bytes - expanded - workspace
     kv = _kv_shape(plan)
-    kv_per_token = kv.page_bytes(1, kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype))
+    kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
     per_seq = 2 * plan.state.slot_bytes(plan.dtype)
     room = max(left - per_seq // 2, 0)
-    full = room // (kv_per_token * _longest_in_pages(plan, kv) + per_seq)
+    pages = SequencePages(kv, kv_dtype)
+    full = pages.max_sequences(plan.max_model_len, room, per_seq)
     tokens = plan.max_model_len * full  # of a model without attention
-    if kv_per_token:
-        tokens = max(room - max(full, 1) * per_seq, 0) // kv_per_token
+    if pages.token_bytes:
+        tokens = max(room - max(full, 1) * per_seq, 0) // pages.token_bytes
+    if full < 1:
+        tokens = pages.longest_sequence(plan.max_model_len, room - per_seq)
     if left <= 0:
         needed = format_bytes(plan.weight_bytes + expanded + workspace)
         verdict = (
@@ -214,8 +214,9 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
         "weights": plan.weight_bytes,
         "expanded": expanded,
         **build,
-        "kv_per_token": kv_per_token,
-        "kv_per_token_8bit": kv.page_bytes(1, QUANTIZED_KV_DTYPES["int8"]),
+        "kv_per_token": kv.token_bytes(kv_dtype),
+        "kv_per_token_8bit": kv.token_bytes(QUANTIZED_KV_DTYPES["int8"]),
+        "kv_page_groups": pages.groups(plan.max_model_len),
         "state_per_sequence": plan.state.slot_bytes(plan.dtype),
         "workspace": workspace,
         "kv_tokens": tokens,
@@ -250,20 +251,16 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
 def _sequences_that_fit(plan: BuildPlan, full: int, tokens: int) -> str:
     """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
     longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
+    kv = _kv_shape(plan)
     if full < 1:
         return f"{longest} tokens{state} do not fit; the longest that do: --max-model-len {tokens}"
     if plan.state:
         return f"{full} sequences of {longest} tokens with their recurrent states"
-    if plan.kv is not None and plan.kv.window is not None:
-        return f"{full} sequences of {longest} tokens, of which the last {plan.kv.window} are kept"
+    if kv.window is not None:
+        return f"{full} sequences of {longest} tokens, of which the last {kv.window} are kept"
+    if kv.groups:
+        return f"{full} sequences of {longest} tokens, or {tokens} tokens in short sequences"
     return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
-
-
-def _longest_in_pages(plan: BuildPlan, kv: KVShape) -> int:
-    """Return the most tokens of a longest sequence that the KV cache has to hold at once."""
-    size = RunConfig().page_size
-    pages = pages_in_use(plan.max_model_len, size, kv.window, STEP_TOKENS)
-    return min(plan.max_model_len, pages * size)
 
 
 def _widest_state(plan: BuildPlan) -> int:

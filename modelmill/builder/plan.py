@@ -44,7 +44,8 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
 from modelmill.nn.kv import KVShape
-from modelmill.nn.layer_stack import kv_shape, layer_stacks, state_shape
+from modelmill.nn.layer_stack import layer_stacks, state_shape
+from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
 from modelmill.quant.keep import EXPANDED, KEEP, has_scaled_fp8, resolve_keep
@@ -319,7 +320,7 @@ def make_plan(
     config, resolved = resolve_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO:
         recipe = _make_recipe(config, sizes)  # unquantized layers need the resolved dtype
-    registry.select_backends(
+    ops = registry.select_backends(
         config.target if config.target == "cpu" or torch.cuda.is_available() else "cpu",
         config.kernels,
     )
@@ -333,6 +334,7 @@ def make_plan(
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
         tensors, aliases = (*tensors, _quantized_head(checkpoint, config, recipe, tensors)), {}
+    kv = model_kv_shape(model, length, ops.decode if config.target == "cpu" else None)
     calibration, chosen_on = (
         source if calibrated else None,
         source if auto_result is not None else None,
@@ -340,7 +342,7 @@ def make_plan(
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
-        (*warnings, *tied_warnings), kv_shape(model.layers), state_shape(model.layers),
+        (*warnings, *tied_warnings), kv, state_shape(model.layers),
     )  # fmt: skip
 
 

@@ -338,6 +338,25 @@ def _parameters_text(plan: dict[str, Any]) -> str:
     return text if active == total else f"{text}, {active / 1e9:.3g} billion a token"
 
 
+def _merged_groups(memory: dict[str, Any]) -> list[dict[str, Any]]:
+    """The page groups of the memory report, those of a window as one."""
+    merged: dict[int | None, dict[str, Any]] = {}
+    for group in memory.get("kv_page_groups", ()):
+        total = merged.setdefault(group["window"], {"layers": 0, "bytes_per_sequence": 0})
+        total["window"] = group["window"]
+        total["layers"] += group["layers"]
+        total["bytes_per_sequence"] += group["bytes_per_sequence"]
+    return list(merged.values())
+
+
+def _page_group_text(group: dict[str, Any]) -> str:
+    """What the longest sequence takes in the layers with a window, or in those without."""
+    window = group["window"]
+    tokens = "all tokens" if window is None else f"the last {window} tokens"
+    size = format_bytes(group["bytes_per_sequence"])
+    return f"{group['layers']} layers keep {tokens}: {size} in the longest sequence"
+
+
 def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
     """Print the memory; cache: KV bytes per token, None without a KV cache."""
     print_facts(
@@ -366,6 +385,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
             ),
             ("workspace at run time", format_bytes(memory["workspace"])),
             ("KV cache per token", cache),
+            *(("", _page_group_text(group)) for group in _merged_groups(memory)),
             (
                 "recurrent state per sequence",
                 format_bytes(state) if (state := memory.get("state_per_sequence")) else None,

@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
+from modelmill.core.model_family import LANGUAGE
+
+if TYPE_CHECKING:
+    from modelmill.artifact.store import Artifact
 
 HELP = (
     "Show the environment: devices, versions, kernels available, what is missing and how to get it."
@@ -109,14 +113,35 @@ def engine_facts(path: Path) -> dict[str, Any]:
     from modelmill.artifact.store import open_artifact
     from modelmill.cli.inspect import tuning_facts
 
-    manifest = open_artifact(path).manifest
+    artifact = open_artifact(path)
+    manifest = artifact.manifest
     return {
         "path": str(path),
         "packing": manifest.packing,
         "target": manifest.build["target"],
         "versions": manifest.versions,
         "tuning": tuning_facts(path),
+        "kv_windows": _kv_windows(artifact) if manifest.engine_type == LANGUAGE else [],
     }
+
+
+def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
+    """How many layers keep the KV pages of how many tokens, at the engine's longest sequence."""
+    from modelmill.loader.model_loader import build_rank_model
+    from modelmill.nn.model_kv import model_kv_shape
+    from modelmill.ops import registry
+    from modelmill.parallel.tp_group import SINGLE_RANK
+
+    manifest = artifact.manifest
+    target = manifest.build["target"]
+    decode_op = registry.select_backends("cpu").decode if target == "cpu" else None
+    model = build_rank_model(artifact, SINGLE_RANK)
+    shape = model_kv_shape(model, manifest.max_model_len, decode_op)
+    layers: dict[int | None, int] = {}
+    for group in shape.groups:
+        layers[group.window] = layers.get(group.window, 0) + len(group.layers)
+    by_window = layers or {shape.window: shape.layers}
+    return [{"window": window, "layers": count} for window, count in by_window.items() if count]
 
 
 def _gpus(torch: Any) -> list[dict[str, Any]]:
@@ -306,10 +331,16 @@ def _show_engine(engine: dict[str, Any]) -> None:
     from modelmill.cli.inspect import tuning_line
 
     versions = ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
-    lines = [
+    lines: list[tuple[str, str | None]] = [
         ("packing", f"{engine['packing']}: read here"),
         ("built", f"for {engine['target']} with {versions}"),
     ]
+    pages = [
+        f"{each['layers']} layers keep "
+        + ("all tokens" if each["window"] is None else f"the last {each['window']} tokens")
+        for each in engine["kv_windows"]
+    ]
+    lines.append(("KV pages", "; ".join(pages) or None))
     tuned = tuning_line(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])
 

@@ -375,6 +375,8 @@ class Stats:
         kept_pages: Most idle pages that may be kept while unused pages are available.
         touched_pages: Pages ever written; a cache in RAM takes memory for these only.
         page_bytes: Bytes of one page on all ranks together.
+        pages_by_window: Pages in use of layers by what they attend to: "all" tokens, or the tokens
+            of a window.
         state_bytes: Bytes of all slots of recurrent state on all ranks together.
         snapshot_slots: Snapshots of recurrent states that the prefix cache can keep.
         snapshots: Snapshots in the prefix cache.
@@ -395,6 +397,7 @@ class Stats:
     kept_pages: int = 0
     touched_pages: int = 0
     page_bytes: int = 0
+    pages_by_window: Mapping[str, int] = field(default_factory=dict)
     state_bytes: int = 0
     snapshot_slots: int = 0
     snapshots: int = 0

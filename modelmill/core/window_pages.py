@@ -1,4 +1,4 @@
-"""How many KV pages a sequence needs where every layer attends to a window."""
+"""How many KV pages a sequence needs in layers that attend to a window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: i
     Args:
         tokens: Its length.
         page_size: Tokens of a page.
-        window: Tokens that a query attends to in any layer; None: all, so that no page is freed.
+        window: Tokens that a query attends to in these layers; None: all, so that no page is freed.
         step_tokens: Most tokens that one step computes of it.
     """
     pages = -(-tokens // page_size)
@@ -17,6 +17,29 @@ def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: i
         return pages
     # two tokens that are sampled but not read yet may delay the release of a page
     return min(pages, -(-(window + step_tokens + 1) // page_size) + 1)
+
+
+def pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:
+    """Most pages that a sequence uses, apart from ``pages_of_step``.
+
+    Sequences that share a step share its tokens, so that n of them never use more pages than n
+    times as many and ``pages_of_step`` once.
+
+    Args:
+        tokens: Its length.
+        page_size: Tokens of a page.
+        window: As of ``pages_in_use``.
+    """
+    pages = -(-tokens // page_size)
+    if window is None:
+        return pages
+    # one more than behind the window: the tokens of a step may begin inside a page
+    return min(pages, -(-(window + 1) // page_size) + 2)
+
+
+def pages_of_step(step_tokens: int, page_size: int, window: int | None) -> int:
+    """Pages of a step's tokens, which windows let a sequence free once they are computed."""
+    return 0 if window is None else -(-step_tokens // page_size)
 
 
 def first_page_in_use(computed: int, page_size: int, window: int | None) -> int:

@@ -40,8 +40,8 @@ class CausalLM(nn.Module):
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
         rope, step = self.rope(step), self.with_layer_inputs(x, step)
-        for layer in layers:
-            x, residual = layer(x, residual, rope, step)
+        for layer, layer_step in zip(layers, step.by_layer()):
+            x, residual = layer(x, residual, rope, layer_step)
         if step.logit_rows is not None:
             x = x[step.logit_rows]
             residual = None if residual is None else residual[step.logit_rows]

@@ -107,6 +107,7 @@ class FusedCausalLM(FusedModule):
             and step.ops.decode is not None
             and len(x) <= MAX_FUSED_TOKENS
             and not step.kv.k_scale
+            and not step.layer_steps
         ):
             stack = self._stacked_weights.stack()
             if stack is not None:
@@ -123,10 +124,11 @@ class FusedCausalLM(FusedModule):
         branch: torch.Tensor | None = x
         residual: torch.Tensor | None = None
         *layers, last_layer = self.layers
-        for layer in layers:
-            branch, residual = layer(branch, residual, rope, step)
-        logit_step = select_logit_rows(step)
-        branch, residual = last_layer(branch, residual, rope, step, logit_step)
+        for layer, layer_step in zip(layers, step.by_layer()):
+            branch, residual = layer(branch, residual, rope, layer_step)
+        last_step = step.layer_steps[-1] if step.layer_steps else step
+        logit_step = select_logit_rows(last_step)
+        branch, residual = last_layer(branch, residual, rope, last_step, logit_step)
         assert residual is not None, "a layer returns its residual"
         if logit_step is None and step.logit_rows is not None:
             branch = None if branch is None else branch[step.logit_rows]

@@ -4,6 +4,9 @@ A page holds ``page_size`` consecutive tokens of one sequence, for one layer as 
 page_size, head_dim] for keys and the same for values, so that the keys of one head in one page lie
 side by side. A slot is page · page_size + offset.
 
+Where layers are divided into page groups (``core.page_groups``), a page is of one group: the layers
+at the same place in their groups share a tensor, and each reads its own pages of it.
+
 Keys and values are kept in the activations' dtype, or in 8 bits (int8, or fp8 e4m3) with a float32
 scale for each
 token and head beside the page, [kv_heads, page_size]: 4 bytes beside 64 or 128. A float16 scale
@@ -16,9 +19,11 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from modelmill.core.page_groups import PageGroup, page_layers, plan_page_groups
 
 QUANTIZED_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE_DTYPE = torch.float32
@@ -41,6 +46,8 @@ class KVShape:
         window: The longest window, where every layer has one: pages behind it are not read again.
         sizes: (KV heads, channels of a head) of each layer; empty: all are alike.
         read_later: Layers whose pages are read by later layers, too, which have none of their own.
+        layer_windows: Of each layer the window or None, where some layers have one and others not.
+        groups: Layers that share a page table; empty: all do.
     """
 
     layers: int
@@ -50,17 +57,43 @@ class KVShape:
     window: int | None = None
     sizes: tuple[tuple[int, int], ...] = ()
     read_later: frozenset[int] = frozenset()
+    layer_windows: tuple[int | None, ...] = ()
+    groups: tuple[PageGroup, ...] = ()
 
     @property
     def layer_sizes(self) -> tuple[tuple[int, int], ...]:
         """(KV heads, channels of a head) of each layer."""
         return self.sizes or ((self.kv_heads, self.head_dim),) * self.layers
 
+    def grouped(self, max_tokens: int) -> KVShape:
+        """The shape with page groups, where they save memory.
+
+        Args:
+            max_tokens: Of the longest sequence.
+        """
+        return replace(self, groups=plan_page_groups(self.layer_windows, max_tokens))
+
+    @property
+    def group_windows(self) -> tuple[int | None, ...]:
+        """The window of each page group; None: full attention."""
+        return tuple(group.window for group in self.groups) if self.groups else (self.window,)
+
+    @property
+    def page_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(KV heads, channels of a head) of each layer that a page has room for."""
+        if not self.groups:
+            return self.layer_sizes
+        return ((self.kv_heads, self.head_dim),) * page_layers(self.groups)
+
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers, keys and values, with the scales of 8-bit pages."""
+        """Bytes of one page over the layers of a group, with the scales of 8-bit pages."""
         scale = _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        token = sum(heads * (dim * dtype.itemsize + scale) for heads, dim in self.layer_sizes)
+        token = sum(heads * (dim * dtype.itemsize + scale) for heads, dim in self.page_sizes)
         return (1 if self.shares_values else 2) * page_size * token
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token in all layers."""
+        return replace(self, groups=()).page_bytes(1, dtype)
 
 
 NO_KV = KVShape(0, 0, 0)
@@ -75,6 +108,9 @@ class KVCache:
 
     k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8
     bits, else empty.
+
+    layer_groups: The page group of each layer; empty: all layers share one page table. Layers of
+    different groups share tensors.
     """
 
     k: tuple[torch.Tensor, ...]
@@ -82,6 +118,7 @@ class KVCache:
     page_size: int
     k_scale: tuple[torch.Tensor, ...] = ()
     v_scale: tuple[torch.Tensor, ...] = ()
+    layer_groups: tuple[int, ...] = ()
 
     @staticmethod
     def allocate(
@@ -91,10 +128,12 @@ class KVCache:
 
         In RAM they are backed once they are written.
         """
-        sizes = [(pages, heads, page_size, dim) for heads, dim in shape.layer_sizes]
+        sizes = [(pages, heads, page_size, dim) for heads, dim in shape.page_sizes]
+        places, layer_groups = _places_in_pages(shape)
 
         def zeros(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-            return tuple(zeros_without_writing(size, dtype, device) for size in sizes)
+            stored = [zeros_without_writing(size, dtype, device) for size in sizes]
+            return tuple(stored[place] for place in places) if stored else ()
 
         def pair(
             sizes: Sequence[tuple[int, ...]], dtype: torch.dtype
@@ -105,14 +144,14 @@ class KVCache:
         quantized = dtype in QUANTIZED_KV_DTYPES.values()
         scales = [size[:3] for size in sizes] if quantized else []
         k_scale, v_scale = pair(scales, _SCALE_DTYPE)
-        return KVCache(*pair(sizes, dtype), page_size, k_scale, v_scale)
+        return KVCache(*pair(sizes, dtype), page_size, k_scale, v_scale, layer_groups)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that pages hold, each [pages, …]: what copying a page copies."""
-        if self.k is self.v:
-            return (*self.k, *self.k_scale)
-        return (*self.k, *self.v, *self.k_scale, *self.v_scale)
+        stored = (*self.k, *self.v, *self.k_scale, *self.v_scale)
+        # layers of different page groups share tensors, and keys may be the values
+        return tuple({id(tensor): tensor for tensor in stored}.values())
 
     @property
     def pages(self) -> int:
@@ -127,6 +166,19 @@ class KVCache:
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """One layer's scales of keys and of values; None where the pages need none."""
         return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)
+
+
+def _places_in_pages(shape: KVShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each layer its place in a page, and its page group (none where all share a table)."""
+    if not shape.groups:
+        return tuple(range(shape.layers)), ()
+    where = {
+        layer: (place, number)
+        for number, group in enumerate(shape.groups)
+        for place, layer in enumerate(group.layers)
+    }
+    places, groups = zip(*(where[layer] for layer in range(shape.layers)), strict=True)
+    return places, groups
 
 
 def zeros_without_writing(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -125,10 +125,16 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     windows = [cache.window for cache in caches if cache.window is not None]
     # a hybrid's prefix cache goes by the snapshots of its states
     is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
-    window = max(windows) if len(windows) == len(caches) and not is_hybrid else None
-    return kv_shape_of_sizes(
-        KVShape(0, 0, 0, shares_values.pop(), window, read_later=read_later), sizes
-    )
+    all_windows = len(windows) == len(caches) and not is_hybrid
+    # page groups are by layer: every layer needs a cache of its own, and pages have one size
+    own_pages = len(caches) == len(specs) and len(set(sizes)) == 1
+    mixed = bool(windows) and not all_windows and own_pages and not is_hybrid
+    shape = KVShape(
+        0, 0, 0, shares_values.pop(), max(windows) if all_windows else None,
+        read_later=read_later,
+        layer_windows=tuple(cache.window for cache in caches) if mixed else (),
+    )  # fmt: skip
+    return kv_shape_of_sizes(shape, sizes)
 
 
 def kv_shape_of_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:

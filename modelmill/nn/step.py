@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
 
@@ -27,6 +29,9 @@ class Step:
     else None.
     layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
     state: the recurrent states of the sequences; None for a model that keeps none.
+    layer_steps: the step as each layer computes it, where layers have page tables of their own
+    (``core.page_groups``): with the slots and block tables of its page group. Empty: all layers
+    compute this one.
     """
 
     ids: torch.Tensor
@@ -46,3 +51,10 @@ class Step:
     embed_mask: torch.Tensor | None = None
     state: StateStep | None = None
     layer_inputs: torch.Tensor | None = None
+    layer_steps: tuple[Step, ...] = field(default=(), repr=False)
+
+    def by_layer(self) -> Iterable[Step]:
+        """The step of each layer, in their order; without an end where all compute this one."""
+        if self.layer_inputs is None or not self.layer_steps:
+            return self.layer_steps or repeat(self)
+        return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)

@@ -6,10 +6,12 @@ strings). Any other sequence is counted at its current length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from modelmill.core.window_pages import pages_between_steps, pages_of_step
 from modelmill.runtime.sequence import Sequence
 
 MAX_LENGTH_RATIO = 4 / 3
@@ -33,7 +35,12 @@ def similar_lengths(seqs: Iterable[Sequence]) -> bool:
     return not max_outputs or max(max_outputs) <= MAX_LENGTH_RATIO * min(max_outputs)
 
 
-def peak_pages(seqs: Iterable[Sequence], page_size: int, max_pages: int | None = None) -> int:
+def peak_pages(
+    seqs: Collection[Sequence],
+    page_size: int,
+    windows: Seq[int | None] = (None,),
+    step_tokens: int = 0,
+) -> int:
     """Most pages that the sequences use at once, if each grows by one token per step until it ends.
 
     Last pages count as half full; a shared page counts once per sequence.
@@ -41,14 +48,23 @@ def peak_pages(seqs: Iterable[Sequence], page_size: int, max_pages: int | None =
     Args:
         seqs: The sequences.
         page_size: Tokens of a page.
-        max_pages: Most pages of one sequence, where pages behind a window are freed; None: as
-            many as its tokens fill.
+        windows: Of each page group; pages behind it are freed.
+        step_tokens: Most tokens of a step.
 
     Returns:
         The number of pages; 0 if no output length is known.
     """
-    if max_pages is not None:
-        return _peak_of_windows(seqs, page_size, max_pages)
+    peaks = {
+        window: _peak_of_full(seqs, page_size)
+        if window is None
+        else _peak_of_window(seqs, page_size, window, step_tokens)
+        for window in set(windows)
+    }
+    return sum(peaks[window] for window in windows)
+
+
+def _peak_of_full(seqs: Iterable[Sequence], page_size: int) -> int:
+    """As ``peak_pages``, of layers with full attention."""
     lengths = []
     tokens_left = []
     unknown_pages = 0
@@ -68,12 +84,15 @@ def peak_pages(seqs: Iterable[Sequence], page_size: int, max_pages: int | None =
     return unknown_pages + int(np.max(tokens / page_size + count / 2)) + 1
 
 
-def _peak_of_windows(seqs: Iterable[Sequence], page_size: int, max_pages: int) -> int:
-    """As ``peak_pages``; sequences count with the most that each will use, as if all ended last."""
+def _peak_of_window(seqs: Iterable[Sequence], page_size: int, window: int, step_tokens: int) -> int:
+    """As ``peak_pages``, of layers with a window.
+
+    Sequences count with the most that each will use, as if all ended last.
+    """
     known = False
     pages = 0
     for seq in seqs:
         known |= ends_at_limit(seq)
         length = seq.max_length if ends_at_limit(seq) else seq.length
-        pages += min(-(-length // page_size), max_pages)
-    return pages if known else 0
+        pages += pages_between_steps(length, page_size, window)
+    return pages + pages_of_step(step_tokens, page_size, window) if known else 0

@@ -2,7 +2,7 @@
 
 They are written into one host buffer (pinned for a GPU) and go to the device in one asynchronous
 copy. Tensors there are views of the buffer, at offsets that a ``BatchLayout`` determines. A layout
-depends on five values only, so that a CUDA graph captured for it reads its inputs at fixed
+depends on six values only, so that a CUDA graph captured for it reads its inputs at fixed
 addresses.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class BatchLayout:
         num_logit_rows: Rows whose logits are computed, R.
         table_columns: Columns of the block tables.
         has_state: Whether sequences have recurrent state.
+        page_groups: Page groups, each with slots and block tables of its own.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class BatchLayout:
     num_logit_rows: int
     table_columns: int
     has_state: bool = False
+    page_groups: int = 1
 
     def sections(self) -> list[tuple[str, int, int]]:
         """The sections in order: (name, elements, bytes per element)."""
@@ -64,6 +66,9 @@ class BatchLayout:
             ("context_lens", b),
             ("block_tables", b * self.table_columns),
         ]
+        for group in range(1, self.page_groups):
+            wide.append((_group_section("slots", group), t))
+            narrow.append((_group_section("block_tables", group), b * self.table_columns))
         return [(n, c, 8) for n, c in wide] + [(n, c, 4) for n, c in narrow]
 
     def num_words(self) -> int:
@@ -71,8 +76,16 @@ class BatchLayout:
         return sum(_words(count, width) for _, count, width in self.sections())
 
 
+def _group_section(name: str, group: int) -> str:
+    """The name of a page group's section; that of the first group is the plain one."""
+    return f"{name}_{group}"
+
+
 class BatchViews:
-    """The sections of a layout as tensors over one int64 buffer; ``noise`` is float64."""
+    """The sections of a layout as tensors over one int64 buffer; ``noise`` is float64.
+
+    more_slots, more_block_tables: those of the page groups behind the first.
+    """
 
     ids: torch.Tensor
     last_id_rows: torch.Tensor
@@ -107,6 +120,12 @@ class BatchViews:
         for name in ("temperature", "top_p", "min_p"):
             setattr(self, name, getattr(self, name).view(torch.float32))
         self.block_tables = self.block_tables.view(layout.seqs, layout.table_columns)
+        groups = range(1, layout.page_groups)
+        self.more_slots = [getattr(self, _group_section("slots", group)) for group in groups]
+        self.more_block_tables = [
+            getattr(self, _group_section("block_tables", group)).view_as(self.block_tables)
+            for group in groups
+        ]
 
     def sampling_inputs(self, num_rows: int) -> dict[str, torch.Tensor]:
         """Inputs of ``ops.sample`` for the first ``num_rows`` rows."""
@@ -124,6 +143,8 @@ class HostArrays:
         self.sampling_inputs = {name: getattr(views, name).numpy() for name in SAMPLING_FIELDS}
         self.query_start, self.context_lens = views.query_start.numpy(), views.context_lens.numpy()
         self.block_tables = views.block_tables.numpy()
+        self.more_slots = [each.numpy() for each in views.more_slots]
+        self.more_block_tables = [each.numpy() for each in views.more_block_tables]
         self.state_fields = [
             getattr(views, name).numpy() for name in STATE_FIELDS if views.layout.has_state
         ]
@@ -168,7 +189,7 @@ class PackedBatch:
     ) -> Step:
         """Make the Step of this batch; ``states``: the recurrent states, if the model keeps any."""
         v = self.views
-        return Step(
+        step = Step(
             ids=ids,
             positions=v.positions,
             slots=v.slots,
@@ -186,6 +207,16 @@ class PackedBatch:
             embed_mask=self.embed_mask,
             state=None if states is None else self._state_step(states, kv.page_size),
         )
+        return self._with_layer_steps(step) if kv.layer_groups else step
+
+    def _with_layer_steps(self, step: Step) -> Step:
+        """The step with that of each layer, which has the page table of the layer's group."""
+        tables = zip(self.views.more_slots, self.views.more_block_tables, strict=True)
+        steps = [
+            step,
+            *(replace(step, slots=slots, block_tables=table) for slots, table in tables),
+        ]
+        return replace(step, layer_steps=tuple(steps[group] for group in step.kv.layer_groups))
 
     def _state_step(self, states: RecurrentStateCache, page_size: int) -> StateStep:
         v = self.views
@@ -235,6 +266,7 @@ class Packer:
         """
         self.tables, self.page_size = tables, page_size
         self.state_padding = state_padding
+        self.page_groups = len(tables.tables)
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self._buffer_index = 0
@@ -310,6 +342,8 @@ class Packer:
         else:
             uses_last_ids = self._pack_mixed(out, work)
             self._pad_tokens(out, count)
+        if out.more_slots:
+            self._pack_more_groups(out, work, count)
         self._write_logit_rows(out, logit_rows, samples)
         self.send(views)
         embeds, mask = _gather_embeds(work, tokens, self.device)
@@ -347,6 +381,8 @@ class Packer:
             section[:] = 0
         out.last_id_rows[:], out.slots[:], out.keep_slots[:] = -1, -1, -1
         out.block_tables[:] = 0
+        if out.more_slots:
+            self._pack_more_groups(out, [], 0)
         if self.state_padding is not None:
             self._pack_state(out, [], self.state_padding)
         self.send(views)
@@ -363,7 +399,8 @@ class Packer:
 
     def _layout(self, tokens: int, seqs: int, rows: int, context: int) -> BatchLayout:
         columns = self._table_columns(context)
-        return BatchLayout(tokens, seqs, rows, columns, self.state_padding is not None)
+        has_state, groups = self.state_padding is not None, self.page_groups
+        return BatchLayout(tokens, seqs, rows, columns, has_state, groups)
 
     @staticmethod
     def _pack_state(out: HostArrays, work: Seq[tuple[Sequence, int]], padding: int) -> None:
@@ -489,6 +526,28 @@ class Packer:
         out.query_start[len(work)] = start
         return uses_last_ids
 
+    def _pack_more_groups(
+        self, out: HostArrays, work: Seq[tuple[Sequence, int]], count: int
+    ) -> None:
+        """Slots and block tables of the page groups behind the first, padded.
+
+        Args:
+            out: The arrays, with the positions of the tokens.
+            work: The sequences and their numbers of tokens.
+            count: Tokens of all of them.
+        """
+        size, n, columns = self.page_size, len(work), out.block_tables.shape[1]
+        rows = np.array([seq.table_row for seq, _ in work], dtype=np.int64)
+        token_rows = np.repeat(rows, [tokens for _, tokens in work])
+        pages, offsets = out.positions[:count] // size, out.positions[:count] % size
+        for table, slots, block_tables in zip(
+            self.tables.tables[1:], out.more_slots, out.more_block_tables, strict=True
+        ):
+            slots[:count] = table[token_rows, pages].astype(np.int64) * size + offsets
+            slots[count:] = -1
+            block_tables[:n] = table[rows, :columns]
+            block_tables[n:] = 0
+
     @staticmethod
     def _pad_tokens(out: HostArrays, count: int) -> None:
         """Fill the padding tokens after the first ``count``; slot −1 stores nothing."""
@@ -517,7 +576,9 @@ def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: i
     """
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     has_state = packer.state_padding is not None
-    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, 2 * max_pages_per_seq, has_state))
+    groups = packer.page_groups
+    columns = 2 * max_pages_per_seq
+    packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, columns, has_state, groups))
 
 
 def _gather_embeds(

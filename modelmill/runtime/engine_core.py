@@ -31,8 +31,9 @@ from modelmill.loader.model_loader import build_rank_model, load_model
 from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
-from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
+from modelmill.nn.kv import KVCache, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
+from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
@@ -102,15 +103,14 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self.rope_length_source = RopeRule.from_model(model)
+        self.kv_shape = model_kv_shape(model, self.max_model_len, self.ops.decode)
         self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         self.scheduler = self._make_scheduler(width)
-        # one page more than the pool has: kernels write the padding rows' keys and values there
-        shape: KVShape = model.kv  # type: ignore[assignment]
-        kv = KVCache.allocate(shape, self.num_pages + 1, self.page_size, self.kv_dtype, self.device)
+        kv = self._allocate_pages()
         states, padding = self._allocate_states()
         packer = Packer(self.scheduler.tables, self.page_size, self.device, padding)
         self.vision_runner = VisionEncoderRunner(
@@ -169,15 +169,19 @@ class EngineCore:
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""
         max_seqs = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        num_slots = self.num_pages * self.page_size
-        if self.model.kv.window is not None:  # type: ignore[union-attr]
+        windows = self.kv_shape.group_windows
+        kv_tokens = self.num_pages // len(windows) * self.page_size
+        if windows != (None,):
             # the pages inside the windows of the longest sequence fit: capacity has checked it
-            num_slots = max(num_slots, self.max_model_len)
-        return RequestLimits(self.vocab, self.max_model_len, num_slots, max_seqs)
+            kv_tokens = max(kv_tokens, self.max_model_len)
+        return RequestLimits(self.vocab, self.max_model_len, kv_tokens, max_seqs)
 
     def _make_scheduler(self, width: int) -> Scheduler:
         """The scheduler of the KV pages; ``width``: pages of the longest sequence."""
-        limits = scheduler_limits(self.model, self.config, on_gpu=self.device.startswith("cuda"))
+        limits = replace(
+            scheduler_limits(self.model, self.config, on_gpu=self.device.startswith("cuda")),
+            windows=self.kv_shape.group_windows,
+        )
         max_idle_pages = capacity.max_idle_pages(
             self.config, self.num_pages, self.page_bytes, self.device
         )
@@ -185,7 +189,13 @@ class EngineCore:
         if self.state_capacity is not None:
             sizes = self.state_capacity
             states = StateSlots(sizes.sequences, sizes.snapshots, self.page_size)
-        return Scheduler(limits, PagePool(self.num_pages, max_idle_pages), width, states)
+        pool = PagePool(self.num_pages, max_idle_pages, len(limits.windows))
+        return Scheduler(limits, pool, width, states)
+
+    def _allocate_pages(self) -> KVCache:
+        """The KV pages, one more than the pool has: kernels write the padding rows there."""
+        count = self.num_pages + 1
+        return KVCache.allocate(self.kv_shape, count, self.page_size, self.kv_dtype, self.device)
 
     def _allocate_states(self) -> tuple[RecurrentStateCache | None, int | None]:
         """The recurrent states of all slots, and the padding slot; None without any."""
@@ -275,7 +285,7 @@ class EngineCore:
     @property
     def page_bytes(self) -> int:
         """Bytes of one KV page on this rank."""
-        return int(self.model.kv.page_bytes(self.page_size, self.kv_dtype))  # type: ignore[operator, union-attr]
+        return self.kv_shape.page_bytes(self.page_size, self.kv_dtype)
 
     @property
     def state_cache_bytes(self) -> int:
@@ -396,6 +406,7 @@ class EngineCore:
             # a GPU cache is allocated as a whole; in RAM a page takes memory when first written
             touched_pages=pool.num_touched if self.device == "cpu" else self.num_pages,
             page_bytes=self.page_bytes * ranks,
+            pages_by_window=scheduler.pages_by_window(),
             state_bytes=ranks * self.state_capacity.nbytes if self.state_capacity else 0,
             snapshot_slots=states.count if states else 0,
             snapshots=states.num_cached if states else 0,
@@ -539,7 +550,6 @@ def scheduler_limits(model: nn.Module, config: RunConfig, *, on_gpu: bool) -> Sc
         config.enable_prefix_caching,
         mixed,
         prefill_all_first=config.max_mixed_tokens is None,
-        window=model.kv.window,  # type: ignore[arg-type, union-attr]
     )
 
 

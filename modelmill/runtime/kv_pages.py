@@ -3,8 +3,12 @@
 A page is free, referenced by one or more sequences, or idle: unreferenced, but with the keys and
 values of a cached prefix. Idle pages are found again by their sha256 chain key and are evicted,
 least recently used first, when no page is free. Pages are only shared when full, or between forks;
-a fork that writes into a shared page gets its own copy. Where every layer has a window, a sequence
-frees the pages behind the longest one, and a cached prefix needs those inside it only.
+a fork that writes into a shared page gets its own copy. In layers that have a window, a sequence
+frees the pages behind it, and a cached prefix needs those inside it only.
+
+Where some layers have a window and others not, a page is of one page group
+(``core.page_groups``): each group of a sequence has its own pages, all of one pool, and a page
+table of its own. The prefix cache keeps the pages of each group under a key of that group.
 
 In RAM a page takes memory from its first write on. So released pages are reused before untouched
 ones, and once ``max_idle`` pages are idle, these are evicted before an untouched page is taken: the
@@ -17,11 +21,14 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from modelmill.core.window_pages import first_page_in_use
+
 NO_PAGE = -1
-"""In a sequence's pages, in the place of one that was freed behind the window of every layer."""
+"""In a sequence's pages, in the place of one that was freed behind the window."""
 
 
 def root_key(model: str, cache_salt: str) -> bytes:
@@ -42,21 +49,29 @@ def page_key(
     return state.digest()
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """The key of a page group's page, from the page's key; that of the first group is the same."""
+    return key + bytes((group,)) if group else key
+
+
 class PagePool:
     """Reference counts, free list and prefix cache of ``count`` pages."""
 
-    def __init__(self, count: int, max_idle: int | None = None) -> None:
+    def __init__(self, count: int, max_idle: int | None = None, groups: int = 1) -> None:
         """Start with all pages free and untouched.
 
         Args:
             count: Number of pages.
             max_idle: From so many idle pages on, one is evicted before an untouched page is taken;
                 None: never.
+            groups: Page groups that take pages.
         """
         self.count = count
         self.max_idle = count if max_idle is None else min(max_idle, count)
         self.num_touched = 0
         self.refs = [0] * count
+        self._num_groups = groups
+        self._group_by_page = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_by_key: dict[bytes, int] = {}
@@ -77,10 +92,22 @@ class PagePool:
         """Pages in the prefix cache."""
         return len(self._page_by_key)
 
-    def alloc(self) -> int | None:
+    def num_in_use(self) -> list[int]:
+        """Referenced pages of each page group."""
+        if self._num_groups == 1:
+            return [self.count - self.num_available]
+        numbers = [0] * self._num_groups
+        for group, references in zip(self._group_by_page, self.refs, strict=True):
+            numbers[group] += references > 0
+        return numbers
+
+    def alloc(self, group: int = 0) -> int | None:
         """Allocate a page with one reference; None if all pages are referenced.
 
         Evicts the least recently used idle page if none is free.
+
+        Args:
+            group: The page group that takes it.
         """
         untouched = self.count - self.num_touched
         # the free list is a stack with the untouched pages at its bottom
@@ -95,6 +122,7 @@ class PagePool:
         else:
             return None
         self.refs[page] = 1
+        self._group_by_page[page] = group
         return page
 
     def incref(self, page: int) -> None:
@@ -137,11 +165,47 @@ class PagePool:
             self._key_by_page[page] = None
 
 
-class PageTables:
-    """Page tables of the running sequences: ``table`` is [rows, pages] int32."""
+def resumable_pages(
+    pool: PagePool, keys: Seq[bytes], page_size: int, windows: Seq[int | None]
+) -> int:
+    """Pages of the longest prefix that a sequence can continue from.
 
-    def __init__(self, rows: int, width: int) -> None:
-        self.table = np.zeros((rows, width), dtype=np.int32)
+    Behind it a query reads all pages of a group with full attention, and those inside the window of
+    another; all of these are cached.
+
+    Args:
+        pool: The pages.
+        keys: Of the prefix's pages, as of ``page_key``.
+        page_size: Tokens of a page.
+        windows: Of each page group; None: full attention.
+    """
+    best = 0
+    first_cached = [0] * len(windows)  # of each group: from it on all pages are cached
+    for count, key in enumerate(keys, 1):
+        complete = True
+        for group, window in enumerate(windows):
+            if pool.cached_page_for_key(group_key(key, group)) is None:
+                if window is None:
+                    return best
+                first_cached[group] = count
+            if first_cached[group] > first_page_in_use(count * page_size, page_size, window):
+                complete = False
+        if complete:
+            best = count
+    return best
+
+
+class PageTables:
+    """Page tables of the running sequences.
+
+    Attributes:
+        tables: Of each page group [rows, pages] int32.
+        table: Of the first group.
+    """
+
+    def __init__(self, rows: int, width: int, groups: int = 1) -> None:
+        self.tables = tuple(np.zeros((rows, width), dtype=np.int32) for _ in range(groups))
+        self.table = self.tables[0]
         self._rows = list(range(rows - 1, -1, -1))
 
     @property
@@ -149,20 +213,21 @@ class PageTables:
         """Number of unused rows of the table."""
         return len(self._rows)
 
-    def alloc_row(self, pages: list[int]) -> int:
-        """Take a row and write ``pages`` into it."""
+    def alloc_row(self, *group_pages: list[int]) -> int:
+        """Take a row and write the pages of each group into it."""
         row = self._rows.pop()
-        self.table[row, : len(pages)] = pages
-        self.fill_freed(row, pages, pages.count(NO_PAGE))
+        for group, pages in enumerate(group_pages):
+            self.tables[group][row, : len(pages)] = pages
+            self.fill_freed(row, pages, pages.count(NO_PAGE), group)
         return row
 
-    def fill_freed(self, row: int, pages: list[int], freed: int) -> None:
+    def fill_freed(self, row: int, pages: list[int], freed: int, group: int = 0) -> None:
         """Name a page of the sequence in the places of those that were freed, which are not read.
 
         An implementation may read them all the same, with a weight of 0 for each of their tokens.
         """
         if freed:
-            self.table[row, :freed] = pages[freed]
+            self.tables[group][row, :freed] = pages[freed]
 
     def free_row(self, row: int) -> None:
         """Return a row of the table to the free list."""

@@ -20,10 +20,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from modelmill.core.types import POOL_MEAN
-from modelmill.core.window_pages import first_page_in_use, pages_in_use
+from modelmill.core.window_pages import (
+    first_page_in_use,
+    pages_between_steps,
+    pages_in_use,
+    pages_of_step,
+)
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
-from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables
+from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables, group_key, resumable_pages
 from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.state_slots import StateSlots
 
@@ -54,7 +59,8 @@ class SchedulerLimits:
             running ones finish (``runtime.admission``).
         prefill_all_first: Run all waiting prompts first, whatever ``max_mixed_tokens`` is, if all
             can run now and their outputs end at about the same time.
-        window: The longest window, where every layer has one: pages behind it are freed.
+        windows: Of each page group: pages behind it are freed; None: full attention. The first
+            group keeps its pages longest.
     """
 
     max_tokens: int
@@ -66,20 +72,28 @@ class SchedulerLimits:
     fresh_output_tokens: int = 0
     reserve_until_finish: bool = True
     prefill_all_first: bool = False
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
 
     def pages_in_use(self, tokens: int) -> int:
-        """Most pages that a sequence of ``tokens`` tokens uses at once."""
-        return pages_in_use(tokens, self.page_size, self.window, self.max_tokens)
+        """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
+        return sum(self.group_pages_in_use(tokens, window) for window in self.windows)
 
-    def first_page_in_use(self, computed: int) -> int:
+    def group_pages_in_use(self, tokens: int, window: int | None) -> int:
+        """As ``pages_in_use``, in a page group with this window."""
+        return pages_in_use(tokens, self.page_size, window, self.max_tokens)
+
+    def batch_pages(self, count: int, tokens: int) -> int:
+        """Most pages that ``count`` sequences of ``tokens`` tokens use together."""
+        size = self.page_size
+        return sum(
+            count * pages_between_steps(tokens, size, window)
+            + min(pages_of_step(self.max_tokens, size, window), count * -(-tokens // size))
+            for window in self.windows
+        )
+
+    def first_page_in_use(self, computed: int, window: int | None) -> int:
         """The first page that a query behind ``computed`` tokens reads."""
-        return first_page_in_use(computed, self.page_size, self.window)
-
-    @property
-    def max_pages(self) -> int | None:
-        """Most pages of a sequence of any length; None: there is no bound."""
-        return None if self.window is None else self.pages_in_use(1 << 62)
+        return first_page_in_use(computed, self.page_size, window)
 
 
 @dataclass
@@ -90,7 +104,7 @@ class Schedule:
         work: (sequence, number of tokens), in the order of the packed batch.
         forks: Leader → siblings (n > 1) that share its prompt and are sampled from its last row.
         page_copies: (from, to) pages to copy before the step (copy on write).
-        copied_pages: Of each of them the sequence and the page's index in it.
+        copied_pages: Of each of them the sequence, the page group, and the page's index in it.
         state_copies: (from, to) slots of recurrent state to copy before the step, in order.
         out_of_pages: Sequences that exhaust the pool alone; they end with this step.
         num_decodes: Sequences that decode one token.
@@ -100,7 +114,7 @@ class Schedule:
     work: list[tuple[Sequence, int]] = field(default_factory=list)
     forks: dict[Sequence, list[Sequence]] = field(default_factory=dict)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
-    copied_pages: list[tuple[Sequence, int]] = field(default_factory=list)
+    copied_pages: list[tuple[Sequence, int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     out_of_pages: list[Sequence] = field(default_factory=list)
     num_decodes: int = 0
@@ -137,7 +151,12 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.states = states
-        self.tables = PageTables(limits.max_seqs, width)
+        self.tables = PageTables(limits.max_seqs, width, len(limits.windows))
+        self._windowed_groups = [
+            (group, window) for group, window in enumerate(limits.windows) if window is not None
+        ]
+        # the first group last: a page that it has is then there in every group
+        self._groups_backwards = range(len(limits.windows) - 1, -1, -1)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.preemptions = 0
@@ -218,7 +237,8 @@ class Scheduler:
             if seq.table_row < 0 or left == 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
             page = seq.computed // size
-            # the common case: the page exists and is not shared, so nothing has to be reserved
+            # the common case: the page exists and is not shared, so nothing has to be reserved; a
+            # page that is not full is shared in another group only if it is in the first
             if (page < len(seq.pages) and refs[seq.pages[page]] == 1) or self._reserve_pages(
                 seq, 1, schedule, picked, overlapped
             ):
@@ -257,6 +277,14 @@ class Scheduler:
             # summed again, since _reserve_pages may have preempted sequences in ``picked``
             left = budget - sum(picked.values())
         return True
+
+    def pages_by_window(self) -> dict[str, int]:
+        """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
+        pages: dict[str, int] = {}
+        for window, count in zip(self.limits.windows, self.pool.num_in_use(), strict=True):
+            name = "all" if window is None else str(window)
+            pages[name] = pages.get(name, 0) + count
+        return pages
 
     def set_step_token_budget(self, tokens: int) -> None:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""
@@ -356,7 +384,7 @@ class Scheduler:
             or len(self.running) + len(self.waiting) > self.limits.max_seqs
         ):
             return False
-        need = sum(seq.length // self.limits.page_size + 1 for seq in self.waiting)
+        need = sum(self.limits.pages_in_use(seq.length + 1) for seq in self.waiting)
         return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
 
     def advance(self, schedule: Schedule) -> None:
@@ -366,8 +394,10 @@ class Scheduler:
         """
         for seq, count in schedule.work:
             seq.advance(count)
-            if self.limits.window is not None:
-                self._free_behind_window(seq)
+            if self._windowed_groups:
+                if self.limits.prefix_caching:
+                    self.cache_full_pages(seq)
+                self.free_behind_window(seq, cached_only=self.limits.prefix_caching)
             if seq.computed == seq.length and self.needs_sampling(seq):
                 seq.expect_token()
         for leader, siblings in schedule.forks.items():
@@ -391,27 +421,35 @@ class Scheduler:
         if full <= seq.num_cached_pages or not self.limits.prefix_caching or seq.table_row < 0:
             return
         for page in range(seq.num_cached_pages, full):
-            self.pool.cache(seq.pages[page], seq.page_key(page, size))
+            key = seq.page_key(page, size)
+            for group, pages in enumerate(seq.group_pages):
+                self.pool.cache(pages[page], group_key(key, group))
         seq.note_cached_pages(full)
         if self.states is not None:
             self.states.publish(seq, full * size)
 
-    def _free_behind_window(self, seq: Sequence) -> None:
+    def free_behind_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
         """Free the pages that no query of the sequence will read again.
 
-        Those of a prefix are cached first. The launched step reads them before a later one writes.
+        The launched step reads them before a later one writes.
+
+        Args:
+            seq: A running sequence.
+            cached_only: Keep pages that the prefix cache does not know yet.
         """
-        first = min(self.limits.first_page_in_use(seq.computed), len(seq.pages) - 1)
-        if self.limits.prefix_caching:
-            self.cache_full_pages(seq)
-            first = min(first, seq.num_cached_pages)
-        if first <= seq.num_freed_pages:
-            return
-        for page in seq.pages[seq.num_freed_pages : first]:
-            self.pool.decref(page)
-        seq.note_freed_pages(first)
-        self.tables.fill_freed(seq.table_row, seq.pages, first)
-        self._num_releases += 1
+        for group, window in self._windowed_groups:
+            pages = seq.group_pages[group]
+            first = min(self.limits.first_page_in_use(seq.computed, window), len(pages) - 1)
+            if cached_only:
+                first = min(first, seq.num_cached_pages)
+            freed = seq.num_freed_pages[group]
+            if first <= freed:
+                continue
+            for page in pages[freed:first]:
+                self.pool.decref(page)
+            seq.note_freed_pages(group, first)
+            self.tables.fill_freed(seq.table_row, pages, first, group)
+            self._num_releases += 1
 
     def remove(self, seq: Sequence) -> None:
         """Take an ended sequence off the queues and release its pages."""
@@ -433,9 +471,9 @@ class Scheduler:
         """Let ``other`` start with the pages of ``leader``."""
         for page in leader.pages_in_use:
             self.pool.incref(page)
-        pages = list(leader.pages)
-        row = self.tables.alloc_row(pages)
-        other.attach_pages(pages, row, leader.computed, leader.num_cached_pages)
+        group_pages = [list(pages) for pages in leader.group_pages]
+        row = self.tables.alloc_row(*group_pages)
+        other.attach_pages(group_pages, row, leader.computed, leader.num_cached_pages)
         if self.states is not None:
             self.states.fork(leader.table_row, row)
 
@@ -486,25 +524,32 @@ class Scheduler:
         size = self.limits.page_size
         first = seq.computed // size
         last = (seq.computed + count - 1) // size
-        for index in range(first, last + 1):
-            if index < len(seq.pages) and self.pool.refs[seq.pages[index]] == 1:
-                continue
-            page = self.pool.alloc()
-            while page is None:
-                if overlapped or not self._preempt_for(seq, schedule, picked):
-                    return False
-                page = self.pool.alloc()
-            if index < len(seq.pages):
-                # shared with a fork: the copy runs before the step that writes into it
-                old = seq.pages[index]
-                schedule.page_copies.append((old, page))
-                schedule.copied_pages.append((seq, index))
-                self.pool.decref(old)
-                seq.pages[index] = page
-            else:
-                seq.pages.append(page)
-            self.tables.table[seq.table_row, index] = page
+        for group in self._groups_backwards:
+            pages, table = seq.group_pages[group], self.tables.tables[group]
+            for index in range(first, last + 1):
+                if index < len(pages) and self.pool.refs[pages[index]] == 1:
+                    continue
+                page = self.pool.alloc(group)
+                while page is None:
+                    if overlapped or not self._preempt_for(seq, schedule, picked):
+                        return False
+                    page = self.pool.alloc(group)
+                if index < len(pages):
+                    # shared with a fork: the copy runs before the step that writes into it
+                    old = pages[index]
+                    schedule.page_copies.append((old, page))
+                    schedule.copied_pages.append((seq, group, index))
+                    self.pool.decref(old)
+                    pages[index] = page
+                else:
+                    pages.append(page)
+                table[seq.table_row, index] = page
         return True
+
+    def extend_pages(self, seq: Sequence, count: int) -> None:
+        """Give a sequence pages for ``count`` more tokens, which must be free."""
+        reserved = self._reserve_pages(seq, count, Schedule(), {}, overlapped=True)
+        assert reserved, "the caller has counted the free pages"
 
     def _postpone(self, schedule: Schedule) -> None:
         """Take back the copies on write of an overlapped schedule that is not launched.
@@ -513,13 +558,13 @@ class Scheduler:
         that were appended stay: nothing has been read from them yet.
         """
         # nothing is preempted in an overlapped schedule, so both lists are of the same copies
-        for (seq, index), (old, page) in zip(
+        for (seq, group, index), (old, page) in zip(
             schedule.copied_pages, schedule.page_copies, strict=True
         ):
             self.pool.incref(old)
             self.pool.decref(page)
-            seq.pages[index] = old
-            self.tables.table[seq.table_row, index] = old
+            seq.group_pages[group][index] = old
+            self.tables.tables[group][seq.table_row, index] = old
 
     def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
         """Preempt the latest arrival to get pages for ``seq``.
@@ -546,7 +591,7 @@ class Scheduler:
         for member in group:
             picked.pop(member, None)
             # a copy into a released page would overwrite the data of its next owner
-            schedule.drop_copies_into(set(member.pages))
+            schedule.drop_copies_into(set(member.pages_in_use))
             self.preempt(member)
 
     def _beam_group(self, seq: Sequence) -> list[Sequence]:
@@ -568,15 +613,13 @@ class Scheduler:
             cached = self._match_prefix(seq)
             need = self._pages_needed(seq, cached)
             if self.running and not self._fits_until_finish(seq, need):
-                # give the references back, last page first, as _release does
-                for page in reversed(cached[cached.count(NO_PAGE) :]):
-                    self.pool.decref(page)
+                self._give_back(cached)
                 return
             self.waiting.pop(0)
-            row = self.tables.alloc_row(cached)
-            seq.attach_pages(cached, row, len(cached) * size, len(cached))
-            if self.states is not None and cached:
-                self.states.restore(seq.page_key(len(cached) - 1, size), row)
+            row, num_cached = self.tables.alloc_row(*cached), len(cached[0])
+            seq.attach_pages(cached, row, num_cached * size, num_cached)
+            if self.states is not None and num_cached:
+                self.states.restore(seq.page_key(num_cached - 1, size), row)
             if seq.started_at is None:
                 seq.note_admission(time.perf_counter())
             self.add_running(seq)
@@ -587,12 +630,21 @@ class Scheduler:
                 picked[seq] = count
                 left -= count
 
-    def _pages_needed(self, seq: Sequence, cached: list[int]) -> int:
+    def _give_back(self, cached: list[list[int]]) -> None:
+        """Give back the references of a prefix, last page first, as ``_release`` does."""
+        for index in range(len(cached[0]) - 1, -1, -1):
+            for pages in cached:
+                if pages[index] != NO_PAGE:
+                    self.pool.decref(pages[index])
+
+    def _pages_needed(self, seq: Sequence, cached: list[list[int]]) -> int:
         """Pages that a sequence takes when it is admitted, beside those of its cached prefix."""
-        need = -(-seq.length // self.limits.page_size) - len(cached)
-        if self.limits.max_pages is None:
-            return need
-        return min(need, self.limits.max_pages - (len(cached) - cached.count(NO_PAGE)))
+        need = 0
+        for pages, window in zip(cached, self.limits.windows, strict=True):
+            full = -(-seq.length // self.limits.page_size) - len(pages)
+            in_use = len(pages) - pages.count(NO_PAGE)
+            need += min(full, self.limits.group_pages_in_use(1 << 62, window) - in_use)
+        return need
 
     def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
         """Whether the pages last if ``seq`` is admitted, which takes ``new_pages`` at first.
@@ -603,7 +655,8 @@ class Scheduler:
         """
         pool = self.pool
         # the last refusal stays valid until a sequence releases pages
-        if new_pages + len(self.running) > pool.num_available or self._last_refusal == (
+        growth = len(self.running) * len(self.limits.windows)
+        if new_pages + growth > pool.num_available or self._last_refusal == (
             seq,
             self._num_releases,
         ):
@@ -615,9 +668,12 @@ class Scheduler:
         ):
             return True
         # peak_pages counts a shared page once per sequence
-        in_use = sum(len(s.pages) - s.num_freed_pages for s in self.running)
+        in_use = sum(len(s.pages) - s.num_freed_pages[0] for s in self.running)
+        if len(self.limits.windows) > 1:
+            in_use = sum(s.num_pages_in_use for s in self.running)
         shared = max(0, in_use - (pool.count - pool.num_available))
-        peak = peak_pages((*self.running, seq), self.limits.page_size, self.limits.max_pages)
+        limits = self.limits
+        peak = peak_pages((*self.running, seq), limits.page_size, limits.windows, limits.max_tokens)
         if peak - shared <= pool.count:
             return True
         self._last_refusal = seq, self._num_releases
@@ -653,10 +709,10 @@ class Scheduler:
             else seq.request.params.num_beams
         )
 
-    def _match_prefix(self, seq: Sequence) -> list[int]:
+    def _match_prefix(self, seq: Sequence) -> list[list[int]]:
         """Look up the cached pages of the sequence's prefix and take a reference to each.
 
-        At least one token is left to compute, for its logits.
+        At least one token is left to compute, for its logits. Returns the pages of each page group.
         """
         # prompt logprobs and mean pooling need every row of the prompt
         if (
@@ -664,9 +720,9 @@ class Scheduler:
             or seq.prompt_logprobs is not None
             or seq.request.pooling == POOL_MEAN
         ):
-            return []
-        if self.limits.window is not None:
-            return self._match_window(seq)
+            return [[] for _ in self.limits.windows]
+        if self._windowed_groups:
+            return self._match_windows(seq)
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
@@ -675,27 +731,27 @@ class Scheduler:
                 break
             self.pool.incref(page)
             pages.append(page)
-        return pages if self.states is None else self._up_to_snapshot(self.states, seq, pages)
+        return [pages if self.states is None else self._up_to_snapshot(self.states, seq, pages)]
 
-    def _match_window(self, seq: Sequence) -> list[int]:
-        """As ``_match_prefix``, where queries read no further back than the window.
+    def _match_windows(self, seq: Sequence) -> list[list[int]]:
+        """As ``_match_prefix``, where queries of some layers read no further back than a window.
 
-        The longest prefix whose pages inside the window are cached; NO_PAGE stands for the others.
+        The longest prefix whose pages inside each group's window are cached; NO_PAGE stands for the
+        others.
         """
         size = self.limits.page_size
         keys = [seq.page_key(index, size) for index in range((len(seq.tokens) - 1) // size)]
-        pages = [self.pool.cached_page_for_key(key) for key in keys]
-        best, first_cached = 0, 0
-        for count, page in enumerate(pages, 1):
-            if page is None:
-                first_cached = count
-            elif first_cached <= self.limits.first_page_in_use(count * size):
-                best = count
-        first = self.limits.first_page_in_use(best * size)
-        inside = [page for page in pages[first:best] if page is not None]
-        for page in inside:
-            self.pool.incref(page)
-        return [NO_PAGE] * first + inside
+        count = resumable_pages(self.pool, keys, size, self.limits.windows)
+        cached = []
+        for group, window in enumerate(self.limits.windows):
+            first = self.limits.first_page_in_use(count * size, window)
+            group_keys = (group_key(key, group) for key in keys[first:count])
+            inside = [self.pool.cached_page_for_key(key) for key in group_keys]
+            pages = [page for page in inside if page is not None]
+            for page in pages:
+                self.pool.incref(page)
+            cached.append([NO_PAGE] * first + pages)
+        return cached
 
     def _up_to_snapshot(self, states: StateSlots, seq: Sequence, pages: list[int]) -> list[int]:
         """The cached pages in front of the latest snapshot of the state; releases the others."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class RequestLimits:
     Attributes:
         vocab_size: Token ids are below it.
         max_len: Most tokens of a sequence.
-        kv_tokens: Tokens that all KV pages hold.
+        kv_tokens: Tokens of a sequence that the KV pages can hold.
         max_seqs: Most sequences of a step.
     """
 
@@ -130,8 +131,10 @@ class Sequence:
         computed: Tokens whose keys and values are in pages, or will be when the launched steps are
             done.
         pending: Tokens sampled on the device but not read yet; ``length`` counts them.
-        pages: Its KV pages in order; NO_PAGE in the place of those that were freed.
-        num_freed_pages: Pages behind the window of every layer, which were freed.
+        pages: Its KV pages of the first page group in order; NO_PAGE in the place of those that
+            were freed.
+        group_pages: The same of each page group; the first is ``pages``.
+        num_freed_pages: Of each page group the pages behind its window, which were freed.
         max_length: The length at which the sequence ends.
         stop_ids: Token ids that end it.
         table_row: Its row in the page tables while it runs, else −1.
@@ -151,6 +154,7 @@ class Sequence:
         "branch_end",
         "computed",
         "finish_reason",
+        "group_pages",
         "guide",
         "index",
         "latest_snapshot",
@@ -211,11 +215,13 @@ class Sequence:
         self.computed = 0
         self.pending = 0
         self.pages: list[int] = []
+        self.group_pages: tuple[list[int], ...] = (self.pages,)
         self.table_row = -1
         self.finish_reason: FinishReason | None = None
         self.started_at: float | None = None
         self.num_cached = 0
-        self.num_cached_pages = self.num_freed_pages = 0
+        self.num_cached_pages = 0
+        self.num_freed_pages = [0]
         self.snapshots: list[Snapshot] = []
         self.snapshot_end = self.branch_end = 0
         self.latest_snapshot: bytes | None = None
@@ -234,33 +240,48 @@ class Sequence:
         self.max_chunk = 512 if needs_logprobs else 1 << 62
 
     def attach_pages(
-        self, pages: list[int], table_row: int, computed: int = 0, num_cached_pages: int = 0
+        self,
+        group_pages: Iterable[list[int]],
+        table_row: int,
+        computed: int = 0,
+        num_cached_pages: int = 0,
     ) -> None:
         """Run from now on, with these pages and this row of the page tables.
 
         Args:
-            pages: Its pages, in order.
+            group_pages: Its pages of each page group, in order.
             table_row: Its row.
             computed: Tokens whose keys and values are in the pages.
             num_cached_pages: Pages that the prefix cache knows already.
         """
-        self.pages, self.table_row = pages, table_row
+        self.group_pages, self.table_row = tuple(group_pages), table_row
+        self.pages = self.group_pages[0]
         self.computed, self.num_cached_pages = computed, num_cached_pages
-        self.num_freed_pages = next((i for i, page in enumerate(pages) if page != NO_PAGE), 0)
+        self.num_freed_pages = [pages.count(NO_PAGE) for pages in self.group_pages]
 
     def detach_pages(self) -> None:
         """Stop running: the pages and the row have been released."""
-        self.pages, self.table_row, self.num_freed_pages = [], -1, 0
+        self.pages, self.table_row, self.num_freed_pages = [], -1, [0]
+        self.group_pages = (self.pages,)
 
-    def note_freed_pages(self, count: int) -> None:
-        """Record that the first ``count`` pages were freed: no query reads them again."""
-        self.pages[self.num_freed_pages : count] = [NO_PAGE] * (count - self.num_freed_pages)
-        self.num_freed_pages = count
+    def note_freed_pages(self, group: int, count: int) -> None:
+        """Record that the first ``count`` pages of a group were freed and are not read again."""
+        freed = self.num_freed_pages[group]
+        self.group_pages[group][freed:count] = [NO_PAGE] * (count - freed)
+        self.num_freed_pages[group] = count
 
     @property
     def pages_in_use(self) -> list[int]:
-        """Its pages that were not freed."""
-        return self.pages[self.num_freed_pages :]
+        """Its pages that were not freed, of all page groups, in the order of their tokens."""
+        if len(self.group_pages) == 1:
+            return self.pages[self.num_freed_pages[0] :]
+        by_tokens = zip_longest(*self.group_pages, fillvalue=NO_PAGE)
+        return [page for pages in by_tokens for page in pages if page != NO_PAGE]
+
+    @property
+    def num_pages_in_use(self) -> int:
+        """The number of ``pages_in_use``."""
+        return sum(map(len, self.group_pages)) - sum(self.num_freed_pages)
 
     def note_admission(self, now: float) -> None:
         """Record when it was first admitted and how much of its prompt was cached.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import UsageError
-from modelmill.runtime.session_pages import SessionPages
+from modelmill.runtime.session_pages import SessionPages, saved_pages
 
 MAGIC = b"modelmill session 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -80,8 +80,13 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
     start = len(MAGIC) + _LENGTH.size
     (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
     header = _header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
-    for key, what in (("engine", "engine"), ("page_size", "page size"), ("tensors", "KV dtype")):
-        if header.get(key) != layout[key]:
+    for key, what in (
+        ("engine", "engine"),
+        ("page_size", "page size"),
+        ("windows", "--max-model-len, so that its layers share other pages"),
+        ("tensors", "KV dtype"),
+    ):
+        if header.get(key) != layout.get(key):
             raise UsageError(f"the session was saved with another {what}; it cannot be restored")
     return _pages(header, content[start + length :], layout)
 
@@ -104,7 +109,10 @@ def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any
     if not all(type(each) is int and each >= 0 for each in tokens):
         raise _inconsistent()
     sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
-    if len(tokens) != count * layout["page_size"] or len(body) != count * sum(sizes):
+    page_size, windows = layout["page_size"], tuple(layout.get("windows", (None,)))
+    places = saved_pages(len(tokens) // page_size, page_size, windows)
+    whole = len(tokens) % page_size == 0
+    if not whole or count != len(places) or len(body) != count * sum(sizes):
         raise _inconsistent()
     data, start = [], 0
     for size in sizes:

@@ -11,7 +11,11 @@ import torch
 
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.core.window_pages import first_page_in_use
 from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.kv_pages import group_key, resumable_pages
+
+Windows = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class SessionPages:
 
     Attributes:
         tokens: of the prefix; they fill the pages.
-        data: of each tensor of the KV cache [pages, bytes of a page] uint8.
+        data: of each tensor of the KV cache [pages, bytes of a page] uint8; the pages of one page
+            group after another, as of ``saved_pages``.
     """
 
     tokens: tuple[int, ...]
@@ -34,7 +39,7 @@ class SessionPages:
 
 def session_layout(core: EngineCore) -> dict[str, Any]:
     """What an engine core must have in common with the one that saved a session."""
-    return {
+    layout = {
         "engine": core.digest,
         "page_size": core.page_size,
         "tensors": [
@@ -42,6 +47,26 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
             for each in core.model_runner.kv.tensors
         ],
     }
+    windows = _group_windows(core)
+    return layout if windows == (None,) else {**layout, "windows": list(windows)}
+
+
+def _group_windows(core: EngineCore) -> Windows:
+    """The window of each page group; a single group is saved with all of its pages."""
+    windows = core.scheduler.limits.windows
+    return windows if len(windows) > 1 else (None,)
+
+
+def saved_pages(count: int, page_size: int, windows: Windows) -> list[tuple[int, int]]:
+    """The pages that a session of ``count`` pages of tokens keeps: (page group, page), in order.
+
+    Of a group with a window those that the next token reads.
+    """
+    return [
+        (group, page)
+        for group, window in enumerate(windows)
+        for page in range(first_page_in_use(count * page_size, page_size, window), count)
+    ]
 
 
 def export_session(
@@ -61,12 +86,11 @@ def export_session(
     """
     _check_supported(core)
     keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size)
-    pages: list[int] = []
-    for key in keys:
-        page = core.scheduler.pool.cached_page_for_key(key)
-        if page is None:
-            break
-        pages.append(page)
+    pool, windows = core.scheduler.pool, _group_windows(core)
+    count = resumable_pages(pool, keys, core.page_size, windows)
+    places = saved_pages(count, core.page_size, windows)
+    cached = [pool.cached_page_for_key(group_key(keys[page], group)) for group, page in places]
+    pages = [page for page in cached if page is not None]
     if not pages:
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
@@ -79,7 +103,7 @@ def export_session(
         )
     index = torch.tensor(pages, device=core.device)
     data = tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
-    return SessionPages(tuple(tokens[: len(pages) * core.page_size]), data)
+    return SessionPages(tuple(tokens[: count * core.page_size]), data)
 
 
 def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> int:
@@ -98,31 +122,33 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         CapacityError: the free pages are too few.
     """
     _check_supported(core)
-    pool = core.scheduler.pool
+    pool, windows = core.scheduler.pool, _group_windows(core)
     keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size)
-    if sum(pool.cached_page_for_key(key) is None for key in keys) > pool.num_available:
+    places = saved_pages(len(keys), core.page_size, windows)
+    group_keys = [group_key(keys[page], group) for group, page in places]
+    if sum(pool.cached_page_for_key(key) is None for key in group_keys) > pool.num_available:
         raise CapacityError(
-            f"the session needs {len(keys)} pages of the KV cache, and {pool.num_available} are "
+            f"the session needs {len(places)} pages of the KV cache, and {pool.num_available} are "
             "free; try again when fewer requests run, or raise --kv-cache-bytes"
         )
-    pages: list[int] = []
+    pages: list[tuple[int, int]] = []
     try:
-        for number, key in enumerate(keys):
+        for row, (key, (group, position)) in enumerate(zip(group_keys, places, strict=True)):
             page = pool.cached_page_for_key(key)
             if page is None:
-                page = pool.alloc()
+                page = pool.alloc(group)
                 if page is None:
                     break
-                _write_page(core, page, [each[number] for each in session.data])
+                _write_page(core, page, [each[row] for each in session.data])
                 pool.cache(page, key)
             else:
                 pool.incref(page)
-            pages.append(page)
+            pages.append((position, page))
     finally:
         # last pages first, so that the beginning is evicted last
-        for page in reversed(pages):
+        for _, page in sorted(pages, reverse=True):
             pool.decref(page)
-    return len(pages) * core.page_size
+    return resumable_pages(pool, keys, core.page_size, windows) * core.page_size
 
 
 def _check_supported(core: EngineCore) -> None:

@@ -37,7 +37,7 @@ COPY_STATE = "copy state"
 END = "end"
 PING = "ping"
 COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING)
-_HEADER_STRUCT = struct.Struct("<14q")
+_HEADER_STRUCT = struct.Struct("<15q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
@@ -102,7 +102,7 @@ class StepCommand:
         return _HEADER_STRUCT.pack(
             COMMANDS.index(self.command), self.num_words,
             layout.tokens, layout.seqs, layout.num_logit_rows, layout.table_columns,
-            layout.has_state,
+            layout.has_state, layout.page_groups,
             self.all_rows, self.max_query, self.max_context, self.uses_last_ids, self.num_kept_ids,
             self.embed_width,
             self.num_pooled_rows,
@@ -111,13 +111,12 @@ class StepCommand:
     @staticmethod
     def unpack(header: bytes) -> StepCommand:
         """The inverse of ``pack``."""
-        code, words, t, b, r, p, has_state, all_rows, query, context, uses_last_ids, *counts = (
-            _HEADER_STRUCT.unpack(header)
-        )
+        code, words, t, b, r, p, has_state, groups, *rest = _HEADER_STRUCT.unpack(header)
+        all_rows, query, context, uses_last_ids, *counts = rest
         return StepCommand(
             COMMANDS[code],
             words,
-            BatchLayout(t, b, r, p, bool(has_state)),
+            BatchLayout(t, b, r, p, bool(has_state), groups),
             bool(all_rows),
             query,
             context,

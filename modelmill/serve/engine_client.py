@@ -184,7 +184,7 @@ class EngineClient:
         return RequestLimits(
             info.vocab_size,
             info.max_model_len,
-            info.num_pages * info.page_size,
+            info.kv_tokens,
             info.max_num_seqs,
         )
 
@@ -281,9 +281,7 @@ class EngineClient:
         return (
             ""
             if info.engine_type == SEGMENTATION
-            else budget.kv_cache_summary(
-                info.device, info.num_pages * info.page_size, *self._kv_cache_bytes
-            )
+            else budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_bytes)
         )
 
     def check_segments(self) -> None:

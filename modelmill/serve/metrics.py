@@ -245,7 +245,7 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
             lambda s: s.restored_states,
         ),
     }
-    families: list[Metric] = []
+    families: list[Metric] = [_pages_in_use_family(engine_stats)]
     for family_class, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (help, read) in table.items():
             family = family_class(PREFIX + name, help, labels=["model_name"])
@@ -253,6 +253,18 @@ def _stats_families(engine_stats: Iterable[tuple[str, Stats]]) -> list[Metric]:
                 family.add_metric([model], float(read(stats)))
             families.append(family)
     return families
+
+
+def _pages_in_use_family(engine_stats: Iterable[tuple[str, Stats]]) -> Metric:
+    family = GaugeMetricFamily(
+        PREFIX + "kv_cache_in_use_bytes",
+        "Bytes of KV pages in use, of layers by the tokens that they attend to: all, or a window.",
+        labels=["model_name", "window"],
+    )
+    for model, stats in engine_stats:
+        for window, pages in stats.pages_by_window.items():
+            family.add_metric([model, window], float(pages * stats.page_bytes))
+    return family
 
 
 def _bytes_of(pages: str) -> Callable[[Stats], int]:

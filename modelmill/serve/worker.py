@@ -333,6 +333,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
         limits.max_seqs,
         max_prefix_pages=engine_core.scheduler.pool.max_idle,
         state_cache_bytes=engine_core.state_cache_bytes,
+        kv_tokens=limits.kv_tokens,
     )
 
 

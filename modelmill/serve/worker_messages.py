@@ -148,6 +148,7 @@ class EngineReady:
         path: the engine folder.
         max_prefix_pages: KV pages, of ``num_pages``, that may hold cached prefixes.
         state_cache_bytes: Bytes of recurrent state on each rank; 0 for a model without any.
+        kv_tokens: Tokens of a sequence that the KV pages can hold.
     """
 
     path: str
@@ -161,6 +162,7 @@ class EngineReady:
     engine_type: str = "language"
     max_prefix_pages: int = 0
     state_cache_bytes: int = 0
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class StatsReply:
     """
 
     number: int
-    stats: Mapping[str, int]
+    stats: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

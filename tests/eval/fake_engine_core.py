@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 from modelmill.core.config import RunConfig
 from modelmill.core.types import FinishReason, Logprob, Request, TokenOutput
+from modelmill.runtime.scheduler import SchedulerLimits
+from modelmill.runtime.sequence import RequestLimits
 
 
 @dataclass
@@ -29,6 +31,16 @@ class FakeEngineCore:
     live: dict[str, list[int]] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+
+    @property
+    def scheduler(self) -> SimpleNamespace:
+        tokens, seqs = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        return SimpleNamespace(limits=SchedulerLimits(tokens, seqs, self.page_size))
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        kv_tokens, seqs = self.num_pages * self.page_size, self.config.max_num_seqs
+        return RequestLimits(self.vocab, self.max_model_len, kv_tokens, seqs)
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request

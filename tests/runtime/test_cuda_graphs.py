@@ -281,7 +281,7 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     enabled: bool, rows: int, max_seqs: int | None, ranks: int
 ) -> None:
     reserved: list[BatchLayout] = []
-    packer = SimpleNamespace(reserve=reserved.append, state_padding=None)
+    packer = SimpleNamespace(reserve=reserved.append, state_padding=None, page_groups=1)
     config = RunConfig(
         cuda_graphs=enabled, max_num_seqs=rows, max_num_batched_tokens=5000, page_size=16
     )

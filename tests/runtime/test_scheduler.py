@@ -268,7 +268,7 @@ def test_a_postponed_schedule_takes_its_copies_on_write_back() -> None:
     free = scheduler.pool.num_available
     remaining = [True, False]
     alloc = scheduler.pool.alloc
-    scheduler.pool.alloc = lambda: alloc() if remaining.pop(0) else None  # type: ignore[method-assign]
+    scheduler.pool.alloc = lambda *_: alloc() if remaining.pop(0) else None  # type: ignore[method-assign]
     assert scheduler.schedule(overlapped=True) is None
     assert remaining == []
     scheduler.pool.alloc = alloc  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 120  # nothing here takes as long; what does has hung
 COUNTS = st.integers(0, 1 << 40)
-LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans())
+LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8))
 COMMANDS_SENT = st.builds(
     StepCommand,
     st.sampled_from(COMMANDS),
@@ -126,10 +126,11 @@ def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ..
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2), ("qwen3_5_text", 2)],
+    [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2), ("qwen3_5_text", 2), ("gemma2", 2)],
 )
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
     alone = open_engine(engines(name), 1)
+    assert bool(alone.kv_shape.groups) == (name == "gemma2")
     expected, logits = (
         run_requests(alone),
         TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0],

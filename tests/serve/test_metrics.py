@@ -54,3 +54,11 @@ def test_recurrent_states_are_on_the_page() -> None:
     label = '{model_name="hybrid"}'
     read = {name: float(samples[f"modelmill:state_cache_{name}{label}"]) for name in STATE_SAMPLES}
     assert read == STATE_SAMPLES
+
+
+def test_pages_in_use_are_counted_by_window() -> None:
+    stats = Stats(1, 0, 8, 3, 0, 1, 1, 1, 0, 0, page_bytes=64, pages_by_window={"all": 3, "128": 2})
+    samples = sampled(ServerMetrics().render([("mixed", stats)]))
+    name = 'modelmill:kv_cache_in_use_bytes{model_name="mixed",window="%s"}'
+    assert float(samples[name % "all"]) == 3 * 64
+    assert float(samples[name % "128"]) == 2 * 64

@@ -42,7 +42,7 @@ MESSAGES: list[wire.Message] = [
     wire.Ping(),
     wire.Heartbeat(),
     wire.LoadingUpdate("checking", 3, 2**40),
-    wire.EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, max_prefix_pages=10),
+    wire.EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, max_prefix_pages=10, kv_tokens=480),
     wire.RequestStarted("r1", 0.25),
     wire.StepTokens([
         TokenOutput("r1", 0, 5),
@@ -54,7 +54,7 @@ MESSAGES: list[wire.Message] = [
     ]),
     wire.RequestRejected("r1", "the prompt is empty"),
     wire.RequestRejected("r1", "no memory", out_of_memory=True),
-    wire.StatsReply(9, {"running": 1}),
+    wire.StatsReply(9, {"running": 1, "pages_by_window": {"all": 3, "128": 2}}),
     wire.OpenFailed("no such file", True),
 ]  # fmt: skip
 
