@@ -59,6 +59,8 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
     config = moe.routing.config
     logits = step.ops.router_gemm(x, moe.router.weight)
+    if moe.router.bias is not None:
+        logits = logits + moe.router.bias.float()
     inputs = FusedTopkInputs(
         logits if config.logit_scale == 1.0 else logits * config.logit_scale,
         moe.routing.selection_bias,

@@ -111,15 +111,20 @@ def test_a_mixture_with_grouped_ops_is_the_plain_one(weight_format: str, grouped
 def test_biases_and_gates_are_those_of_the_plain_mixture(
     weight_format: str, switches: dict[str, Any], grouped_step: Any
 ) -> None:
-    spec = MoESpec(RouterConfig(EXPERTS, 3), MLPSpec(HIDDEN, 2 * HIDDEN, bias=True, **switches))
+    router = RouterConfig(EXPERTS, 3, bias=True)
+    spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN, bias=True, **switches))
     moe = filled(spec, weight_format)
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = moe(x, STEP)
     fused = FusedMoE(moe, stacks=True)
     torch.testing.assert_close(fused(x, grouped_step), expected, rtol=1e-4, atol=1e-5)
+    moe.router.bias[:] *= -50.0  # type: ignore[index, operator]
+    other = moe(x, STEP)
+    assert (other - expected).abs().max() > 1e-2, "the router's bias chooses other experts"
+    torch.testing.assert_close(fused(x, grouped_step), other, rtol=1e-4, atol=1e-5)
     for expert in moe.experts:
         expert.down_proj.bias = None  # type: ignore[union-attr]
-    assert (moe(x, STEP) - expected).abs().max() > 1e-2, "the biases take part"
+    assert (moe(x, STEP) - other).abs().max() > 1e-2, "the biases take part"
 
 
 @pytest.mark.gpu
