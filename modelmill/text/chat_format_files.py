@@ -79,7 +79,7 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
     from modelmill.text.call_reader import mark_parts
 
     calls = syntax.calls
-    marks = [*calls.section, *calls.call, *calls.optional]
+    marks = [*calls.section, *calls.call, *calls.optional, *syntax.content]
     marks += [calls.head, calls.name_end, calls.code_mark, calls.string_mark]
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]

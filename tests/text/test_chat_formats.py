@@ -39,7 +39,7 @@ def test_a_file_describes_one_format(name: str) -> None:
 
 
 def test_a_name_without_a_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="no chat format 'herms'; there are command_a, "):
+    with pytest.raises(ValueError, match="no chat format 'herms'; there are apertus, command_a, "):
         load_format("herms")
 
 
@@ -82,6 +82,12 @@ CALL_TEXTS = [
     ("<function name=\"' + name + '\"><param name=\"", "minicpm5"),
     ("<longcat_tool_call>\n{", "longcat"),
     ("<tool_calls>\n<tool_call>' + name + '<tool_sep>\n<arg_key>k</arg_key>\n<arg_value>", "hy_v3"),
+    ("function call' + '<|role_sep|>\n' + '{\"name\": \"", "gigachat3"),
+    ("<|function_call|>{\"name\": \"", "gigachat3"),
+    ("'<|tools_prefix|>' '[' '{\"' ~ name ~ '\": ' ']' '<|tools_suffix|>'", "apertus"),
+    ("'<|reserved_special_token_249|>' + name + '\n' + arguments", "functionary_v2"),
+    ("<function=' + name + '>' + arguments + '</function>'", "functionary_v31"),
+    ("'<|open|>' + tag '<|sep|>' '<|close|>' + tag + '<|sep|>'", "kimi_k3"),
     ("{", "json"),
 ]  # fmt: skip
 
