@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
@@ -19,6 +20,7 @@ _BLANKS = re.compile(r"\s+")
 _PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
+@cache
 def mark_parts(mark: str) -> tuple[str, ...]:
     """Split a mark at blanks, before "<" and behind control tokens, where whitespace may differ."""
     return tuple(_PARTS.findall(mark))

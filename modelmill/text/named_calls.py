@@ -24,7 +24,8 @@ class NamedCallReader(CallReader):
 
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         super().__init__(syntax, tools, output)
-        self._json_calls = JsonCallReader(CallSyntax("json", bare=True), tools, output)
+        if syntax.json_too:
+            self._json_calls = JsonCallReader(CallSyntax("json", bare=True), tools, output)
 
     def _first_state(self) -> Callable[[str, int], int]:
         syntax = self._syntax
