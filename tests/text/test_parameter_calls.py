@@ -37,6 +37,10 @@ CASES = [
     ("kimi_k3", K3.format(
         '"a&amp;b" index="1"<|sep|><|open|>argument key="&quot;q&quot;" type="string"<|sep|>'
         "&quot;<|close|>argument<|sep|>"), "", [("a&b", '{"\\"q\\"": "&quot;"}')]),
+    # a line that is no call, between two that are; nothing of a section is content
+    ("minimax_m1", '<tool_calls>\n{"name": "f", "arguments": {"n": 1}}\n{broken}\n'
+     '{"name": "f", "arguments": {}}\n{broken</tool_calls>\n.', ".",
+     [("f", '{"n": 1}'), ("f", "{}")]),
     ("apertus", 'so <|tools_prefix|>[{"f": {"n": 1}}, {"f": {}}]<|tools_suffix|>', "so",
      [("f", '{"n": 1}'), ("f", "{}")]),
     ("gigachat3", '<|function_call|>{"name": "f", "arguments": {"n": 1}}', "",

@@ -14,7 +14,7 @@ FORMAT = ChatSyntax(
         section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
         call=('<|open|>call tool="', "<|close|>call<|sep|>"),
         head='{name}" index="{number}"',
-        head_pattern=r"(?P<name>[^\"\s<>]+)\"?(?:\s+index=\"[0-9]*\"?)?",
+        head_pattern=r"(?P<name>[^\"]+)\"?(?:\s+index=\"[0-9]*\"?)?",
         name_end="<|sep|>",
         parameter=ParameterSyntax(
             '<|open|>argument key="',
