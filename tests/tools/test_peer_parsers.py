@@ -23,6 +23,9 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser, MARK
 from vllm.tool_parsers.unknown_tool_parser import UnknownToolParser
 from vllm.engine import grammar
+from mistral_common.tokens import Choice
+
+CHOICE = Choice.model_validate({"a": 1}) | Choice
 
 TEXT = MARK + '\\n{"name": "f", "arguments": {"x": 1}}\\n</tool_call> done'
 
@@ -60,6 +63,16 @@ def test_inner_state():
 
 def test_grammar():
     assert grammar.build() == ""
+
+def test_tokenizer():
+    assert get_tokenizer("any").grammar_factory
+
+def test_state():
+    parser = Hermes2ProToolParser(get_tokenizer("any"))
+    parser.extract_tool_calls_streaming("", TEXT, TEXT, request=None)
+    assert parser.prev_tool_call_arr == [{"name": "f", "arguments": '{"x":1}'}]
+    assert parser.bot_token == "<tool_call>\\n"
+    assert parser.bot_token_id == parser.vocab[parser.bot_token]
 
 def test_no_format():
     UnknownToolParser(None)
@@ -105,9 +118,9 @@ def test_tests_of_vllm_run_against_the_parsers(
     folder = str(vllm_checkout(tmp_path))
     assert command.main(["vllm", folder, "--commit", "abc"]) == 1, "one test has no explanation"
     output = capsys.readouterr().out
-    assert "test_small.py: 1 failed, 2 internal, 1 no format, 3 passed, 1 xpassed" in output
+    assert "test_small.py: 1 failed, 3 internal, 1 no format, 4 passed, 1 xpassed" in output
     assert "test_small.py::test_wrong\n    no explanation" in output
-    assert "5 tests compared, 4 with the same calls" in output
+    assert "6 tests compared, 5 with the same calls" in output
 
 
 def test_tests_of_sglang_run_against_the_parsers(

@@ -19,7 +19,7 @@ class LooseText(str):
 
     def __eq__(self, other: object) -> bool:
         """Compare what the texts mean."""
-        return isinstance(other, str) and self._meaning(self) == self._meaning(other)
+        return self._meaning(self) == (self._meaning(other) if isinstance(other, str) else other)
 
     def __ne__(self, other: object) -> bool:
         """Compare what the texts mean."""

@@ -42,7 +42,7 @@ class Internal:
         """Return a part of it."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return Internal(f"{self.__dict__['name']}.{name}")
+        return type(self)(f"{self.__dict__['name']}.{name}")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refuse."""
@@ -62,6 +62,16 @@ class InternalBase:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise PeerInternalError(type(self).__name__)
+
+
+class Foreign(Internal):
+    """Something of another library: it may be made when a file of tests is read."""
+
+    def __call__(self, *_: Any, **__: Any) -> Foreign:
+        """Return a value that no test can use."""
+        return Foreign(f"{self.__dict__['name']}()")
+
+    __or__ = __call__
 
 
 class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -85,6 +95,8 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "ResponsesRequest": records.ChatCompletionRequest,
             "Tool": records.ChatCompletionToolsParam,
             "AutoTokenizer": plain_tokenizer.PlainTokenizer,
+            "MistralTokenizer": plain_tokenizer.OtherTokenizer,
+            "ensure_json": lambda text, *_: text,
             "TokenizerLike": plain_tokenizer.PlainTokenizer,
             "get_tokenizer": plain_tokenizer.PlainTokenizer.from_pretrained,
             "detokenize_incrementally": plain_tokenizer.detokenize_incrementally,
@@ -128,6 +140,8 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return vllm_adapter.parser_class(name)
         if name.endswith("Detector"):
             return sglang_adapter.detector_class(name)
+        if module.partition(".")[0] in FOREIGN:
+            return Foreign(f"{module}.{name}")
         constants = self._constants(module)
         return constants[name] if name in constants else Internal(f"{module}.{name}")
 

@@ -16,7 +16,9 @@ from tools.peer_parsers.peer_modules import PeerModules
 from tools.peer_parsers.peer_parser import PeerInternalError
 
 ROOT_KEY, SOURCE_KEY, OUTPUT_KEY = "PEER_ROOT", "PEER_SOURCE", "PEER_OUTPUT"
-_LACKS = "does not have the attribute|object 'FunctionCallParser' has no|but got 'Internal'"
+_LACKS = (
+    r"does not have the attribute|object '\w+Parser' has no|Mock object has no|but got 'Internal'"
+)
 _outcomes: dict[str, dict[str, str]] = {}
 
 
