@@ -115,9 +115,13 @@ class ParameterCallReader(NamedCallReader):
             if self._final or len(text) - at > MAX_HEAD_CHARS:
                 self._state = self._skip_call
             return at
-        _, end = self._match(text, place, self._key_end)
+        count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
+        if count < len(self._key_end) and (empty := self._follows_no_value(text, end)) is not False:
+            if empty:
+                self._state = self._scan_parameter
+            return end if empty else at
         key, attribute = text[at:place].strip(), None
         if self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
@@ -130,6 +134,15 @@ class ParameterCallReader(NamedCallReader):
         wraps = self._num_arguments == 1 and self._is_wrapper(key)
         self._state = self._scan_wrapper if wraps else self._scan_value_start
         return end
+
+    def _follows_no_value(self, text: str, at: int) -> bool | None:
+        """Whether another argument or the call's end follows a key; None if more is needed."""
+        rest = text[skip_blank(text, at) :]
+        marks = (self._param_open[0], *self._close[:1])
+        if rest.startswith(marks):
+            return True
+        begun = not self._final and any(mark.startswith(rest) for mark in marks)
+        return None if begun else False
 
     def _is_wrapper(self, key: str) -> bool:
         """Whether a key is none of the tool, but one under which models write all arguments."""

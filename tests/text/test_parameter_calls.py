@@ -27,6 +27,10 @@ CASES = [
     ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", "7")), "",
      [("f", '{"arguments": 7}')]),
     ("minicpm5", MINI.format("<![CDATA[ a\n<b> ]]>"), "", [("f", '{"x": " a\\n<b> "}')]),
+    # a key without a value
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key><arg_key>x</arg_key><arg_value>1</arg_value>"
+     "</tool_call>", "", [("f", '{"x": "1"}')]),
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", "", [("f", "{}")]),
     ("minicpm5", MINI.format("<![CDATA"), "", [("f", '{"x": "<![CDATA"}')]),
     ("mistral_v13", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}] .', ".",
      [("f", '{"n": 1}')]),

@@ -61,7 +61,7 @@ EXPLANATIONS = (
         (
             "*::test_extract_tool_calls_streaming_incremental*",
             "test_glm47_moe_tool_parser.py::TestGlm47Streaming::test_with_args",
-            "test_minimax_m2_tool_parser.py::*::test_eos_after_tool_calls",
+            "*::test_eos_after_tool_calls",
             "test_deepseekv4_tool_parser.py::test_registered",
             "test_minimax_tool_parser.py::test_streaming_openai_compatibility",
             "test_minimax_tool_parser.py::test_streaming_thinking_tag_buffering",
@@ -106,6 +106,7 @@ EXPLANATIONS = (
             "test_kimi_k2_tool_parser.py::*::test_noise_between_markers_suppressed",
             "test_kimi_k2_tool_parser.py::*::test_content_after_tool_section",
             "test_llama3_json_tool_parser.py::test_extract_tool_calls_simple",
+            "test_glm4_moe_tool_parser.py::test_extract_tool_calls_mixed_content",
             "test_minicpm5xml_tool_parser.py::test_single_call_with_surrounding_text",
             "test_minicpm5xml_tool_parser.py::test_multiple_calls_interleaved_text",
             "test_function_call_parser.py::TestGemma4Detector::"
@@ -185,6 +186,8 @@ EXPLANATIONS = (
         "complete; the peer returns text. A streamed call cannot be taken back",
         (
             "test_hermes_tool_parser.py::*_invalid_json*",
+            "test_poolside_v1_detector.py::*::test_truncated_*",
+            "test_glm4_moe_tool_parser.py::test_extract_tool_calls_incomplete_tool_call",
             "test_llama3_json_tool_parser.py::test_extract_tool_calls_invalid_json",
             "test_function_call_parser.py::TestLlama32Detector::test_invalid_then_valid_json",
             "test_function_call_parser.py::TestGigaChat3Detector::"
@@ -204,6 +207,12 @@ EXPLANATIONS = (
         _CALLS,
         "not compared: the test writes its text with Mistral's own encoder",
         ("test_mistral_tool_parser.py::test_extract_tool_calls_streaming[[]*",),
+    ),
+    Explanation(
+        _CALLS,
+        "DeepSeek V3.2 writes a declared integer as a string: modelmill takes the declared type, "
+        "as vLLM's later tests do",
+        ("test_deepseekv32_tool_parser.py::*::test_string_attr_true_preserves_literal_*",),
     ),
     Explanation(
         _CALLS,
