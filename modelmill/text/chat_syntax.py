@@ -39,11 +39,13 @@ class ThinkingSyntax:
         close: after it.
         ends_at_calls: the first mark of a call ends the thinking, too (only where that mark is a
             control token, which a model does not quote).
+        in_template: text of a template that writes the marks, if it does so by a macro.
     """
 
     open: str = "<think>\n"
     close: str = "\n</think>\n\n"
     ends_at_calls: bool = False
+    in_template: str = ""
 
     @property
     def marks(self) -> Marks:

@@ -6,7 +6,7 @@ FORMAT = ChatSyntax(
     title="Kimi K3",
     detect=(("<|open|>", "<|close|>", "<|sep|>"),),
     tokens=("<|open|>", "<|close|>", "<|sep|>"),
-    thinking=ThinkingSyntax("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    thinking=ThinkingSyntax("<|open|>think<|sep|>", "<|close|>think<|sep|>", in_template="'think'"),
     dropped=("<|close|>message<|sep|>", "<|end_of_msg|>"),
     content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     calls=CallSyntax(
