@@ -6,7 +6,7 @@ OUT ?= out
 DEMO_ENGINE ?= $(OUT)/smollm2.engine
 PROMPT ?= What is a watermill? Answer in two sentences.
 
-.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-building test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats request-fields site lint format clean
+.PHONY: bench demo demo-sam quantization-page test test-all test-computing test-building test-models test-families test-waiting test-rest test-versions test-gpu test-triton test-ray test-browser clean-room verify conformance performance kernels devices command-line families chat-formats parser-differences request-fields site lint format clean
 
 demo: $(VENV)/.core
 	@$(BIN)/modelmill pull smollm2 -o $(OUT)/models
@@ -150,6 +150,10 @@ command-line: $(VENV)/.test
 # the table of docs/tool-calling.md
 chat-formats: $(VENV)/.test
 	$(BIN)/python -m tools.chat_formats.page
+
+# docs/parser_differences.md, from tools/peer_parsers/results.json
+parser-differences: $(VENV)/.test
+	$(BIN)/python -m tools.peer_parsers.page
 
 # docs/families.md, the table of supported families
 families: $(VENV)/.test

@@ -36,7 +36,7 @@ from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
 from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.chat import ChatFormat, TemplateChat, load_chat, read_templates
-from modelmill.text.chat_format_files import control_marks, load_format
+from modelmill.text.chat_format_files import control_marks, load_format, text_marks
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
 from modelmill.text.messages import Messages
@@ -328,8 +328,7 @@ class TextProcessor:
         marks = set[str]()
         if calls or (thinking and syntax.calls.style == "harmony"):
             marks.update(control_marks(syntax, None))
-        if thinking and self.chat_format.thinking is not None:
-            marks.update(self.chat_format.thinking.marks)
+        marks.update(text_marks(syntax, self.chat_format.thinking if thinking else None))
         return frozenset(special[mark] for mark in marks if mark in special)
 
     def _prompt_thinking(self, ids: Sequence[int]) -> PromptThinking:

@@ -94,7 +94,14 @@ def build_answer(
         body = builder.document(dict(documents))
         if syntax.calls.style == "harmony":
             body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
-    return builder.build(f"{_thinking(builder, value)} {body}")
+        body = f"{body} {builder.literal(syntax.content[1])}"
+    return builder.build(f"{_thinking(builder, value)} {_content_mark(builder, syntax)} {body}")
+
+
+def _content_mark(builder: LarkBuilder, syntax: ChatSyntax) -> str:
+    """The mark before the content, which the prompt may have written already."""
+    opening = builder.literal(syntax.content[0])
+    return f"({opening})?" if opening else ""
 
 
 def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
@@ -133,8 +140,13 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         thought = f"{_thought(builder)} {body}"
         text = builder.free_text(("Action:",)) if value.get("optional") else ""
         return f"({text} | {thought})" if text else thought
+    content_end = syntax.content[1]
     if not value.get("optional"):
-        return f"{builder.literal(prefix)} {body} {more} {end}"
+        return f"{builder.literal(content_end + prefix)} {body} {more} {end}"
+    if content_end:
+        text = builder.free_text((content_end, prefix))
+        call = f"{builder.literal(prefix)} {body} {more} {end}"
+        return f"{text}? {builder.literal(content_end)} ({call})?"
     names = [function["name"] for function in functions]
     return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
 
@@ -210,6 +222,7 @@ def _head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
     parts, rest = [], calls.head.replace("{name}", name)
     for field, pattern in (
         ("{index}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
+        ("{number}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
         ("{id}", "/[a-zA-Z0-9]{9}/"),
     ):
         before, found, after = rest.partition(field)

@@ -109,11 +109,13 @@ class MarkedAnswerParser(AnswerParser):
         super().__init__(tools, output)
         self._reader = READERS[syntax.calls.style](syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
+        self._content_marks = tuple(filter(None, (*syntax.content, *syntax.dropped)))
+        self._openers = self._reader.openers if self._reader is not None else ()
         self._thinking_open, self._thinking_close = ("", "") if thinking is None else thinking.marks
         ends_at_calls = thinking is not None and thinking.ends_at_calls and self._reader is not None
         self._thinking_ends = (
             self._thinking_close,
-            *(self._reader.openers if ends_at_calls and self._reader else ()),
+            *(self._openers if ends_at_calls else ()),
         )
         self.in_reasoning = thinks
         self._mode = self._scan_start if thinking is not None else self._begin_content()
@@ -130,7 +132,7 @@ class MarkedAnswerParser(AnswerParser):
         rest, self._buffer = self._buffer, ""
         if cut:
             # the begin of a mark is no text
-            marks = self._thinking_ends if self.in_reasoning else reader.openers if reader else ()
+            marks = self._thinking_ends if self.in_reasoning else self._content_ends()
             if self._mode == self._scan_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = overlap(rest, marks)
@@ -180,22 +182,29 @@ class MarkedAnswerParser(AnswerParser):
 
     def _scan_content(self) -> bool:
         """Scan content up to an opening mark."""
-        if self._reader is None:
-            self._output.add_text(self._buffer)
-            self._buffer = ""
-            return False
-        place, mark = find_first(self._buffer, self._reader.openers)
-        if mark:
-            self._output.add_text(self._buffer[:place])
-            self._buffer = self._buffer[place:]
-            self._reader.begin()
-            self._marked = True
-            self._mode = self._scan_block
-            return True
-        stop = len(self._buffer) - overlap(self._buffer, self._reader.openers)
-        self._output.add_text(self._buffer[:stop])
-        self._buffer = self._buffer[stop:]
-        return False
+        ends = self._content_ends()
+        place, mark = find_first(self._buffer, ends)
+        if not mark:
+            place = len(self._buffer) - overlap(self._buffer, ends)
+        self._output.add_text(self._buffer[:place])
+        self._buffer = self._buffer[place:]
+        if mark in self._content_marks:
+            self._buffer = self._buffer[len(mark) :]
+        elif not mark or any(each.startswith(self._buffer) for each in self._content_marks):
+            return False  # it may become a mark
+        else:
+            self._begin_block()
+        return True
+
+    def _content_ends(self) -> tuple[str, ...]:
+        """What ends a piece of content: marks around it, or the begin of calls."""
+        return (*self._content_marks, *self._openers)
+
+    def _begin_block(self) -> None:
+        assert self._reader is not None, "a mark begins calls"
+        self._reader.begin()
+        self._marked = True
+        self._mode = self._scan_block
 
     def _scan_block(self) -> bool:
         """Read calls."""
@@ -214,11 +223,14 @@ class MarkedAnswerParser(AnswerParser):
         if reader.closed:
             self._output.add_text(text)
         elif final and reader.cut and marked:
-            self._buffer = ""  # a call that was cut off before it was reported
+            # a call that was cut off before it was reported
+            self._output.add_text(text[: len(text) - len(text.lstrip())])
+            self._buffer = ""
         else:
             # the mark is content; what follows it is read again, since it may have a call
             self._buffer = text + self._buffer
-            size = next((len(m) for m in reader.openers if self._buffer.startswith(m)), 0)
+            openers = () if reader.dropped_section and not text else reader.openers
+            size = next((len(m) for m in openers if self._buffer.startswith(m)), 0)
             self._output.add_text(self._buffer[:size])
             self._buffer = self._buffer[size:]
         return True

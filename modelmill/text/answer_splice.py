@@ -24,7 +24,7 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.chat_format_files import THINK_TAGS
-from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 from modelmill.text.tokenizer_base import Tokenizer
 
 TAIL_TOKENS = 2
@@ -218,7 +218,7 @@ class AnswerSplicer:
 
     def _parse(self, pieces: Sequence[Piece], thinks: bool) -> ParsedAnswer:
         text = self._text(pieces)
-        if not (self.tools or self.thinking):
+        if not (self.tools or self.thinking or self.syntax.content != NO_MARKS):
             return ParsedAnswer(text)
         parser = make_answer_parser(self.syntax, self.tools, thinking=self.thinking, thinks=thinks)
         return collect_answer([*parser.push(text), *parser.flush()])

@@ -13,7 +13,14 @@ from typing import Any
 
 from modelmill.text import harmony
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import (
+    NO_MARKS,
+    CallSyntax,
+    ChatSyntax,
+    ParameterSyntax,
+    ThinkingSyntax,
+)
+from modelmill.text.parameter_types import json_type
 from modelmill.text.value_stream import split_object
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
@@ -42,7 +49,13 @@ def write_answer(
     text = ""
     if thinking is not None and (answer.reasoning or thinks):
         text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
-    return text + answer.content + write_calls(syntax.calls, answer, several=several)
+    content = _write_content(syntax, answer.content)
+    return text + content + write_calls(syntax.calls, answer, several=several)
+
+
+def _write_content(syntax: ChatSyntax, content: str) -> str:
+    opening, closing = syntax.content
+    return f"{opening}{content}{closing}" if content or closing else ""
 
 
 def write_calls(calls: CallSyntax, answer: ParsedAnswer, *, several: bool = False) -> str:
@@ -82,7 +95,8 @@ def _write_head(calls: CallSyntax, call: ParsedToolCall, index: int) -> str:
         match = re.fullmatch(calls.head_pattern, call.id)
         if match and match["name"] == call.name:
             return call.id
-    return calls.head.format(name=call.name, index=index, id=call.id)
+    name = _escape(calls, call.name)
+    return calls.head.format(name=name, index=index, number=index + 1, id=call.id)
 
 
 def _write_parameters(calls: CallSyntax, call: ParsedToolCall) -> str:
@@ -91,12 +105,28 @@ def _write_parameters(calls: CallSyntax, call: ParsedToolCall) -> str:
     parts = []
     for key, value in split_object(call.arguments) or []:
         is_string = value[:1] == '"'
-        attribute = (
-            f'" string="{"true" if is_string else "false"}' if parameter.type_attribute else ""
-        )
+        attribute = _write_attribute(parameter, value)
         text = json.loads(value) if is_string else value
-        parts.append(f"{parameter.open}{key}{attribute}{parameter.key_end}{text}{parameter.close}")
+        head = f"{parameter.open}{_escape(calls, key)}{attribute}{parameter.key_end}"
+        parts.append(f"{head}{text}{parameter.close}")
     return "".join(parts)
+
+
+def _escape(calls: CallSyntax, text: str) -> str:
+    """Return a name or a key as it is written."""
+    if calls.parameter is None or not calls.parameter.escaped:
+        return text
+    return text.replace("&", "&amp;").replace('"', "&quot;")
+
+
+def _write_attribute(parameter: ParameterSyntax, value: str) -> str:
+    """What follows a key, up to the mark after it."""
+    value_type = json_type(value)
+    if parameter.type_attribute == "type":
+        return f'" type="{"number" if value_type == "integer" else value_type}"'
+    if parameter.type_attribute == "string":
+        return f'" string="{"true" if value_type == "string" else "false"}'
+    return ""
 
 
 def to_python(value: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from modelmill.core.errors import RequestError
 from modelmill.text.answer_writer import to_marked, to_python
-from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.parameter_types import (
     JSON_TYPES,
@@ -21,6 +21,7 @@ from modelmill.text.parameter_types import (
 Schema = Mapping[str, Any]
 # texts that a parser would read as JSON: no strings where other types are allowed
 _JSON_TEXT = r"~/(?s:\s*(true|false|null|True|False|None|-?[0-9][-+.0-9eE]*|[\[{\"'].*)\s*)/"
+_TYPE_NAMES = '"number" | "boolean" | "null" | "object" | "array"'
 _NOT_AT_TOP = (
     *("anyOf", "oneOf", "allOf", "if", "not", "const", "enum"),
     *("patternProperties", "minProperties", "maxProperties", "propertyNames"),
@@ -88,12 +89,27 @@ class ArgumentGrammar:
             for is_string, form in ((True, string), (False, other)):
                 if form is None:
                     continue
-                attribute = f'" string="{"true" if is_string else "false"}'
-                head = (attribute if parameter.type_attribute else "") + parameter.key_end
-                forms.append(f"{self._builder.literal(head)} {form(parameter.close)}")
+                head = self._attribute(parameter, is_string)
+                forms.append(f"{head} {form(parameter.close)}")
             part = f"{opening} ({' | '.join(forms)})"
             parts.append(part if required else f"({part})?")
         return " ".join(parts)
+
+    def _attribute(self, parameter: ParameterSyntax, is_string: bool) -> str:
+        """What follows a key, with the mark after it."""
+        if parameter.type_attribute == "type":
+            names = '"string"' if is_string else _TYPE_NAMES
+            return " ".join(
+                (
+                    self._builder.literal('" type="'),
+                    f"({names})",
+                    self._builder.literal(f'"{parameter.key_end}'),
+                )
+            )
+        attribute = f'" string="{"true" if is_string else "false"}'
+        return self._builder.literal(
+            (attribute if parameter.type_attribute else "") + parameter.key_end
+        )
 
     def keywords(self) -> str:
         """Keyword arguments in Python's syntax."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
@@ -19,6 +20,7 @@ _BLANKS = re.compile(r"\s+")
 _PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
+@cache
 def mark_parts(mark: str) -> tuple[str, ...]:
     """Split a mark at blanks, before "<" and behind control tokens, where whitespace may differ."""
     return tuple(_PARTS.findall(mark))
@@ -57,6 +59,7 @@ class CallReader(ABC):
         rejected: the text since the last call is none; ``release`` returns it.
         num_calls: calls so far.
         cut: the answer was cut off by a limit.
+        dropped_section: the mark of a section came without a call, and is no text.
     """
 
     _state: Callable[[str, int], int]
@@ -65,14 +68,19 @@ class CallReader(ABC):
         self._syntax, self._tools, self._output = syntax, tools, output
         self._section, self._section_close = map(mark_parts, syntax.section)
         self._open, self._close = map(mark_parts, syntax.call)
-        first = [*self._section[:1], *self._open[:1], *syntax.openers]
+        whole = syntax.whole_marks
+        beginnings = (each[0].strip() for each in (syntax.section, syntax.call))
+        first = [*beginnings] if whole else [*self._section[:1], *self._open[:1]]
+        first += syntax.openers
         # models write blanks before the bracket of a list
         first = [part.rstrip("[") if part[:1] == "<" else part for part in first]
         optional = (syntax.code_mark, syntax.optional[0], *syntax.inline)
         # a bracket alone begins calls only at the begin of the content
         marks = (mark for mark in (*first, *optional) if len(mark) > 1)
         self.openers = tuple(dict.fromkeys(marks))
-        self._ends = tuple(dict.fromkeys((*self._close[-1:], *self._section_close[-1:])))
+        ends = [each[1].strip() for each in (syntax.call, syntax.section)]
+        last_parts = [*self._close[-1:], *self._section_close[-1:]]
+        self._ends = tuple(dict.fromkeys(filter(None, ends if whole else last_parts)))
         self.closed = self.rejected = self.cut = False
         self.num_calls = 0
         self._pending: list[str] = []
@@ -81,7 +89,7 @@ class CallReader(ABC):
 
     def begin(self) -> None:
         """Begin a block at its first mark."""
-        self.closed = self.rejected = False
+        self.closed = self.rejected = self.dropped_section = False
         self.num_calls = 0
         self._pending = []
         self._state = self._first_state()

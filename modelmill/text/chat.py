@@ -10,6 +10,7 @@ from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
+from modelmill.text.chat_syntax import NO_MARKS
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
@@ -37,6 +38,7 @@ TURN_ENDS = (
     "<end_of_turn>",
     "<|return|>",
     "<|call|>",
+    "<|end_of_msg|>",
 )
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -282,14 +284,17 @@ def make_chat_answer_parser(
     max_calls: int | None = None,
     forced: bool = False,
 ) -> AnswerParser | None:
-    """Make the parser of an answer in a chat; None if it has neither tools nor thinking.
+    """Make the parser of an answer in a chat; None if it is content without marks.
 
     The other arguments are those of ``make_answer_parser``.
     """
-    if chat_format is None or not (tools or chat_format.thinking):
+    if chat_format is None:
+        return None
+    syntax = load_format(chat_format.format_name)
+    if not (tools or chat_format.thinking or syntax.content != NO_MARKS):
         return None
     return make_answer_parser(
-        load_format(chat_format.format_name),
+        syntax,
         tools,
         thinking=chat_format.thinking,
         thinks=thinks,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from functools import cache
 
 from modelmill.core.registry import find_module, module_names
-from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import NO_MARKS, ChatSyntax, ThinkingSyntax
 
 PACKAGE = "modelmill.text.chat_formats"
 THINK_TAGS = ThinkingSyntax()
@@ -68,10 +68,19 @@ def detect_thinking(syntax: ChatSyntax, template: str) -> ThinkingSyntax | None:
     if syntax.thinking is None:
         return None
     for thinking in (syntax.thinking, THINK_TAGS):
-        _, close = thinking.marks
-        if close in template:
+        if (thinking.in_template or thinking.marks[1]) in template:
             return thinking
     return None
+
+
+def text_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterable[str]:
+    """Return the texts that the parser needs in an answer without calls."""
+    from modelmill.text.call_reader import mark_parts
+
+    marks = [] if thinking is None else [*thinking.marks]
+    if syntax.content != NO_MARKS:
+        marks += [*syntax.content, *syntax.dropped]
+    return {part for mark in marks for part in (mark, *mark_parts(mark))}
 
 
 def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterable[str]:
@@ -79,7 +88,7 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
     from modelmill.text.call_reader import mark_parts
 
     calls = syntax.calls
-    marks = [*calls.section, *calls.call, *calls.optional]
+    marks = [*calls.section, *calls.call, *calls.optional, *syntax.content]
     marks += [calls.head, calls.name_end, calls.code_mark, calls.string_mark]
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]

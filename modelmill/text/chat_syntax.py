@@ -39,11 +39,13 @@ class ThinkingSyntax:
         close: after it.
         ends_at_calls: the first mark of a call ends the thinking, too (only where that mark is a
             control token, which a model does not quote).
+        in_template: text of a template that writes the marks, if it does so by a macro.
     """
 
     open: str = "<think>\n"
     close: str = "\n</think>\n\n"
     ends_at_calls: bool = False
+    in_template: str = ""
 
     @property
     def marks(self) -> Marks:
@@ -59,15 +61,20 @@ class ParameterSyntax:
         open: before the key.
         key_end: between key and value.
         close: after the value.
-        type_attribute: the key is followed by string="true" for a string, else string="false".
+        type_attribute: what follows the key: "string": string="true" for a string, else
+            string="false"; "type": the value's type, as type="number".
         undeclared: type of an argument that the tool does not declare: a string, or JSON if it is.
+        verbatim: marks that may stand around the text of a value.
+        escaped: "&" and quotes of names and keys are written as in XML.
     """
 
     open: str
     key_end: str
     close: str
-    type_attribute: bool = False
+    type_attribute: Literal["", "string", "type"] = ""
     undeclared: Literal["string", "json"] = "json"
+    verbatim: Marks = NO_MARKS
+    escaped: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,19 @@ class CallSyntax:
         name_key: key of the name in the style ``json``.
         number_key: key of a call's number, written as a string, in the style ``json``; read over.
         arguments_key: key of the arguments in the style ``json``.
-        head: name of the call as written; {index}: number of the call.
+        head: name of the call as written; {index}: number of the call; {number}: from 1.
         head_pattern: regular expression of ``head`` with the groups name and perhaps id.
         name_end: between the name and the arguments.
+        empty_end: after the name instead of name_end, where a call without arguments ends at once.
+        json_too: objects in the style ``json`` may stand instead of name and arguments.
         parameter: marks of an argument in the style ``parameters``.
         string_mark: encloses strings inside arguments instead of quotes; keys are then bare.
         bare: an answer that begins with a call needs no mark before it.
         code_mark: before a call in Python syntax, which some models write instead.
         inline: texts that begin a call inside content without a mark.
         openers: further marks at which calls may begin, where models leave marks out.
+        whole_marks: only a whole mark tells calls from other text, since its parts stand in
+            other marks, too.
         id_from_head: the id of a call is its written head.
         short_ids: ids have nine letters and digits.
         one_per_message: earlier calls are given to the template one per message.
@@ -114,12 +125,15 @@ class CallSyntax:
     head: str = "{name}"
     head_pattern: str = r"(?P<name>[^\s\"'<>\[\]{}()]+)"
     name_end: str = ""
+    empty_end: str = ""
+    json_too: bool = False
     parameter: ParameterSyntax | None = None
     string_mark: str = ""
     bare: bool = False
     code_mark: str = ""
     inline: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
+    whole_marks: bool = False
     id_from_head: bool = False
     short_ids: bool = False
     one_per_message: bool = False
@@ -156,6 +170,9 @@ class ChatSyntax:
         not_turn_ends: control tokens that end a turn in other formats only.
         thinking: marks of the thinking; used if the chat template has them. None: never.
         calls: how tool calls are written.
+        content: marks around the content. With a closing mark they are written around an empty
+            content, too.
+        dropped: control tokens that are no content where a model writes them without a call.
     """
 
     title: str
@@ -165,3 +182,5 @@ class ChatSyntax:
     tokens: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
     not_turn_ends: tuple[str, ...] = ()
+    content: Marks = NO_MARKS
+    dropped: tuple[str, ...] = ()

@@ -6,7 +6,13 @@ import ast
 import json
 from collections.abc import Callable
 
-from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, mark_parts
+from modelmill.text.call_reader import (
+    MAX_HEAD_CHARS,
+    CallReader,
+    find_first,
+    mark_parts,
+    overlap,
+)
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.value_stream import ValueStream, clean_json
 
@@ -162,11 +168,22 @@ class JsonCallReader(CallReader):
         """What follows cannot belong to a call object."""
         if not self._emitted:
             if self.num_calls:
-                self._state = self._scan_close
+                by_line = self._syntax.separator == "\n" and self._section_close
+                self._state = self._skip_line if by_line else self._scan_close
                 return at
             return self._reject(at)
         self._state = self._scan_close  # a brace is missing
         return at
+
+    def _skip_line(self, text: str, at: int) -> int:
+        """Discard the rest of a line that is no call; the next one may be one."""
+        self._call_done()
+        ends = ("\n", self._section_close[0])
+        place, mark = find_first(text, ends, at)
+        if place < 0:
+            return len(text) if self._final else max(at, len(text) - overlap(text, ends))
+        self._state = self._scan_between if mark == "\n" else self._scan_close
+        return place
 
     def _value_done(self, text: str) -> bool:
         if self._key is None:

@@ -5,24 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.call_reader import (
     MAX_HEAD_CHARS,
     CallReader,
+    ToolSchemas,
     find_first,
     mark_parts,
     skip_blank,
 )
+from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.value_stream import ValueStream
 
 
 class NamedCallReader(CallReader):
     """Reads calls whose arguments are one value."""
 
+    def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
+        super().__init__(syntax, tools, output)
+        if syntax.json_too:
+            self._json_calls = JsonCallReader(CallSyntax("json", bare=True), tools, output)
+
     def _first_state(self) -> Callable[[str, int], int]:
         syntax = self._syntax
         self._head = re.compile(syntax.head_pattern)
         self._name_end = mark_parts(syntax.name_end)
-        self._head_ends = (*(self._name_end[:1]), *self._argument_starts())
+        empty_ends = (syntax.empty_end,) if syntax.empty_end else ()
+        self._head_ends = (*self._name_end[:1], *self._argument_starts(), *empty_ends)
         self._arguments = ValueStream(syntax.string_mark)
         self._name = ""
         self._id: str | None = None
@@ -45,28 +55,63 @@ class NamedCallReader(CallReader):
         if self._open and (place == at or not text[:place].endswith(self._open[-1])):
             if self._has_section:
                 self._call_done()  # the mark of a section without a call is no text
+                self.dropped_section = True
             return self._reject(at)
         return self._begin_head(place)
 
     def _begin_head(self, at: int) -> int:
+        self._state = self._scan_head if not self._syntax.json_too else self._scan_style
+        return at
+
+    def _scan_style(self, text: str, at: int) -> int:
+        """Detect whether objects stand instead of name and arguments."""
+        start = skip_blank(text, at)
+        if start == len(text):
+            return self._reject(at) if self._final else at
         self._state = self._scan_head
+        if text[start] in "[{":
+            self._json_calls.begin()
+            self._state = self._scan_objects
+        return start
+
+    def _scan_objects(self, text: str, at: int) -> int:
+        at = self._json_calls.feed(text, at, self._final)
+        self.num_calls = self._json_calls.num_calls
+        if self.num_calls:
+            self._call_done()
+        self.closed, self.rejected = self._json_calls.closed, self._json_calls.rejected
         return at
 
     def _scan_head(self, text: str, at: int) -> int:
         """The name with what stands around it."""
         start = skip_blank(text, at)
-        place, _ = find_first(text, self._head_ends, start)
+        place, mark = find_first(text, self._head_ends, start)
         if place < 0 and len(text) - start < MAX_HEAD_CHARS and not self._final:
             return at
         head = text[start : max(place, 0)].strip()
         match = self._head.fullmatch(head) if place >= 0 else None
-        if match is None or match["name"] not in self._tools or place - start > MAX_HEAD_CHARS:
+        name = "" if match is None else self._unescape(match["name"])
+        if match is None or name not in self._tools or place - start > MAX_HEAD_CHARS:
             return self._reject(at)
         groups = match.groupdict()
-        self._name = match["name"]
+        self._name = name
         self._id = head if self._syntax.id_from_head else groups.get("id")
+        if mark == self._syntax.empty_end:
+            return self._end_empty_call(place + len(mark))
         self._state = self._scan_name_end
         return place
+
+    def _unescape(self, text: str) -> str:
+        """Return a name or a key as its tool declares it."""
+        return text
+
+    def _end_empty_call(self, at: int) -> int:
+        """A call without arguments ends at a position."""
+        self._begin_call(self._name, self._id)
+        self._output.add_arguments("{}")
+        self._call_done()
+        self._state = self._scan_next
+        return at
 
     def _scan_name_end(self, text: str, at: int) -> int:
         self._arguments = ValueStream(self._syntax.string_mark)
@@ -86,11 +131,7 @@ class NamedCallReader(CallReader):
             return at
         if not count:
             return self._reject(at)
-        self._begin_call(self._name, self._id)
-        self._output.add_arguments("{}")
-        self._call_done()
-        self._state = self._scan_next
-        return end
+        return self._end_empty_call(end)
 
     def _scan_value(self, text: str, at: int) -> int:
         at = self._arguments.feed(text, at, self._final)

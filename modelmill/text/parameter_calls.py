@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from modelmill.text.call_reader import MAX_HEAD_CHARS, find_first, mark_parts, overlap, skip_blank
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_types import ParameterType, parameter_type, typed_value
 from modelmill.text.value_stream import ValueStream, escape_text
+
+WRAPPERS = ("arguments", "input", "parameters", "properties")
+"""Names under which models write all arguments as one object, though the tool has no such one."""
 
 
 class ParameterCallReader(NamedCallReader):
@@ -23,12 +26,19 @@ class ParameterCallReader(NamedCallReader):
         # line breaks around a value belong to the marks
         self._value_start = parameter.key_end[len(parameter.key_end.rstrip()) :]
         self._value_end = parameter.close[: len(parameter.close) - len(parameter.close.lstrip())]
-        self._value_close = mark_parts(parameter.close)[0]
+        whole = self._syntax.whole_marks
+        self._value_close = parameter.close.strip() if whole else mark_parts(parameter.close)[0]
+        self._wrapped = self._verbatim = False
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
         self._json, self._json_size = ValueStream(), 0
         return super()._first_state()
+
+    def _unescape(self, text: str) -> str:
+        if not self._parameter.escaped:
+            return text
+        return text.replace("&quot;", '"').replace("&amp;", "&")
 
     def _argument_starts(self) -> tuple[str, ...]:
         return () if self._name_end else ("<",)
@@ -40,7 +50,7 @@ class ParameterCallReader(NamedCallReader):
         self._begin_call(self._name, self._id)
         self._output.add_arguments("{")
         self._call_done()
-        self._num_arguments = 0
+        self._num_arguments, self._wrapped = 0, False
         self._state = self._scan_parameter
         return place
 
@@ -90,7 +100,8 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_object_end(self, text: str, at: int) -> int:
         self._drop()
-        _, place = self._match(text, at, self._close or self._section_close)
+        parts = mark_parts(self._parameter.close) if self._wrapped else ()
+        _, place = self._match(text, at, (*parts, *(self._close or self._section_close)))
         if place is None:
             return at
         self._state = self._scan_next
@@ -104,19 +115,53 @@ class ParameterCallReader(NamedCallReader):
             if self._final or len(text) - at > MAX_HEAD_CHARS:
                 self._state = self._skip_call
             return at
-        _, end = self._match(text, place, self._key_end)
+        count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
+        if count < len(self._key_end) and (empty := self._follows_no_value(text, end)) is not False:
+            if empty:
+                self._state = self._scan_parameter
+            return end if empty else at
         key, attribute = text[at:place].strip(), None
         if self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
+        key = self._unescape(key)
         self._type = parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute
         )
         self._prefix = f'{", " if self._num_arguments else ""}"{escape_text(key)}": '
         self._num_arguments += 1
-        self._state = self._scan_value_start
+        wraps = self._num_arguments == 1 and self._is_wrapper(key)
+        self._state = self._scan_wrapper if wraps else self._scan_value_start
         return end
+
+    def _follows_no_value(self, text: str, at: int) -> bool | None:
+        """Whether another argument or the call's end follows a key; None if more is needed."""
+        rest = text[skip_blank(text, at) :]
+        marks = (self._param_open[0], *self._close[:1])
+        if rest.startswith(marks):
+            return True
+        begun = not self._final and any(mark.startswith(rest) for mark in marks)
+        return None if begun else False
+
+    def _is_wrapper(self, key: str) -> bool:
+        """Whether a key is none of the tool, but one under which models write all arguments."""
+        properties = (self._tools.get(self._name) or {}).get("properties")
+        return key in WRAPPERS and isinstance(properties, Mapping) and key not in properties
+
+    def _scan_wrapper(self, text: str, at: int) -> int:
+        """All arguments as one object under a name of its own."""
+        self._drop()
+        start = skip_blank(text, at)
+        if start == len(text) and not self._final:
+            return at
+        self._wrapped = text[start : start + 1] == "{"
+        if not self._wrapped:
+            self._state = self._scan_value_start
+            return at
+        self._json, self._num_arguments = ValueStream(), 0
+        self._state = self._scan_object
+        return start
 
     def _scan_value_start(self, text: str, at: int) -> int:
         """Skip the line break before a value."""
@@ -128,8 +173,43 @@ class ParameterCallReader(NamedCallReader):
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
         self._json, self._json_size = ValueStream(), 0
-        self._state = self._scan_text
+        self._state = self._scan_verbatim if self._parameter.verbatim[0] else self._scan_text
         return at + len(blank) if rest == blank else at
+
+    def _scan_verbatim(self, text: str, at: int) -> int:
+        """Detect the mark around the text of a value."""
+        mark = self._parameter.verbatim[0]
+        start = skip_blank(text, at)
+        if mark.startswith(text[start : start + len(mark)]):
+            if text.startswith(mark, start):
+                self._drop()
+                self._state = self._scan_verbatim_text
+                return start + len(mark)
+            if not self._final:
+                return at
+        self._state = self._scan_text
+        return at
+
+    def _scan_verbatim_text(self, text: str, at: int) -> int:
+        self._drop()
+        mark = self._parameter.verbatim[1]
+        place = text.find(mark, at)
+        if place < 0:
+            if not self._type.is_string and not self._final:
+                return at
+            stop = len(text) - overlap(text[at:], (mark,))
+            if self._type.is_string:
+                self._output.add_arguments(escape_text(text[at:stop]))
+            return len(text) if self._final else stop
+        self._end_value(text[at:place])
+        return place + len(mark)
+
+    def _end_value(self, value: str) -> None:
+        if self._type.is_string:
+            self._output.add_arguments(escape_text(value) + '"')
+        else:
+            self._output.add_arguments(self._prefix + typed_value(value, self._type))
+        self._state = self._scan_value_close
 
     def _scan_text(self, text: str, at: int) -> int:
         """A value up to its closing mark; a string is passed on as it comes."""
@@ -151,11 +231,7 @@ class ParameterCallReader(NamedCallReader):
         value = text[at:place]
         if self._value_end and value.endswith(self._value_end):
             value = value[: -len(self._value_end)]
-        if self._type.is_string:
-            self._output.add_arguments(escape_text(value) + '"')
-        else:
-            self._output.add_arguments(self._prefix + typed_value(value, self._type))
-        self._state = self._scan_value_close
+        self._end_value(value)
         return place
 
     def _value_marks(self) -> tuple[str, ...]:
@@ -191,6 +267,6 @@ class ParameterCallReader(NamedCallReader):
 
 
 def _split_attribute(key: str) -> tuple[str, bool | None]:
-    """Split name" string="true into the name and whether it is a string."""
-    match = re.fullmatch(r'([^"]*)"\s*string="(true|false)', key)
-    return (match[1], match[2] == "true") if match else (key, None)
+    """Split name" string="true, or name" type="string": the name, and whether it is a string."""
+    match = re.fullmatch(r'([^"]*)"\s*(?:string="(true|false)|type="([a-z]+)"?)', key)
+    return (match[1], match[2] == "true" or match[3] == "string") if match else (key, None)

@@ -33,9 +33,12 @@ _CLOSERS = {"[": "]", "{": "}"}
 
 def suffix_overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of ``text`` may begin ``mark``."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-size:]):
-            return size
+    start = max(0, len(text) - len(mark) + 1)
+    at = text.find(mark[:1], start) if mark else -1
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
     return 0
 
 

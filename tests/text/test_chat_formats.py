@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from modelmill.text.chat import load_chat
+from modelmill.text.answer_pieces import collect_answer
+from modelmill.text.chat import ChatFormat, load_chat, make_chat_answer_parser
 from modelmill.text.chat_format_files import (
     control_marks,
     detect_format,
     detect_thinking,
     format_names,
     load_format,
+    text_marks,
 )
 from modelmill.text.chat_syntax import ChatSyntax
 from modelmill.text.tokenizer import load_tokenizer
@@ -39,7 +43,7 @@ def test_a_file_describes_one_format(name: str) -> None:
 
 
 def test_a_name_without_a_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="no chat format 'herms'; there are command_a, "):
+    with pytest.raises(ValueError, match="no chat format 'herms'; there are apertus, command_a, "):
         load_format("herms")
 
 
@@ -82,6 +86,12 @@ CALL_TEXTS = [
     ("<function name=\"' + name + '\"><param name=\"", "minicpm5"),
     ("<longcat_tool_call>\n{", "longcat"),
     ("<tool_calls>\n<tool_call>' + name + '<tool_sep>\n<arg_key>k</arg_key>\n<arg_value>", "hy_v3"),
+    ("function call' + '<|role_sep|>\n' + '{\"name\": \"", "gigachat3"),
+    ("<|function_call|>{\"name\": \"", "gigachat3"),
+    ("'<|tools_prefix|>' '[' '{\"' ~ name ~ '\": ' ']' '<|tools_suffix|>'", "apertus"),
+    ("'<|reserved_special_token_249|>' + name + '\n' + arguments", "functionary_v2"),
+    ("<function=' + name + '>' + arguments + '</function>'", "functionary_v31"),
+    ("'<|open|>' + tag '<|sep|>' '<|close|>' + tag + '<|sep|>'", "kimi_k3"),
     ("{", "json"),
 ]  # fmt: skip
 
@@ -116,6 +126,25 @@ def test_a_template_without_tools_has_them_described() -> None:
 )
 def test_control_tokens_show_what_the_template_does_not(tokens: list[str], name: str) -> None:
     assert detect_format("{% if tools %}{{ tools }}{% endif %}", tokens) == name
+
+
+def test_marks_around_content_are_read_without_tools_and_thinking() -> None:
+    """Kimi K3 writes its marks by macros, and encloses every answer."""
+    syntax = load_format("kimi_k3")
+    assert detect_thinking(syntax, "{{ open_tag('think') }}") == syntax.thinking
+    assert detect_thinking(syntax, "{{ open_tag('response') }}") is None
+    assert {"<|open|>", "<|close|>", "<|sep|>"} <= set(text_marks(syntax, None))
+    assert not text_marks(load_format("kimi_k2"), None)
+    assert set(text_marks(load_format("hermes"), load_format("hermes").thinking)) == {
+        "<think>", "</think>"
+    }  # fmt: skip
+    texts = {"kimi_k3": "<|open|>response<|sep|>hi<|close|>response<|sep|>", "hermes": "hi"}
+    for name, text in texts.items():
+        chat = cast(ChatFormat, SimpleNamespace(format_name=name, thinking=None))
+        parser = make_chat_answer_parser(chat, {}, thinks=False, continues=False)
+        assert (parser is None) == (name == "hermes")
+        if parser is not None:
+            assert collect_answer([*parser.push(text), *parser.flush()]).content == "hi"
 
 
 def test_thinking_is_what_the_template_writes() -> None:

@@ -78,7 +78,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
     calls, thinking = syntax.calls, syntax.thinking
     marks = [*calls.section, *calls.call, calls.optional[0], calls.code_mark]
     marks += [*calls.stops, *calls.openers]
-    marks += [calls.string_mark, *syntax.control_tokens]
+    marks += [calls.string_mark, *syntax.control_tokens, *syntax.content]
     marks += [] if thinking is None else thinking.marks
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.close, calls.parameter.key_end]
@@ -133,7 +133,7 @@ def _random_call(
     else:
         arguments = json.dumps(values, ensure_ascii=False)
     id = f"abc123XY{index}"
-    head = calls.head.format(name=name, index=index, id=id)
+    head = calls.head.format(name=name, index=index, number=index + 1, id=id)
     return ParsedToolCall(head if calls.id_from_head else id, name, arguments)
 
 

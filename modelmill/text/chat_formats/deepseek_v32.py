@@ -12,8 +12,9 @@ FORMAT = ChatSyntax(
         section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
         call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>\n"),
         name_end='">\n',
+        empty_end='"/>',
         parameter=ParameterSyntax(
-            '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>\n", type_attribute=True
+            '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>\n", type_attribute="string"
         ),
         content_end="\n\n",
     ),

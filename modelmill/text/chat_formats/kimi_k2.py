@@ -7,6 +7,11 @@ FORMAT = ChatSyntax(
     detect=(("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),),
     tokens=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
+    dropped=(
+        "<|tool_calls_section_end|>",
+        "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>",
+    ),
     calls=CallSyntax(
         "named",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),

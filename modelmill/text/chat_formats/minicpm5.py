@@ -9,7 +9,7 @@ FORMAT = ChatSyntax(
         "parameters",
         call=('<function name="', "</function>"),
         name_end='">',
-        parameter=ParameterSyntax('<param name="', '">', "</param>"),
+        parameter=ParameterSyntax('<param name="', '">', "</param>", verbatim=("<![CDATA[", "]]>")),
         separator="\n",
         content_end="\n",
     ),

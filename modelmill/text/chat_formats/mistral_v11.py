@@ -12,6 +12,7 @@ FORMAT = ChatSyntax(
         "named",
         call=("[TOOL_CALLS]", ""),
         short_ids=True,
+        json_too=True,
         head="{name}[CALL_ID]{id}",
         head_pattern=r"(?P<name>[a-zA-Z0-9_.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>[a-zA-Z0-9_-]+))?",
         name_end="[ARGS]",

@@ -1,0 +1,69 @@
+"""Forms of calls that models write instead of the declared one, in formats that allow them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
+from modelmill.text.chat_format_files import load_format
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}}},
+    "a&b": {"type": "object", "properties": {'"q"': {"type": "string"}}},
+}
+DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f"{}\n</｜DSML｜function_calls>'
+CALL = '<｜DSML｜parameter name="{}" string="false">{}</｜DSML｜parameter>\n</｜DSML｜invoke>'
+MINI = '<function name="f"><param name="x">{}</param></function>'
+K3 = "<|open|>tools<|sep|><|open|>call tool={}<|close|>call<|sep|><|close|>tools<|sep|>"
+# format, text, content, names, arguments
+CASES = [
+    ("deepseek_v32", DSML.format("/>"), "", [("f", "{}")]),
+    # all arguments in one: only where the tool has no such argument
+    ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", '{"x": "1"}')), "",
+     [("f", '{"x": "1"}')]),
+    ("deepseek_v32", DSML.format(">\n" + CALL.format("arguments", "7")), "",
+     [("f", '{"arguments": 7}')]),
+    ("minicpm5", MINI.format("<![CDATA[ a\n<b> ]]>"), "", [("f", '{"x": " a\\n<b> "}')]),
+    # a key without a value
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key><arg_key>x</arg_key><arg_value>1</arg_value>"
+     "</tool_call>", "", [("f", '{"x": "1"}')]),
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", "", [("f", "{}")]),
+    ("minicpm5", MINI.format("<![CDATA"), "", [("f", '{"x": "<![CDATA"}')]),
+    ("mistral_v13", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}] .', ".",
+     [("f", '{"n": 1}')]),
+    ("mistral_v13", "[TOOL_CALLS] [not json]", "[TOOL_CALLS] [not json]", []),
+    ("kimi_k2", "a<|tool_call_end|>b<|tool_calls_section_end|>", "ab", []),
+    ("kimi_k3", "<|open|>response<|sep|>hi<|close|>response<|sep|><|close|>message<|sep|>", "hi",
+     []),
+    ("kimi_k3", K3.format(
+        '"a&amp;b" index="1"<|sep|><|open|>argument key="&quot;q&quot;" type="string"<|sep|>'
+        "&quot;<|close|>argument<|sep|>"), "", [("a&b", '{"\\"q\\"": "&quot;"}')]),
+    # a line that is no call, between two that are; nothing of a section is content
+    ("minimax_m1", '<tool_calls>\n{"name": "f", "arguments": {"n": 1}}\n{broken}\n'
+     '{"name": "f", "arguments": {}}\n{broken</tool_calls>\n.', ".",
+     [("f", '{"n": 1}'), ("f", "{}")]),
+    ("apertus", 'so <|tools_prefix|>[{"f": {"n": 1}}, {"f": {}}]<|tools_suffix|>', "so",
+     [("f", '{"n": 1}'), ("f", "{}")]),
+    ("gigachat3", '<|function_call|>{"name": "f", "arguments": {"n": 1}}', "",
+     [("f", '{"n": 1}')]),
+]  # fmt: skip
+
+
+def parse(name: str, text: str, size: int) -> ParsedAnswer:
+    """Parse a text in pieces of a size."""
+    parser = make_answer_parser(load_format(name), TOOLS)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    return collect_answer([*(p for piece in pieces for p in parser.push(piece)), *parser.flush()])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_other_forms_of_a_call_are_read(
+    name: str, text: str, content: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    answer = parse(name, text, size)
+    assert [(call.name, call.arguments) for call in answer.calls] == calls
+    assert answer.content == content

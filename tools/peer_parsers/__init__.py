@@ -1,0 +1,1 @@
+"""Runs the parser tests of vLLM and SGLang against modelmill's parsers."""

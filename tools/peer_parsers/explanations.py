@@ -1,0 +1,266 @@
+"""Why a peer's test does not pass: each difference by the tests that show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+
+
+class Difference(Enum):
+    """What differs."""
+
+    DELIVERY = "none in calls or content"
+    CONTENT = "content"
+    CALLS = "calls"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One reason.
+
+    Attributes:
+        difference: what differs.
+        reason: what the peer does, what modelmill does, and why.
+        tests: patterns of tests' ends, "file::test".
+    """
+
+    difference: Difference
+    reason: str
+    tests: tuple[str, ...]
+
+    def explains(self, test: str) -> bool:
+        """Whether a test shows this difference."""
+        return any(fnmatchcase(short_name(test), pattern) for pattern in self.tests)
+
+
+def short_name(test: str) -> str:
+    """Return "file::test" of a test's path and name."""
+    path, _, name = test.partition("::")
+    return f"{path.rpartition('/')[2]}::{name}"
+
+
+_DELIVERY, _CONTENT, _CALLS = Difference
+EXPLANATIONS = (
+    Explanation(
+        _DELIVERY,
+        "the test compares blanks of the content or the thinking letter by letter; blanks beside "
+        "calls and thinking are no content in modelmill",
+        (
+            "test_minimax_tool_parser.py::test_extract_tool_calls_with_thinking_tags",
+            "test_seed_oss_tool_parser.py::*_thinking_budget[]]",
+            "test_jamba_tool_parser.py::test_extract_tool_calls_streaming[[]*",
+            "test_minimax_m2_tool_parser.py::*::test_content_before_tool_call",
+            "test_apertus_tool_parser.py::*::test_mtp_streaming_massive_chunk",
+        ),
+    ),
+    Explanation(
+        _DELIVERY,
+        "the test asks in which piece a name, an argument or thinking comes, for an empty piece, "
+        "or for the parser's own state; what the pieces join to is the same",
+        (
+            "*::test_extract_tool_calls_streaming_incremental*",
+            "test_glm47_moe_tool_parser.py::TestGlm47Streaming::test_with_args",
+            "*::test_eos_after_tool_calls",
+            "test_deepseekv4_tool_parser.py::test_registered",
+            "test_minimax_tool_parser.py::test_streaming_openai_compatibility",
+            "test_minimax_tool_parser.py::test_streaming_thinking_tag_buffering",
+            "test_function_call_parser.py::TestMistralDetector::"
+            "test_streaming_compact_args_format_emits_tool_calls",
+            "test_function_call_parser.py::TestPythonicDetector::"
+            "test_parse_streaming_multiple_tool_calls",
+        ),
+    ),
+    Explanation(
+        _DELIVERY,
+        "SGLang numbers the calls of a whole answer by the tool's place in the request; modelmill "
+        "by their order, as OpenAI does",
+        ("test_hunyuan_detector.py::*::test_three_parallel_tool_calls",),
+    ),
+    Explanation(
+        _DELIVERY,
+        "5.0 for a number stays 5.0; vLLM makes it 5",
+        ("test_deepseekv32_tool_parser.py::*::test_number_param",),
+    ),
+    Explanation(
+        _DELIVERY,
+        "the test calls a name that it does not declare, in formats where the peer takes any name; "
+        "modelmill takes declared names for calls only, so that a client never gets a call of "
+        "a function that it did not offer",
+        (
+            "test_kimi_k2_tool_parser.py::*::test_invalid_funcall_id_skipped",
+            "test_kimik3_detector.py::test_attr_unescaping_and_raw_string_args",
+            "test_function_call_parser.py::TestGemma4Detector::"
+            "test_detect_and_parse_unknown_tool_index",
+        ),
+    ),
+    Explanation(
+        _CONTENT,
+        "text after or between calls is content; the peer's parser drops it. A user would miss "
+        "what the model wrote",
+        (
+            "test_deepseekv31_tool_parser.py::test_extract_tool_calls_with_multiple_tools",
+            "test_jamba_tool_parser.py::test_extract_tool_calls[[]*",
+            "test_hunyuan_a13b_tool_parser.py::*Thank you!*",
+            "test_mistral_tool_parser.py::*[[]trailing_data_after_json[]]",
+            "test_kimi_k2_tool_parser.py::*::test_noise_between_markers_suppressed",
+            "test_kimi_k2_tool_parser.py::*::test_content_after_tool_section",
+            "test_llama3_json_tool_parser.py::test_extract_tool_calls_simple",
+            "test_glm4_moe_tool_parser.py::test_extract_tool_calls_mixed_content",
+            "test_minicpm5xml_tool_parser.py::test_single_call_with_surrounding_text",
+            "test_minicpm5xml_tool_parser.py::test_multiple_calls_interleaved_text",
+            "test_function_call_parser.py::TestGemma4Detector::"
+            "test_detect_and_parse_multiple_calls",
+            "test_function_call_parser.py::TestPythonicDetector::"
+            "test_parse_streaming_text_after_tool_call",
+        ),
+    ),
+    Explanation(
+        _CONTENT,
+        "what is no call stays as content with its mark; the peer's parser drops it",
+        (
+            "test_mistral_detector.py::*::test_json_array_with_invalid_json",
+            "test_mistral_tool_parser.py::test_extract_tool_calls_pre_v11_regex_fallback_fails",
+            "test_mistral_tool_parser.py::test_extract_tool_calls_v11_without_args_skipped",
+        ),
+    ),
+    Explanation(
+        _CONTENT,
+        "control tokens of Kimi K2 are no content; SGLang drops them in some tests and keeps them "
+        "in this one",
+        ("test_function_call_parser.py::TestKimiK2Detector::test_invalid_tool_call",),
+    ),
+    Explanation(
+        _CONTENT,
+        "Kimi K3's marks with blanks inside, which no decoding of modelmill writes, are text",
+        ("test_kimi_k3_tool_parser.py::test_extract_content_from_whitespace_degraded_markers",),
+    ),
+    Explanation(
+        _CONTENT,
+        "LFM2 repeats the body of a call behind its end; vLLM drops that, and modelmill reads it "
+        "as a call if the tool is declared, else as content",
+        ("test_lfm2_tool_parser.py::test_echoed_tool_call_body_not_leaked_to_content",),
+    ),
+    Explanation(
+        _CONTENT,
+        "the parser of vLLM replaces the byte-level BPE's letters Ġ and Ċ, which no decoded text "
+        "has; modelmill's tokenizers decode them",
+        (
+            "test_minicpm5xml_tool_parser.py::test_thinking_only_sentencepiece_normalized_in_content",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "the same letters Ġ inside marks",
+        (
+            "test_minicpm5xml_tool_parser.py::test_tokenizer_space_marker",
+            "test_minicpm5xml_tool_parser.py::test_collapsed_param_tags_with_tokenizer_space_*",
+            "test_minicpm5xml_tool_parser.py::test_extract_tool_calls_streaming_tokenizer_space_*",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "MiniCPM5: the peers' parsers read a whole call and drop it if a required argument is "
+        "missing, an argument has no name or comes twice, or the end is missing; they also drop "
+        "undeclared arguments. modelmill streams arguments as they come and passes on what the "
+        "model wrote; strict functions are held by a grammar instead",
+        (
+            "test_minicpm5*::test_incomplete_missing_function_end*",
+            "test_minicpm5*::test_param_missing_name_invalid*",
+            "test_minicpm5*::test_duplicate_param_names_invalid*",
+            "test_minicpm5*::test_case_sensitive_param_name_invalid*",
+            "test_minicpm5*::test_wrapped_arguments_still_validate_schema",
+            "test_minicpm5*::test_extra_arguments_*",
+            "test_minicpm5*::test_zero_arg_tool_ignores_extra_arguments",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "vLLM's parser renames functions and arguments of one benchmark; modelmill never changes "
+        "a name",
+        ("test_minicpm5xml_tool_parser.py::test_alias_*",),
+    ),
+    Explanation(
+        _CALLS,
+        "a call whose outer brace, section or end is missing is a call, since its arguments are "
+        "complete; the peer returns text. A streamed call cannot be taken back",
+        (
+            "test_hermes_tool_parser.py::*_invalid_json*",
+            "test_poolside_v1_detector.py::*::test_truncated_*",
+            "test_glm4_moe_tool_parser.py::test_extract_tool_calls_incomplete_tool_call",
+            "test_llama3_json_tool_parser.py::test_extract_tool_calls_invalid_json",
+            "test_function_call_parser.py::TestLlama32Detector::test_invalid_then_valid_json",
+            "test_function_call_parser.py::TestGigaChat3Detector::"
+            "test_detect_and_parse_invalid_json",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "Mistral's list behind other text: vLLM looks for a list with a regular expression, for "
+        "modelmill it is text; two marks, at which vLLM's older parser fails, are two lists",
+        (
+            "test_mistral_tool_parser.py::test_extract_tool_calls_pre_v11_regex_fallback",
+            "test_mistral_tool_parser.py::*_multiple_bot_tokens_raises",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "not compared: the test writes its text with Mistral's own encoder",
+        ("test_mistral_tool_parser.py::test_extract_tool_calls_streaming[[]*",),
+    ),
+    Explanation(
+        _CALLS,
+        "DeepSeek V3.2 writes a declared integer as a string: modelmill takes the declared type, "
+        "as vLLM's later tests do",
+        ("test_deepseekv32_tool_parser.py::*::test_string_attr_true_preserves_literal_*",),
+    ),
+    Explanation(
+        _CALLS,
+        "an object over several lines is a call; vLLM reads one line each",
+        ("test_minimax_tool_parser.py::test_extract_tool_calls_multiline_json_not_supported",),
+    ),
+    Explanation(
+        _CALLS,
+        "an object with the name of a tool and no arguments is a call without arguments; the peer "
+        "returns text",
+        (
+            "test_minimax_tool_parser.py::test_extract_tool_calls_missing_name_or_arguments",
+            "test_llama3_json_tool_parser.py::"
+            "test_extract_tool_calls_missing_parameters_and_arguments_key",
+            "test_function_call_parser.py::TestGigaChat3Detector::"
+            "test_detect_and_parse_missing_arguments",
+        ),
+    ),
+    Explanation(
+        _CALLS,
+        "DeepSeek V4 with the section mark of V3.2: a call in modelmill, since its inner marks are",
+        ("test_deepseekv4_tool_parser.py::test_function_calls_block_is_not_accepted",),
+    ),
+    Explanation(
+        _CALLS,
+        "arguments that a limit cut off stay cut; vLLM closes string and object, which hides that "
+        "the value is incomplete",
+        ("test_gemma4_tool_parser.py::*::test_incomplete_tool_call",),
+    ),
+    Explanation(
+        _CALLS,
+        "GLM writes strings without quotes; quotes that it writes are part of the value in "
+        "modelmill, and removed by SGLang",
+        ("test_function_call_parser.py::*::test_quoted_string_invalid_python_escape_no_warning",),
+    ),
+    Explanation(
+        _CALLS,
+        "the test writes a backslash and an n instead of the line break behind GLM's name",
+        ("test_function_call_parser.py::*::test_array_argument_with_escaped_json",),
+    ),
+    Explanation(
+        _CALLS,
+        "a call without a name is text; SGLang guesses the function from its arguments",
+        ("test_kimik2_detector.py::*bare_counter*",),
+    ),
+)
+
+
+def explain(test: str) -> Explanation | None:
+    """Return why a test does not pass; None if no reason is known."""
+    return next((each for each in EXPLANATIONS if each.explains(test)), None)

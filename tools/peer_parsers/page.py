@@ -1,0 +1,140 @@
+"""``python -m tools.peer_parsers.page``: write docs/parser_differences.md.
+
+The counts are those of ``results.json``, the reasons those of ``explanations``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tools import generated_page
+from tools.peer_parsers.counts import PeerCounts
+from tools.peer_parsers.explanations import EXPLANATIONS, Difference, Explanation, explain
+from tools.peer_parsers.results_file import load_results
+from tools.peer_parsers.run_tests import PEERS
+
+PAGE = Path("docs/parser_differences.md")
+HEAD = """# Parsers of answers beside vLLM's and SGLang's
+
+vLLM and SGLang test their parsers of tool calls with strings of their own. `tools/peer_parsers`
+runs these tests against modelmill's parsers. It takes a checkout of the peer, puts thin adapters in
+the place of the peer's modules and runs the tests from where they are; nothing of the peer is
+copied into this repository.
+
+```bash
+# counts by file, and every difference with its reason
+python -m tools.peer_parsers vllm FOLDER --commit COMMIT
+# the same, for this page, which `make parser-differences` writes
+python -m tools.peer_parsers vllm FOLDER --commit COMMIT --save
+```
+
+A test is *compared* if it checks calls or content of a format that modelmill has. Tests of
+something else (a peer's grammars, its request classes, its parser's inner state) are *internal*,
+tests of formats that modelmill lacks count apart.
+
+The peers' interfaces do not say where a streamed answer ends, and cut calls into deltas in several
+ways. So a test may run several times: with and without an end, and with a call's name alone, with
+its arguments, or as one piece. It passes if it passes in one of these ways. Content is compared but
+for the number of blanks between words, arguments as JSON, ids only where a test looks at them.
+vLLM does not compare names with the declared functions, except for MiniCPM5; its tests may call any
+name here, too. A server of modelmill takes declared names only.
+
+"""
+RUNS = """## Runs
+
+*Same calls*: passed, or different only in content or in something that is neither. *Fails there*:
+of the passed tests, those that the peer marks as failing with its own parser.
+
+| peer | commit | compared | passed | fails there | same calls | internal | no format | not run |
+|---|---|---|---|---|---|---|---|---|
+"""
+REASONS = """
+## Differences
+
+Each test that does not pass belongs to one line; a new difference without a line fails the run.
+
+| what differs | tests | why |
+|---|---|---|
+"""
+FILES = """
+## Files of tests
+
+Compared tests with the same calls, of all compared ones. Files without a compared test are left
+out.
+
+| file | {titles} |
+|---|{lines}|
+"""
+
+
+def render(root: Path = generated_page.ROOT) -> dict[Path, str]:
+    """The page by its path below the repository."""
+    results = load_results(root / "tools/peer_parsers/results.json")
+    text = HEAD + RUNS + _rows(map(_run, results))
+    text += REASONS + _rows(_reasons(results))
+    titles = " | ".join(f"{PEERS[each.peer].title} {each.commit}" for each in results)
+    text += FILES.format(titles=titles, lines="|".join("---" for _ in results))
+    return {PAGE: text + _rows(_files(results))}
+
+
+def _rows(rows: Iterator[Sequence[object]]) -> str:
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def _run(counts: PeerCounts) -> Sequence[object]:
+    share = 100 * counts.same_calls / counts.compared
+    return (
+        PEERS[counts.peer].title,
+        counts.commit,
+        counts.compared,
+        counts.total("passed", "xpassed"),
+        counts.total("xpassed"),
+        f"{counts.same_calls} ({share:.1f} %)",
+        counts.total("internal"),
+        counts.total("no format"),
+        counts.total("skipped", "not collected", "xfailed"),
+    )
+
+
+def _reasons(results: Sequence[PeerCounts]) -> Iterator[Sequence[object]]:
+    for difference in Difference:
+        for explanation in EXPLANATIONS:
+            if explanation.difference == difference:
+                number = _number(results, explanation)
+                yield difference.value, number, _sentence(explanation.reason)
+
+
+def _number(results: Sequence[PeerCounts], explanation: Explanation) -> int:
+    """How many tests of all runs show a difference."""
+    return sum(explain(test) is explanation for each in results for test in each.failed)
+
+
+def _sentence(text: str) -> str:
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+
+
+def _files(results: Sequence[PeerCounts]) -> Iterator[Sequence[object]]:
+    names = sorted({name for each in results for name in each.files})
+    for name in names:
+        cells = [_cell(each, name) for each in results]
+        if any(cells):
+            yield f"`{name}`", *cells
+
+
+def _cell(counts: PeerCounts, name: str) -> str:
+    outcomes = counts.files.get(name, {})
+    compared = sum(outcomes.get(each, 0) for each in ("passed", "xpassed", "failed"))
+    failed = [test for test in counts.failed if test.partition("::")[0] == name]
+    part = PeerCounts(counts.peer, counts.commit, {name: outcomes}, failed)
+    return f"{part.same_calls} of {compared}" if compared else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    return generated_page.run_pages(argv, __doc__, "parser-differences", render)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
