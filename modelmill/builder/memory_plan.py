@@ -156,9 +156,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             tokens,
             plan.model_config.hidden,
             plan.model_config.inner,
-            2 * kv.kv_heads * kv.head_dim
-            + _widest_state(plan)
-            + plan.model_config.layer_input_size,
+            2 * kv.kv_heads * kv.head_dim + _widest_state(plan) + plan.layer_input_size,
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
     return BuildMemory(*shared, writing, calibrating, judging)

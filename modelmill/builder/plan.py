@@ -44,6 +44,7 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
 from modelmill.nn.kv import KVShape
+from modelmill.nn.layer_input import layer_input_size
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
@@ -68,6 +69,7 @@ class BuildPlan:
         warnings: config values without effect, and other warnings about the checkpoint.
         kv: the KV cache of the layers that have one; None for a segmentation model.
         state: the recurrent state of a sequence, in the layers that keep one.
+        layer_input_size: channels that a token has beside the stream, for all layers together.
     """
 
     checkpoint: Checkpoint
@@ -85,6 +87,7 @@ class BuildPlan:
     warnings: tuple[str, ...] = ()
     kv: KVShape | None = None
     state: StateShape = NO_STATE
+    layer_input_size: int = 0
 
     @property
     def text_source(self) -> CalibrationSource | None:
@@ -342,7 +345,7 @@ def make_plan(
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
-        (*warnings, *tied_warnings), kv, state_shape(model.layers),
+        (*warnings, *tied_warnings), kv, state_shape(model.layers), layer_input_size(model),
     )  # fmt: skip
 
 

@@ -83,11 +83,6 @@ class Gemma4Config(DecoderConfig):
         """By whether a layer has a window, the layer whose keys and values later ones read."""
         return {self.windows[i] is not None: i for i in range(self.first_shared)}
 
-    @property
-    def layer_input_size(self) -> int:
-        """Channels that a token has beside the stream, for all layers together."""
-        return 0 if self.inputs is None else self.inputs.layers * self.inputs.width
-
     def attention_spec(self, layer: int) -> AttentionSpec | SharedAttentionSpec:
         """The attention of layer ``layer``."""
         window = self.windows[layer]

@@ -26,12 +26,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import (
-    CHECKPOINT_NAMES,
-    CHECKPOINT_PREFIXES,
-    FULL_ATTENTION,
-    SLIDING_ATTENTION,
-)
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.layer_input import LayerInputs
 from modelmill.nn.layer_spec import linear_tensors
@@ -56,12 +51,12 @@ NAMES = {
     f"{EXPERTS}.gate_up_proj": ("experts.*.gate_proj", "experts.*.up_proj"),
     f"{EXPERTS}.down_proj": ("experts.*.down_proj",),
 }
-TENSORS = {
+SCALES = {
     "output.scale": RuleSource(("layer_scalar",)),
     "experts.router_norm.weight": RuleSource(("router.scale",)),
     "experts.moe.routing.expert_scale": RuleSource(("router.per_expert_scale",)),
 }
-LAYOUT = CheckpointLayout(NAMES, tensors=TENSORS)
+LAYOUT = CheckpointLayout(NAMES, tensors=SCALES)
 LAYER_INPUT_NAMES = {
     "table": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",
@@ -91,10 +86,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
     full_kv_heads, full_head_dim = _gemma4_config.full_layer_sizes(raw, windows, own)
     _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim)
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
-    rope = _gemma4_config.layer_rope(raw, FULL_ATTENTION, full_head_dim, positions)
+    rope = _gemma4_config.layer_rope(raw, _llama_common.FULL_ATTENTION, full_head_dim, positions)
     local_rope = None
     if any(windows):
-        local_rope = _gemma4_config.layer_rope(raw, SLIDING_ATTENTION, own[1], positions)
+        local_rope = _gemma4_config.layer_rope(
+            raw, _llama_common.SLIDING_ATTENTION, own[1], positions
+        )
     return Gemma4Config(**shared | {
         "max_len": positions, "rope": rope, "local_rope": local_rope, "windows": windows,
         "layer": ScaledSandwichLayer, "qk_norm": True, "attention_scale": 1.0,

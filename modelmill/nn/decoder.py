@@ -173,11 +173,6 @@ class DecoderConfig:
         return self.layer.layer_spec(self.layer_parts(layer))
 
     @property
-    def layer_input_size(self) -> int:
-        """Channels that a token has beside the stream, for all layers together."""
-        return 0
-
-    @property
     def norm_config(self) -> NormConfig:
         """The norms."""
         return NormConfig(self.hidden, self.eps, self.norm)

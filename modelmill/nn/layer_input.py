@@ -118,6 +118,12 @@ class LayerInputs(nn.Module):
         return replace(step, layer_inputs=self(x, step))
 
 
+def layer_input_size(model: nn.Module) -> int:
+    """Channels that a token has beside the stream, for all layers of a model together."""
+    inputs = (each.config for each in model.modules() if isinstance(each, LayerInputs))
+    return sum(config.layers * config.width for config in inputs)
+
+
 @dataclass(frozen=True)
 class LayerInputSpec:
     """What one layer does with its vector.
