@@ -200,10 +200,15 @@ def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int
     return positive_int(merged, "num_key_value_heads"), positive_int(merged, "head_dim")
 
 
-def check_full_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+def check_full_heads(heads: int, kv_heads: int, head_dim: int, window_head_dim: int) -> None:
     """Raise CheckpointError for heads of layers with full attention that do not fit."""
     check_multiple("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
     check_pairs("global_head_dim", head_dim, head_dim)
+    if head_dim < window_head_dim:  # the rotation of both is padded to the windowed layers' heads
+        raise CheckpointError(
+            f"config.json: global_head_dim={head_dim} below head_dim={window_head_dim} is not "
+            "computed"
+        )
 
 
 def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions: int) -> RopeSpec:

@@ -84,7 +84,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
     )
     own = common.kv_heads, common.head_dim
     full_kv_heads, full_head_dim = _gemma4_config.full_layer_sizes(raw, windows, own)
-    _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim)
+    _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim, own[1])
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
     rope = _gemma4_config.layer_rope(raw, _llama_common.FULL_ATTENTION, full_head_dim, positions)
     local_rope = None

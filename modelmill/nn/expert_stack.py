@@ -86,9 +86,12 @@ class StackedExperts:
         self._group = group_columns(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
-    def serves(self, ops: Ops) -> bool:
-        """Whether a backend has the op, and no expert got another weight since."""
-        if ops.backends[self.op] == "torch":
+    def serves(self, x: torch.Tensor, ops: Ops) -> bool:
+        """Whether a backend has the op for x [T, H], and no expert got another weight since."""
+        # float16 may not hold the values of MXFP4, which many tokens need in x's dtype
+        if ops.backends[self.op] == "torch" or (
+            self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
+        ):
             return False
         return all(map(is_, self._weights, [linear.weight for linear in self._linears]))
 

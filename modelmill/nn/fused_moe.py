@@ -41,7 +41,7 @@ class FusedMoE(nn.Module):
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
         moe = cast(MoE, self.plain)
-        if self._stacked is not None and self._stacked.serves(step.ops):
+        if self._stacked is not None and self._stacked.serves(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
             shared = next(iter(moe.shared_output(x, step)), None)
             return self._stacked.run(x, weights, ids, shared, step.ops)
@@ -58,11 +58,8 @@ class FusedMoE(nn.Module):
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
     config = moe.routing.config
-    logits = step.ops.router_gemm(x, moe.router.weight)
-    if moe.router.bias is not None:
-        logits = logits + moe.router.bias.float()
     inputs = FusedTopkInputs(
-        logits if config.logit_scale == 1.0 else logits * config.logit_scale,
+        moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight)),
         moe.routing.selection_bias,
         config.top_k,
         config.scores == SIGMOID,

@@ -20,6 +20,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -123,10 +124,11 @@ class FusedCausalLM(FusedModule):
         """Embeddings [T, H] through all layers and the last norm, [R, H]."""
         branch: torch.Tensor | None = x
         residual: torch.Tensor | None = None
+        step = self.plain.with_layer_inputs(x, step)
         *layers, last_layer = self.layers
-        for layer, layer_step in zip(layers, step.by_layer()):
+        *steps, last_step = islice(step.by_layer(), len(self.layers))
+        for layer, layer_step in zip(layers, steps, strict=True):
             branch, residual = layer(branch, residual, rope, layer_step)
-        last_step = step.layer_steps[-1] if step.layer_steps else step
         logit_step = select_logit_rows(last_step)
         branch, residual = last_layer(branch, residual, rope, last_step, logit_step)
         assert residual is not None, "a layer returns its residual"

@@ -71,7 +71,9 @@ class KVShape:
         Args:
             max_tokens: Of the longest sequence.
         """
-        return replace(self, groups=plan_page_groups(self.layer_windows, max_tokens))
+        groups = plan_page_groups(self.layer_windows, max_tokens)
+        assert not (groups and self.sizes), "layers of page groups share tensors of one size"
+        return replace(self, groups=groups)
 
     @property
     def group_windows(self) -> tuple[int | None, ...]:

@@ -67,9 +67,11 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
-        logits = x.float() @ self.weight.float().T
-        if self.scale != 1.0:
-            logits = logits * self.scale
+        return self.scaled_and_biased(x.float() @ self.weight.float().T)
+
+    def scaled_and_biased(self, products: torch.Tensor) -> torch.Tensor:
+        """The logits of products x Wᵀ."""
+        logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.bias is None else logits + self.bias.float()
 
 

@@ -68,13 +68,16 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
 def _common_alignment(
     model: nn.Module, alignment_for: Callable[[str], int]
 ) -> Callable[[str], int]:
-    """The same, with one alignment of heads in all layers if some read the pages of others.
+    """The same, with one alignment of heads in all layers if layers share pages or their tensors.
 
-    A rank then has the same heads in both.
+    A rank then has the same heads in all of them.
     """
     layers = dict(model.get_submodule("layers").named_children())
     specs = {f"layers.{name}": layer_spec(layer) for name, layer in layers.items()}
-    if not any(any(spec.of_type(SharedCacheSpec)) for spec in specs.values()):
+    reads_others = any(any(spec.of_type(SharedCacheSpec)) for spec in specs.values())
+    kv = model.kv
+    assert isinstance(kv, KVShape)
+    if not reads_others and not kv.layer_windows:
         return alignment_for
     linears = {
         f"{name}.{linear.path}"

@@ -70,7 +70,7 @@ class PagePool:
         self.max_idle = count if max_idle is None else min(max_idle, count)
         self.num_touched = 0
         self.refs = [0] * count
-        self._num_groups = groups
+        self._num_in_use = [0] * groups
         self._group_by_page = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -94,12 +94,7 @@ class PagePool:
 
     def num_in_use(self) -> list[int]:
         """Referenced pages of each page group."""
-        if self._num_groups == 1:
-            return [self.count - self.num_available]
-        numbers = [0] * self._num_groups
-        for group, references in zip(self._group_by_page, self.refs, strict=True):
-            numbers[group] += references > 0
-        return numbers
+        return list(self._num_in_use)
 
     def alloc(self, group: int = 0) -> int | None:
         """Allocate a page with one reference; None if all pages are referenced.
@@ -123,12 +118,14 @@ class PagePool:
             return None
         self.refs[page] = 1
         self._group_by_page[page] = group
+        self._num_in_use[group] += 1
         return page
 
     def incref(self, page: int) -> None:
         """Add a reference to a page that is referenced or idle."""
         if self.refs[page] == 0:
             del self._idle[page]
+            self._num_in_use[self._group_by_page[page]] += 1
         self.refs[page] += 1
 
     def decref(self, page: int) -> None:
@@ -136,6 +133,7 @@ class PagePool:
         assert self.refs[page] > 0, f"page {page} is not referenced"
         self.refs[page] -= 1
         if self.refs[page] == 0:
+            self._num_in_use[self._group_by_page[page]] -= 1
             if self._key_by_page[page] is None:
                 self._free.append(page)
             else:

@@ -83,7 +83,7 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
     for key, what in (
         ("engine", "engine"),
         ("page_size", "page size"),
-        ("windows", "--max-model-len, so that its layers share other pages"),
+        ("windows", "version or --max-model-len, so that its layers share other pages"),
         ("tensors", "KV dtype"),
     ):
         if header.get(key) != layout.get(key):

@@ -68,6 +68,7 @@ def _stats_between_workers(last: Stats) -> Stats:
         page_bytes=last.page_bytes,
         state_bytes=last.state_bytes,
         snapshot_slots=last.snapshot_slots,
+        pages_by_window=dict.fromkeys(last.pages_by_window, 0),
     )
 
 

@@ -95,7 +95,7 @@ def _write_head(calls: CallSyntax, call: ParsedToolCall, index: int) -> str:
         match = re.fullmatch(calls.head_pattern, call.id)
         if match and match["name"] == call.name:
             return call.id
-    name = _escape(calls, call.name)
+    name = escape_attribute(calls, call.name)
     return calls.head.format(name=name, index=index, number=index + 1, id=call.id)
 
 
@@ -107,12 +107,12 @@ def _write_parameters(calls: CallSyntax, call: ParsedToolCall) -> str:
         is_string = value[:1] == '"'
         attribute = _write_attribute(parameter, value)
         text = json.loads(value) if is_string else value
-        head = f"{parameter.open}{_escape(calls, key)}{attribute}{parameter.key_end}"
+        head = f"{parameter.open}{escape_attribute(calls, key)}{attribute}{parameter.key_end}"
         parts.append(f"{head}{text}{parameter.close}")
     return "".join(parts)
 
 
-def _escape(calls: CallSyntax, text: str) -> str:
+def escape_attribute(calls: CallSyntax, text: str) -> str:
     """Return a name or a key as it is written."""
     if calls.parameter is None or not calls.parameter.escaped:
         return text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.answer_writer import to_marked, to_python
+from modelmill.text.answer_writer import escape_attribute, to_marked, to_python
 from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.parameter_types import (
@@ -84,7 +84,7 @@ class ArgumentGrammar:
         parts = []
         for key, schema, required in _members(self._top):
             string, other = self._by_type(schema)
-            opening = self._builder.literal(f"{parameter.open}{key}")
+            opening = self._builder.literal(parameter.open + escape_attribute(self._calls, key))
             forms = []
             for is_string, form in ((True, string), (False, other)):
                 if form is None:

@@ -41,15 +41,15 @@ def detect_format(template: str, tokens: Collection[str] = ()) -> str:
     """
     found = max(
         (
-            (sum(map(len, group)), name)
+            (len(group), sum(map(len, group)), name)
             for name in format_names()
             for group in load_format(name).detect
             if all(text in template for text in group)
         ),
-        default=(0, ""),
+        default=(0, 0, ""),
     )
-    if found[1]:
-        return found[1]
+    if found[-1]:
+        return found[-1]
     if "tools" not in template:
         return WITHOUT_TOOLS
     by_tokens = max(

@@ -166,6 +166,13 @@ def test_experts_that_are_off_are_refused_by_name(tmp_path: Path) -> None:
         make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
 
 
+def test_full_attention_with_narrower_heads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CASES["gemma4_text"].raw(global_head_dim=8)))
+    with pytest.raises(CheckpointError, match="global_head_dim=8 below head_dim=16") as error:
+        make_plan(checkpoint_of_config(tmp_path), BuildConfig(dtype="float32", target="cpu"))
+    check_one_line(error.value)
+
+
 def test_a_wrong_text_config_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": 3}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from modelmill.nn import fused_moe
@@ -63,10 +64,13 @@ def test_a_model_without_experts_stays_plain() -> None:
     assert fuse(model) is model
 
 
-def test_grouped_experts_are_scaled() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_grouped_experts_are_scaled(bias: bool) -> None:
     """The router's factor and the experts' own, negative ones too, before the grouped op."""
-    router = RouterConfig(EXPERTS, 2, logit_scale=0.5, expert_scale=True)
+    router = RouterConfig(EXPERTS, 2, bias=bias, logit_scale=0.1, expert_scale=True)
     moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER)), "dense")
+    if moe.router.bias is not None:
+        moe.router.bias *= 5.0
     moe.routing.expert_scale = torch.linspace(-1.0, 2.0, EXPERTS)
     ops = STEP.ops.replace(
         {"fused_moe": registry.reference("fused_moe")}, {**STEP.ops.backends, "fused_moe": "triton"}

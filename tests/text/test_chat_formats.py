@@ -158,3 +158,9 @@ def test_thinking_is_what_the_template_writes() -> None:
     other = detect_thinking(mistral, "<think></think>")
     assert other is not None
     assert other.marks == ("<think>", "</think>")
+
+
+def test_more_marks_of_a_format_are_a_better_sign() -> None:
+    """Qwen3-Coder's template has all of Functionary's marks, and one more."""
+    example = "<tool_call>\n<function=example_function_name>\n<parameter=a>\n</function>"
+    assert detect_format("{% if tools %}" + example + "{% endif %}") == "qwen3_coder"

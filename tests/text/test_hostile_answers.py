@@ -97,6 +97,13 @@ def without_marks(name: str, text: str) -> str:
     return text
 
 
+def test_an_empty_list_of_calls_shows_no_mark() -> None:
+    answer = parse("apertus", ["<|tools_prefix|>[]<|tools_suffix|>hello"], False, False)
+    assert not answer.calls
+    assert "<|" not in answer.content
+    assert answer.content.endswith("hello")
+
+
 def test_arguments_that_end_inside_a_character_are_a_prefix() -> None:
     answer = parse("hermes", ['<tool_call>{"name": "f", "arguments": {"x": "\\ud8'], False, True)
     assert answer.calls

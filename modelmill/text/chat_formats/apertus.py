@@ -6,6 +6,7 @@ FORMAT = ChatSyntax(
     title="Apertus",
     detect=(("<|tools_prefix|>", "<|tools_suffix|>"),),
     tokens=("<|tools_prefix|>", "<|tools_suffix|>"),
+    dropped=("<|tools_suffix|>",),
     thinking=ThinkingSyntax("<|inner_prefix|>", "<|inner_suffix|>"),
     calls=CallSyntax(
         "named",

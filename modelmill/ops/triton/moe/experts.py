@@ -12,9 +12,8 @@ from modelmill.ops.triton.moe import grouped_gemm, moe_decode
 
 MAX_EXPERTS = 1024
 FEW_PAIRS = 0.25  # pairs for each expert up to which experts are hardly shared
-FEW_PAIRS_4BIT = (
-    1.0  # a pair that reads weights of 4 bits again costs less than a tile with one row
-)
+# a pair that reads weights of 4 bits again costs less than a tile with one row
+FEW_PAIRS_4BIT, FEW_TOKENS_4BIT = 1.0, 16
 
 
 def computes_pairs(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bool:

@@ -16,7 +16,12 @@ import torch
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
-from modelmill.ops.triton.moe.experts import FEW_PAIRS_4BIT, computes_pairs, supports_layout
+from modelmill.ops.triton.moe.experts import (
+    FEW_PAIRS_4BIT,
+    FEW_TOKENS_4BIT,
+    computes_pairs,
+    supports_layout,
+)
 
 _PACK_COLUMNS = 32  # columns that are packed together
 
@@ -40,5 +45,10 @@ def supports(inputs: FusedMoEInputs) -> bool:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    few = computes_pairs(inputs, FEW_PAIRS_4BIT)
-    return (moe_decode_int4 if few else grouped_gemm_int4).run(inputs)
+    return (moe_decode_int4 if computes_4bit_pairs(inputs) else grouped_gemm_int4).run(inputs)
+
+
+def computes_4bit_pairs(inputs: FusedMoEInputs) -> bool:
+    """``computes_pairs`` for weights of 4 bits, up to as many tokens as it was timed with."""
+    few = len(inputs.x) <= FEW_TOKENS_4BIT and computes_pairs(inputs, FEW_PAIRS_4BIT)
+    return few or computes_pairs(inputs)

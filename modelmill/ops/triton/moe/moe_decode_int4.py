@@ -86,7 +86,7 @@ DOWN_TILE_8_TOKENS: Tile = (8, 32, 4)
 GATE_UP_TILE_E2M1: Tile = (8, 128, 4)
 DOWN_TILE_E2M1: Tile = (8, 64, 4)
 DOWN_TILE_E2M1_8_TOKENS: Tile = (8, 128, 4)
-MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32 alone comes here with many
+MANY_TOKENS_TILE: Tile = (16, 16, 4)  # float32, or very many experts
 
 
 def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:

@@ -21,7 +21,6 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.moe import int4_fused_moe
-from modelmill.ops.triton.moe.experts import FEW_PAIRS_4BIT, computes_pairs
 from modelmill.ops.triton.moe.int4_fused_moe import run as run
 
 
@@ -32,5 +31,5 @@ def supports(inputs: FusedMoEInputs) -> bool:
         int4_fused_moe.supports(inputs)
         and inputs.group == BLOCK_COLUMNS
         and all(scale is not None and scale.dtype == torch.uint8 for scale in scales)
-        and (inputs.x.dtype != torch.float16 or computes_pairs(inputs, FEW_PAIRS_4BIT))
+        and (inputs.x.dtype != torch.float16 or int4_fused_moe.computes_4bit_pairs(inputs))
     )
