@@ -18,6 +18,7 @@ from modelmill.text.call_reader import mark_parts
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
+from modelmill.text.tag_grammar import TagGrammar
 
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
@@ -167,8 +168,17 @@ def _optional_calls(
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
         return f"({final} {builder.free_text(())} | {body})"
     parts = mark_parts(prefix)
+    if calls.whole_marks:
+        parts = tuple(filter(None, (calls.section[0].strip(), calls.call[0].strip())))
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
-    marks = [opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional[0]]
+    marks = [
+        opener,
+        *(parts if calls.whole_marks else ()),
+        *calls.openers,
+        *calls.inline,
+        calls.code_mark,
+        calls.optional[0],
+    ]
     if calls.style == "pythonic":
         marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
@@ -207,6 +217,9 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
             f"{harmony.MESSAGE}"
         )
         return f"{builder.literal(header)} {builder.schema(schema)}"
+    if calls.style == "tags":
+        head = f"{_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+        return f"{head} {TagGrammar(builder, calls, name, schema).tags()} {close}"
     parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"

@@ -19,6 +19,7 @@ from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_calls import ParameterCallReader
 from modelmill.text.pythonic_calls import PythonicCallReader
+from modelmill.text.tag_calls import TagCallReader
 
 MIN_CUT_MARK_CHARS = 3
 """Where a limit cut an answer off, that many characters of a mark at its end are not content."""
@@ -27,6 +28,7 @@ READERS: dict[str, type[CallReader]] = {
     "named": NamedCallReader,
     "parameters": ParameterCallReader,
     "pythonic": PythonicCallReader,
+    "tags": TagCallReader,
 }
 
 
