@@ -75,6 +75,7 @@ CALL_TEXTS = [
     ("<|tool_calls_section_begin|><|tool_call_begin|> <|tool_call_argument_begin|>", "kimi_k2"),
     ("<tool_calls>\n{\"name\": ", "minimax_m1"),
     ("<minimax:tool_call> <invoke name=", "minimax_m2"),
+    ("ns_token = ']<]minimax[>[' ns_token ~ '<tool_call>' '<invoke name=\"'", "minimax_m3"),
     ("functools[{", "phi4_mini"),
     ("<TOOLCALL>[", "nemotron_nano"),
     ("<tool_calls>[{", "hunyuan"),
