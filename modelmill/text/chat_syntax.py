@@ -67,6 +67,7 @@ class ParameterSyntax:
             string="false"; "type": the value's type, as type="number".
         undeclared: type of an argument that the tool does not declare: a string, or JSON if it is.
         verbatim: marks that may stand around the text of a value.
+        whole: marks that may stand around all arguments as one JSON object; read, not written.
         escaped: "&" and quotes of names and keys are written as in XML.
     """
 
@@ -76,6 +77,7 @@ class ParameterSyntax:
     type_attribute: Literal["", "string", "type"] = ""
     undeclared: Literal["string", "json"] = "json"
     verbatim: Marks = NO_MARKS
+    whole: Marks = NO_MARKS
     escaped: bool = False
 
 
