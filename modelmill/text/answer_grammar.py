@@ -55,7 +55,8 @@ def answer_grammar(
     thinks = thinking is not None and prompt_thinking != "closed"
     if not thinks:
         budget = None
-    in_format = load_format(format_name).calls.style == "harmony"
+    syntax = load_format(format_name)
+    in_format = syntax.calls.style == "harmony" or bool(syntax.begun)
     calls = grammar is not None and grammar.grammar_type == "calls"
     if grammar is None and budget is None:
         return None
@@ -96,12 +97,13 @@ def build_answer(
         if syntax.calls.style == "harmony":
             body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
         body = f"{body} {builder.literal(syntax.content[1])}"
-    return builder.build(f"{_thinking(builder, value)} {_content_mark(builder, syntax)} {body}")
+    mark = "" if syntax.begun and answer["type"] == "calls" else _content_mark(builder, syntax)
+    return builder.build(f"{_thinking(builder, value)} {mark} {body}")
 
 
 def _content_mark(builder: LarkBuilder, syntax: ChatSyntax) -> str:
     """The mark before the content, which the prompt may have written already."""
-    opening = builder.literal(syntax.content[0])
+    opening = builder.literal(syntax.content[0].removeprefix(syntax.begun))
     return f"({opening})?" if opening else ""
 
 
@@ -141,6 +143,8 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         thought = f"{_thought(builder)} {body}"
         text = builder.free_text(("Action:",)) if value.get("optional") else ""
         return f"({text} | {thought})" if text else thought
+    if syntax.begun:
+        return _begun_calls(builder, syntax, f"{body} {more} {end}", bool(value.get("optional")))
     content_end = syntax.content[1]
     if not value.get("optional"):
         return f"{builder.literal(content_end + prefix)} {body} {more} {end}"
@@ -150,6 +154,17 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         return f"{text}? {builder.literal(content_end)} ({call})?"
     names = [function["name"] for function in functions]
     return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
+
+
+def _begun_calls(builder: LarkBuilder, syntax: ChatSyntax, body: str, optional: bool) -> str:
+    """Calls whose first mark the prompt has begun; perhaps text, or text and then calls."""
+    opening = syntax.calls.call[0]
+    first = f"{builder.literal(opening.removeprefix(syntax.begun))} {body}"
+    if not optional:
+        return first
+    mark = builder.literal(syntax.content[0].removeprefix(syntax.begun))
+    text = builder.free_text((opening,))
+    return f"({first} | {mark} ({builder.text(opening)} {body} | {text})?)"
 
 
 def _thought(builder: LarkBuilder) -> str:

@@ -51,7 +51,8 @@ def write_answer(
     if thinking is not None and (answer.reasoning or thinks):
         text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
     content = _write_content(syntax, answer.content)
-    return text + content + write_calls(syntax.calls, answer, several=several)
+    calls = write_calls(syntax.calls, answer, several=several)
+    return (text + content + calls).removeprefix(syntax.begun)
 
 
 def _write_content(syntax: ChatSyntax, content: str) -> str:

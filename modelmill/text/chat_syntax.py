@@ -178,6 +178,7 @@ class ChatSyntax:
         not_turn_ends: control tokens that end a turn in other formats only.
         thinking: marks of the thinking; used if the chat template has them. None: never.
         calls: how tool calls are written.
+        begun: begin of the marks of content and calls that the prompt writes, and the answer not.
         content: marks around the content. With a closing mark they are written around an empty
             content, too.
         dropped: control tokens that are no content where a model writes them without a call.
@@ -190,5 +191,6 @@ class ChatSyntax:
     tokens: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
     not_turn_ends: tuple[str, ...] = ()
+    begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()

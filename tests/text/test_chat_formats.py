@@ -91,6 +91,8 @@ CALL_TEXTS = [
     ("<|function_call|>{\"name\": \"", "gigachat3"),
     ("'<|tools_prefix|>' '[' '{\"' ~ name ~ '\": ' ']' '<|tools_suffix|>'", "apertus"),
     ("'<|reserved_special_token_249|>' + name + '\n' + arguments", "functionary_v2"),
+    ("this format:\n>>>${recipient}\n${content}\n", "functionary_v32"),
+    ("'>>>all\n' + content '>>>' + name + '\n' + arguments", "functionary_v32"),
     ("<function=' + name + '>' + arguments + '</function>'", "functionary_v31"),
     ("'<|open|>' + tag '<|sep|>' '<|close|>' + tag + '<|sep|>'", "kimi_k3"),
     ("{", "json"),
