@@ -5,7 +5,7 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 PREFIX = "]<]minimax[>["
 FORMAT = ChatSyntax(
     title="MiniMax M3",
-    detect=((PREFIX, "<tool_call>", "<invoke name="),),
+    detect=((PREFIX, "<tool_call>"),),
     tokens=(PREFIX,),
     control_tokens=(PREFIX,),
     thinking=ThinkingSyntax("<mm:think>", "</mm:think>"),
