@@ -18,6 +18,7 @@ from modelmill.text.call_reader import mark_parts
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
+from modelmill.text.tag_grammar import TagGrammar
 
 PromptThinking = Literal["open", "closed", "free"]
 """What the prompt says of the thinking: begun, ended or excluded, or left to the model."""
@@ -54,7 +55,8 @@ def answer_grammar(
     thinks = thinking is not None and prompt_thinking != "closed"
     if not thinks:
         budget = None
-    in_format = load_format(format_name).calls.style == "harmony"
+    syntax = load_format(format_name)
+    in_format = syntax.calls.style == "harmony" or bool(syntax.begun)
     calls = grammar is not None and grammar.grammar_type == "calls"
     if grammar is None and budget is None:
         return None
@@ -95,12 +97,13 @@ def build_answer(
         if syntax.calls.style == "harmony":
             body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
         body = f"{body} {builder.literal(syntax.content[1])}"
-    return builder.build(f"{_thinking(builder, value)} {_content_mark(builder, syntax)} {body}")
+    mark = "" if syntax.begun and answer["type"] == "calls" else _content_mark(builder, syntax)
+    return builder.build(f"{_thinking(builder, value)} {mark} {body}")
 
 
 def _content_mark(builder: LarkBuilder, syntax: ChatSyntax) -> str:
     """The mark before the content, which the prompt may have written already."""
-    opening = builder.literal(syntax.content[0])
+    opening = builder.literal(syntax.content[0].removeprefix(syntax.begun))
     return f"({opening})?" if opening else ""
 
 
@@ -140,6 +143,8 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         thought = f"{_thought(builder)} {body}"
         text = builder.free_text(("Action:",)) if value.get("optional") else ""
         return f"({text} | {thought})" if text else thought
+    if syntax.begun:
+        return _begun_calls(builder, syntax, f"{body} {more} {end}", bool(value.get("optional")))
     content_end = syntax.content[1]
     if not value.get("optional"):
         return f"{builder.literal(content_end + prefix)} {body} {more} {end}"
@@ -149,6 +154,17 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         return f"{text}? {builder.literal(content_end)} ({call})?"
     names = [function["name"] for function in functions]
     return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
+
+
+def _begun_calls(builder: LarkBuilder, syntax: ChatSyntax, body: str, optional: bool) -> str:
+    """Calls whose first mark the prompt has begun; perhaps text, or text and then calls."""
+    opening = syntax.calls.call[0]
+    first = f"{builder.literal(opening.removeprefix(syntax.begun))} {body}"
+    if not optional:
+        return first
+    mark = builder.literal(syntax.content[0].removeprefix(syntax.begun))
+    text = builder.free_text((opening,))
+    return f"({first} | {mark} ({builder.text(opening)} {body} | {text})?)"
 
 
 def _thought(builder: LarkBuilder) -> str:
@@ -167,8 +183,17 @@ def _optional_calls(
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
         return f"({final} {builder.free_text(())} | {body})"
     parts = mark_parts(prefix)
+    if calls.whole_marks:
+        parts = tuple(filter(None, (calls.section[0].strip(), calls.call[0].strip())))
     opener = parts[0] if parts and len(parts[0]) > 1 else ""
-    marks = [opener, *calls.openers, *calls.inline, calls.code_mark, calls.optional[0]]
+    marks = [
+        opener,
+        *(parts if calls.whole_marks else ()),
+        *calls.openers,
+        *calls.inline,
+        calls.code_mark,
+        calls.optional[0],
+    ]
     if calls.style == "pythonic":
         marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
@@ -207,6 +232,9 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
             f"{harmony.MESSAGE}"
         )
         return f"{builder.literal(header)} {builder.schema(schema)}"
+    if calls.style == "tags":
+        head = f"{_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+        return f"{head} {TagGrammar(builder, calls, name, schema).tags()} {close}"
     parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"

@@ -19,6 +19,7 @@ from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_calls import ParameterCallReader
 from modelmill.text.pythonic_calls import PythonicCallReader
+from modelmill.text.tag_calls import TagCallReader
 
 MIN_CUT_MARK_CHARS = 3
 """Where a limit cut an answer off, that many characters of a mark at its end are not content."""
@@ -27,6 +28,7 @@ READERS: dict[str, type[CallReader]] = {
     "named": NamedCallReader,
     "parameters": ParameterCallReader,
     "pythonic": PythonicCallReader,
+    "tags": TagCallReader,
 }
 
 
@@ -109,7 +111,12 @@ class MarkedAnswerParser(AnswerParser):
         super().__init__(tools, output)
         self._reader = READERS[syntax.calls.style](syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
+        self._begun = syntax.begun
+        self._first_marks = _first_marks(syntax, tools)
         self._content_marks = tuple(filter(None, (*syntax.content, *syntax.dropped)))
+        if self._reader is not None and syntax.begun:
+            # text may end with a part of the mark, so that only mark and name together are certain
+            self._reader.open_at(self._first_marks[1:])
         self._openers = self._reader.openers if self._reader is not None else ()
         self._thinking_open, self._thinking_close = ("", "") if thinking is None else thinking.marks
         ends_at_calls = thinking is not None and thinking.ends_at_calls and self._reader is not None
@@ -133,6 +140,8 @@ class MarkedAnswerParser(AnswerParser):
         if cut:
             # the begin of a mark is no text
             marks = self._thinking_ends if self.in_reasoning else self._content_ends()
+            if self._mode == self._scan_begun:
+                rest = ""
             if self._mode == self._scan_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = overlap(rest, marks)
@@ -146,6 +155,8 @@ class MarkedAnswerParser(AnswerParser):
     def _begin_content(self) -> Callable[[], bool]:
         """The mode at the begin of the content."""
         self._marked = False
+        if self._begun:
+            return self._scan_begun
         if self._reader is None or not self._bare:
             return self._scan_content
         self._reader.begin()
@@ -178,6 +189,16 @@ class MarkedAnswerParser(AnswerParser):
         self._buffer = self._buffer[place:]
         self.in_reasoning = False
         self._mode = self._begin_content()
+        return True
+
+    def _scan_begun(self) -> bool:
+        """Detect what continues the mark that the prompt begins."""
+        marks = tuple(mark.removeprefix(self._begun) for mark in self._first_marks)
+        if self._buffer.startswith(marks):
+            self._buffer = self._begun + self._buffer
+        elif any(mark.startswith(self._buffer) for mark in marks):
+            return False
+        self._mode = self._scan_content
         return True
 
     def _scan_content(self) -> bool:
@@ -234,3 +255,11 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(self._buffer[:size])
             self._buffer = self._buffer[size:]
         return True
+
+
+def _first_marks(syntax: ChatSyntax, tools: ToolSchemas) -> tuple[str, ...]:
+    """The marks of content and calls whose begin the prompt writes."""
+    if not syntax.begun:
+        return ()
+    opening, ending = syntax.calls.call[0], syntax.calls.name_end
+    return (syntax.content[0], *(f"{opening}{name}{ending}" for name in tools))

@@ -21,6 +21,7 @@ from modelmill.text.chat_syntax import (
     ThinkingSyntax,
 )
 from modelmill.text.parameter_types import json_type
+from modelmill.text.tag_values import ITEM
 from modelmill.text.value_stream import split_object
 
 _OUTSIDE_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b', re.DOTALL)
@@ -50,7 +51,8 @@ def write_answer(
     if thinking is not None and (answer.reasoning or thinks):
         text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
     content = _write_content(syntax, answer.content)
-    return text + content + write_calls(syntax.calls, answer, several=several)
+    calls = write_calls(syntax.calls, answer, several=several)
+    return (text + content + calls).removeprefix(syntax.begun)
 
 
 def _write_content(syntax: ChatSyntax, content: str) -> str:
@@ -82,11 +84,12 @@ def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
         pairs = split_object(call.arguments) or []
         return f"{call.name}({', '.join(f'{key}={to_python(value)}' for key, value in pairs)})"
     head = _write_head(calls, call, index)
-    body = (
-        _write_parameters(calls, call)
-        if calls.style == "parameters"
-        else to_marked(call.arguments, calls.string_mark)
-    )
+    if calls.style == "parameters":
+        body = _write_parameters(calls, call)
+    elif calls.style == "tags":
+        body = to_tags(call.arguments, calls.tag_prefix)
+    else:
+        body = to_marked(call.arguments, calls.string_mark)
     return opening + head + calls.name_end + body + closing
 
 
@@ -132,6 +135,24 @@ def _write_attribute(parameter: ParameterSyntax, value: str) -> str:
 def to_python(value: str) -> str:
     """Convert JSON text to a Python literal; all but the three constants stays as it is."""
     return _OUTSIDE_STRINGS.sub(lambda match: _PYTHON_WORDS.get(match[0], match[0]), value)
+
+
+def to_tags(value: str, prefix: str) -> str:
+    """Convert a JSON object to nested tags, each behind a prefix (MiniMax M3)."""
+    # numbers keep the text that the model wrote
+    return _tagged(json.loads(value, parse_int=str, parse_float=str), prefix)
+
+
+def _tagged(value: Any, prefix: str) -> str:
+    if isinstance(value, Mapping):
+        members = [*value.items()]
+    elif isinstance(value, list):
+        members = [(ITEM, each) for each in value]
+    else:
+        return value if isinstance(value, str) else json.dumps(value)
+    return "".join(
+        f"{prefix}<{key}>{_tagged(each, prefix)}{prefix}</{key}>" for key, each in members
+    )
 
 
 def to_marked(value: str, string_mark: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.core.errors import RequestError
 from modelmill.text.answer_writer import escape_attribute, to_marked, to_python
 from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
-from modelmill.text.lark_builder import LarkBuilder
+from modelmill.text.lark_builder import LarkBuilder, regex_literal
 from modelmill.text.parameter_types import (
     JSON_TYPES,
     MAX_REFERENCES,
@@ -82,7 +82,7 @@ class ArgumentGrammar:
         parameter = self._calls.parameter
         assert parameter is not None, "this style has marks of an argument"
         parts = []
-        for key, schema, required in _members(self._top):
+        for key, schema, required in schema_members(self._top):
             string, other = self._by_type(schema)
             opening = self._builder.literal(parameter.open + escape_attribute(self._calls, key))
             forms = []
@@ -129,14 +129,14 @@ class ArgumentGrammar:
                 value = self._json(schema)
             return f"{self._builder.literal(f'{key}=')} {value}"
 
-        required = {name for name, _, needed in _members(self._top) if needed}
+        required = {name for name, _, needed in schema_members(self._top) if needed}
         bad = sorted(name for name in required if not name.isidentifier())
         if bad:
             raise RequestError(
                 f"tools: {self._name} needs the property {bad[0]!r}, which Python's call syntax of "
                 "this model cannot express; use letters, digits and _"
             )
-        members = [each for each in _members(self._top) if each[0].isidentifier()]
+        members = [each for each in schema_members(self._top) if each[0].isidentifier()]
         return self._separated(members, ", ", keyword)
 
     def marked(self) -> str:
@@ -169,6 +169,8 @@ class ArgumentGrammar:
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         if low or high != "":
             terms.append(f"/(?s:.{{{low},{high}}})/")
+        if self._calls.tag_prefix:
+            terms.append(f"~/(?s:.*){regex_literal(self._calls.tag_prefix)}(?s:.*)/")
         pattern = schema.get("pattern")
         if isinstance(pattern, str):
             terms.append(_search_pattern(pattern))
@@ -208,7 +210,7 @@ class ArgumentGrammar:
 
     def _marked_object(self, schema: Schema) -> str:
         members = self._separated(
-            _members(schema),
+            schema_members(schema),
             ",",
             lambda key, value: f"{self._builder.literal(f'{key}:')} {self._marked_value(value)}",
         )
@@ -279,16 +281,16 @@ class ArgumentGrammar:
         return head
 
 
-def _members(schema: Schema) -> list[tuple[str, Schema, bool]]:
-    """Names, schemas and whether they are required."""
+def schema_members(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """Return names, schemas and whether they are required."""
     properties = schema.get("properties")
-    members = dict(properties) if isinstance(properties, Mapping) else {}
+    declared = dict(properties) if isinstance(properties, Mapping) else {}
     required = [name for name in schema.get("required") or () if isinstance(name, str)]
     for name in required:
-        members.setdefault(name, {})
+        declared.setdefault(name, {})
     return [
         (name, value if isinstance(value, Mapping) else {}, name in required)
-        for name, value in members.items()
+        for name, value in declared.items()
         if value is not False
     ]
 

@@ -87,6 +87,10 @@ class CallReader(ABC):
         self._drops = self._final = False
         self.begin()
 
+    def open_at(self, marks: tuple[str, ...]) -> None:
+        """Let a block begin at these marks only."""
+        self.openers = marks
+
     def begin(self) -> None:
         """Begin a block at its first mark."""
         self.closed = self.rejected = self.dropped_section = False

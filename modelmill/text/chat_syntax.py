@@ -13,12 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-CallStyle = Literal["json", "named", "parameters", "pythonic", "react", "harmony"]
+CallStyle = Literal["json", "named", "parameters", "tags", "pythonic", "react", "harmony"]
 """Where a call has its name and its arguments:
 
 * ``json``: in one object, {"name", "arguments"};
 * ``named``: the name between marks, then the arguments as one value;
 * ``parameters``: the name between marks, then each argument between marks of its own;
+* ``tags``: the name between marks, then a tag for each argument, named after it; lists and objects
+  are nested tags;
 * ``pythonic``: name(key=value, …);
 * ``react``: lines "Action:" and "Action Input:";
 * ``harmony``: messages on channels.
@@ -65,6 +67,7 @@ class ParameterSyntax:
             string="false"; "type": the value's type, as type="number".
         undeclared: type of an argument that the tool does not declare: a string, or JSON if it is.
         verbatim: marks that may stand around the text of a value.
+        whole: marks that may stand around all arguments as one JSON object; read, not written.
         escaped: "&" and quotes of names and keys are written as in XML.
     """
 
@@ -74,6 +77,7 @@ class ParameterSyntax:
     type_attribute: Literal["", "string", "type"] = ""
     undeclared: Literal["string", "json"] = "json"
     verbatim: Marks = NO_MARKS
+    whole: Marks = NO_MARKS
     escaped: bool = False
 
 
@@ -90,6 +94,7 @@ class CallSyntax:
         section_if_several: one call alone has no section marks.
         optional: marks that may stand around the calls; read, not written.
         name_key: key of the name in the style ``json``.
+        repeats: models repeat the calls behind their end mark; such a repeat is dropped.
         number_key: key of a call's number, written as a string, in the style ``json``; read over.
         arguments_key: key of the arguments in the style ``json``.
         head: name of the call as written; {index}: number of the call; {number}: from 1.
@@ -98,6 +103,7 @@ class CallSyntax:
         empty_end: after the name instead of name_end, where a call without arguments ends at once.
         json_too: objects in the style ``json`` may stand instead of name and arguments.
         parameter: marks of an argument in the style ``parameters``.
+        tag_prefix: before each tag in the style ``tags``.
         string_mark: encloses strings inside arguments instead of quotes; keys are then bare.
         bare: an answer that begins with a call needs no mark before it.
         code_mark: before a call in Python syntax, which some models write instead.
@@ -119,6 +125,7 @@ class CallSyntax:
     content_end: str = ""
     section_if_several: bool = False
     optional: Marks = NO_MARKS
+    repeats: bool = False
     name_key: str = "name"
     number_key: str = ""
     arguments_key: str = "arguments"
@@ -128,6 +135,7 @@ class CallSyntax:
     empty_end: str = ""
     json_too: bool = False
     parameter: ParameterSyntax | None = None
+    tag_prefix: str = ""
     string_mark: str = ""
     bare: bool = False
     code_mark: str = ""
@@ -143,7 +151,7 @@ class CallSyntax:
     @property
     def writes_json(self) -> bool:
         """Whether the arguments of a call are written as one JSON object."""
-        return self.style not in ("parameters", "pythonic") and not self.string_mark
+        return self.style not in ("parameters", "tags", "pythonic") and not self.string_mark
 
 
 def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
@@ -170,6 +178,7 @@ class ChatSyntax:
         not_turn_ends: control tokens that end a turn in other formats only.
         thinking: marks of the thinking; used if the chat template has them. None: never.
         calls: how tool calls are written.
+        begun: begin of the marks of content and calls that the prompt writes, and the answer not.
         content: marks around the content. With a closing mark they are written around an empty
             content, too.
         dropped: control tokens that are no content where a model writes them without a call.
@@ -182,5 +191,6 @@ class ChatSyntax:
     tokens: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()
     not_turn_ends: tuple[str, ...] = ()
+    begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()

@@ -28,7 +28,8 @@ class ParameterCallReader(NamedCallReader):
         self._value_end = parameter.close[: len(parameter.close) - len(parameter.close.lstrip())]
         whole = self._syntax.whole_marks
         self._value_close = parameter.close.strip() if whole else mark_parts(parameter.close)[0]
-        self._wrapped = self._verbatim = False
+        self._whole_open = mark_parts(parameter.whole[0])
+        self._object_close: tuple[str, ...] = ()
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
@@ -50,7 +51,7 @@ class ParameterCallReader(NamedCallReader):
         self._begin_call(self._name, self._id)
         self._output.add_arguments("{")
         self._call_done()
-        self._num_arguments, self._wrapped = 0, False
+        self._num_arguments, self._object_close = 0, ()
         self._state = self._scan_parameter
         return place
 
@@ -65,9 +66,15 @@ class ParameterCallReader(NamedCallReader):
             return place
         start = skip_blank(text, at)
         if not self._num_arguments and text[start : start + 1] == "{":
-            self._json = ValueStream()
-            self._state = self._scan_object
-            return start
+            return self._begin_object(start)
+        if not self._num_arguments and self._whole_open:
+            count, place = self._match(text, at, self._whole_open)
+            if place is None:
+                return at
+            if count > 1:
+                self._object_close = mark_parts(self._parameter.whole[1])
+                self._state = self._scan_whole
+                return place
         ends = self._close or self._section_close
         count, place = self._match(text, at, ends)
         if place is None:
@@ -82,6 +89,22 @@ class ParameterCallReader(NamedCallReader):
             self._output.add_arguments("}")
         self._state = self._scan_next
         return place
+
+    def _scan_whole(self, text: str, at: int) -> int:
+        """Behind the mark before all arguments as one object."""
+        self._drop()
+        start = skip_blank(text, at)
+        if start == len(text):
+            return at
+        if text[start] == "{":
+            return self._begin_object(start)
+        self._state = self._skip_call
+        return at
+
+    def _begin_object(self, at: int) -> int:
+        self._json, self._num_arguments = ValueStream(), 0
+        self._state = self._scan_object
+        return at
 
     def _scan_object(self, text: str, at: int) -> int:
         """All arguments as one object, which some models write instead."""
@@ -100,8 +123,8 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_object_end(self, text: str, at: int) -> int:
         self._drop()
-        parts = mark_parts(self._parameter.close) if self._wrapped else ()
-        _, place = self._match(text, at, (*parts, *(self._close or self._section_close)))
+        ends = self._close or self._section_close
+        _, place = self._match(text, at, (*self._object_close, *ends))
         if place is None:
             return at
         self._state = self._scan_next
@@ -155,13 +178,11 @@ class ParameterCallReader(NamedCallReader):
         start = skip_blank(text, at)
         if start == len(text) and not self._final:
             return at
-        self._wrapped = text[start : start + 1] == "{"
-        if not self._wrapped:
+        if text[start : start + 1] != "{":
             self._state = self._scan_value_start
             return at
-        self._json, self._num_arguments = ValueStream(), 0
-        self._state = self._scan_object
-        return start
+        self._object_close = mark_parts(self._parameter.close)
+        return self._begin_object(start)
 
     def _scan_value_start(self, text: str, at: int) -> int:
         """Skip the line break before a value."""

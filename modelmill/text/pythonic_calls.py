@@ -36,8 +36,17 @@ class PythonicCallReader(CallReader):
         self._started = False
         self._value = ValueStream()
         self._has_mark = False
+        self._read, self._list = "", ""
         self._in_brackets = "[" in self._syntax.section[0]
         return self._scan_open
+
+    def feed(self, text: str, at: int, final: bool = False) -> int:
+        """See ``CallReader.feed``; keeps the text of the list, which the model may repeat."""
+        self._text_start = at
+        end = super().feed(text, at, final)
+        if self._syntax.repeats:
+            self._read += text[at:end]
+        return end
 
     def _scan_open(self, text: str, at: int) -> int:
         count, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
@@ -150,7 +159,35 @@ class PythonicCallReader(CallReader):
         return start + (text[start : start + 1] == "]")
 
     def _scan_close(self, text: str, at: int) -> int:
-        return self._close_block(text, at, mark_parts(self._syntax.optional[1]))
+        opening, closing = map(mark_parts, self._syntax.optional)
+        if not self._syntax.repeats:
+            return self._close_block(text, at, closing)
+        if not self._list:
+            read = (self._read + text[self._text_start : at]).strip()
+            self._list = read.removeprefix(opening[0]).strip()
+        count, place = self._match(text, at, closing)
+        if place is None:
+            return at
+        self._drop()
+        if not count:
+            return self._end_block(place)
+        self._state = self._scan_repeat
+        return place
+
+    def _scan_repeat(self, text: str, at: int) -> int:
+        """The same list again, directly behind its end: no call and no content."""
+        place = skip_blank(text, at)
+        rest = text[place : place + len(self._list)]
+        if rest == self._list:
+            self._drop()
+            self._state = self._scan_close
+            return place + len(rest)
+        if not self._list.startswith(rest):
+            return self._end_block(at)
+        if not self._final:
+            return at
+        self._drop()  # the answer ends inside the repeat
+        return self._end_block(len(text))
 
     def _fail(self, at: int) -> int:
         if not self._started:

@@ -47,6 +47,9 @@ WRITTEN = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n'
     '<parameter name="n">2</parameter>\n<parameter name="t">true</parameter>\n</invoke>\n'
     "</minimax:tool_call>",
+    "minimax_m3": ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>x'
+    "]<]minimax[>[</a>]<]minimax[>[<n>2]<]minimax[>[</n>]<]minimax[>[<t>true]<]minimax[>[</t>"
+    "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
     "phi4_mini": 'functools[{"name": "f", "arguments": {"a": "x", "n": 2, "t": true}}]',
     "qwen_react": 'Action: f\nAction Input: {"a": "x", "n": 2, "t": true}',
     "json": '{"name": "f", "arguments": {"a": "x", "n": 2, "t": true}}',

@@ -41,6 +41,19 @@ CASES = [
     ("kimi_k3", K3.format(
         '"a&amp;b" index="1"<|sep|><|open|>argument key="&quot;q&quot;" type="string"<|sep|>'
         "&quot;<|close|>argument<|sep|>"), "", [("a&b", '{"\\"q\\"": "&quot;"}')]),
+    # all arguments as one object between marks of their own
+    ("kimi_k3", K3.format('"f"<|sep|><|open|>json type="object"<|sep|>{"x": "<|close|>", "n": [1]}'
+                          "<|close|>json<|sep|>"), "",
+     [("f", '{"x": "<|close|>", "n": [1]}')]),
+    ("kimi_k3", K3.format('"f" index="1"<|sep|><|open|>json<|sep|> {}\n<|close|>json<|sep|>'), "",
+     [("f", "{}")]),
+    ("kimi_k3", K3.format('"f"<|sep|><|open|>json<|sep|>[1]<|close|>json<|sep|>') + "so", "so",
+     [("f", "{")]),
+    ("kimi_k3", "<|open|>tools<|sep|>" + "".join(
+        f'<|open|>call tool="f"<|sep|>{each}<|close|>call<|sep|>' for each in (
+            '<|open|>json<|sep|>{"n": 1}<|close|>json<|sep|>',
+            '<|open|>argument key="n" type="number"<|sep|>2<|close|>argument<|sep|>',
+        )), "", [("f", '{"n": 1}'), ("f", '{"n": 2}')]),
     # a line that is no call, between two that are; nothing of a section is content
     ("minimax_m1", '<tool_calls>\n{"name": "f", "arguments": {"n": 1}}\n{broken}\n'
      '{"name": "f", "arguments": {}}\n{broken</tool_calls>\n.', ".",

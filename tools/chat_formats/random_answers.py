@@ -44,7 +44,8 @@ def random_case(syntax: ChatSyntax, rng: random.Random) -> RandomCase:
     """Return an answer that the format can write."""
     calls = syntax.calls
     names = [name for name in NAMES if calls.style != "pythonic" or name.isidentifier()]
-    tools = {name: _random_parameters(rng, syntax) for name in rng.sample(names, rng.randint(1, 3))}
+    parameters = _random_declarations if calls.style == "tags" else _random_parameters
+    tools = {name: parameters(rng, syntax) for name in rng.sample(names, rng.randint(1, 3))}
     most = min(3, calls.max_calls or 3)
     count = rng.choice([0, 1, 1, rng.randint(0, most)])
     thinking = syntax.thinking if rng.random() < 0.7 else None
@@ -113,12 +114,29 @@ def _random_parameters(rng: random.Random, syntax: ChatSyntax) -> dict[str, Any]
     }
 
 
+def _random_declarations(rng: random.Random, syntax: ChatSyntax, depth: int = 3) -> dict[str, Any]:
+    """A schema whose values are declared to the last: nested tags have no types of their own."""
+    if depth == 3:
+        value_type = "object"
+    else:
+        value_type = rng.choice(TYPES if depth else TYPES[:4])
+    if value_type == "array":
+        return {"type": "array", "items": _random_declarations(rng, syntax, depth - 1)}
+    if value_type == "object":
+        members = {
+            key: _random_declarations(rng, syntax, depth - 1)
+            for key in rng.sample(KEYS, rng.randint(0, 4))
+        }
+        return {"type": "object", "properties": members}
+    return {"type": value_type}
+
+
 def _random_call(
     rng: random.Random, syntax: ChatSyntax, tools: dict[str, dict[str, Any]], index: int
 ) -> ParsedToolCall:
     name = rng.choice(list(tools))
     values = {
-        key: _random_value(rng, schema["type"], syntax)
+        key: _random_declared(rng, schema, syntax)
         for key, schema in tools[name]["properties"].items()
         if rng.random() < 0.8
     }
@@ -135,6 +153,21 @@ def _random_call(
     id = f"abc123XY{index}"
     head = calls.head.format(name=name, index=index, number=index + 1, id=id)
     return ParsedToolCall(head if calls.id_from_head else id, name, arguments)
+
+
+def _random_declared(rng: random.Random, schema: dict[str, Any], syntax: ChatSyntax) -> Any:
+    """A value of a declared type, and of the types declared inside it."""
+    if "items" in schema:
+        return [
+            _random_declared(rng, schema["items"], syntax) for _ in range(rng.choice([0, 1, 3]))
+        ]
+    if "properties" in schema:
+        return {
+            key: _random_declared(rng, each, syntax)
+            for key, each in schema["properties"].items()
+            if rng.random() < 0.8
+        }
+    return _random_value(rng, schema["type"], syntax)
 
 
 def _random_value(rng: random.Random, value_type: str, syntax: ChatSyntax, depth: int = 2) -> Any:

@@ -7,7 +7,7 @@ FORMAT = ChatSyntax(
     detect=(("<|open|>", "<|close|>", "<|sep|>"),),
     tokens=("<|open|>", "<|close|>", "<|sep|>"),
     thinking=ThinkingSyntax("<|open|>think<|sep|>", "<|close|>think<|sep|>", in_template="'think'"),
-    dropped=("<|close|>message<|sep|>", "<|end_of_msg|>"),
+    dropped=("<|close|>tools<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
     content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     calls=CallSyntax(
         "parameters",
@@ -21,6 +21,7 @@ FORMAT = ChatSyntax(
             "<|sep|>",
             "<|close|>argument<|sep|>",
             type_attribute="type",
+            whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
             escaped=True,
         ),
         whole_marks=True,

@@ -11,5 +11,6 @@ FORMAT = ChatSyntax(
         section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
         separator=", ",
         optional=("<|tool_call_start|>", "<|tool_call_end|>"),
+        repeats=True,
     ),
 )

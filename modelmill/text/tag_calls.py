@@ -1,0 +1,186 @@
+"""Calls with a tag for each argument, named after it; lists and objects are nested tags.
+
+A string is passed on as it comes. Any other argument waits for its closing tag, since only then its
+JSON is known: a tag that comes again makes a list of both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, overlap, skip_blank
+from modelmill.text.parameter_types import schema_types
+from modelmill.text.tag_values import TagNode
+from modelmill.text.value_stream import escape_text
+
+_NAME = re.compile(r"<([^<>\s]+)")
+
+
+class TagCallReader(CallReader):
+    """Reads calls of the style ``tags``."""
+
+    def _first_state(self) -> Callable[[str, int], int]:
+        syntax = self._syntax
+        self._mark = syntax.tag_prefix
+        self._tag = re.compile(re.escape(self._mark) + r"\s*<([^<>]+)>")
+        self._section_tag = _tag_name(syntax.section[0])
+        self._call_tag = _tag_name(syntax.call[0])
+        head = syntax.call[0][len(self._mark) + 1 :]
+        self._head = re.compile(re.escape(head) + '([^"]*)"')
+        self._name, self._key = "", ""
+        self._root: Mapping[str, Any] = {}
+        self._nodes: list[TagNode] = []
+        self._num_arguments = 0
+        return self._scan_call
+
+    # -- tags
+
+    def _next_tag(self, text: str, at: int) -> tuple[str | None, int]:
+        """Match a tag; "" if there is none, None if more text is needed."""
+        match = self._tag.match(text, at)
+        if match:
+            return match[1], match.end()
+        rest = text[at:]
+        inside = rest.removeprefix(self._mark)
+        begun = self._mark.startswith(rest) or (
+            rest.startswith(self._mark)
+            and len(rest) < MAX_HEAD_CHARS
+            and re.fullmatch(r"\s*(<[^<>]*)?", inside) is not None
+        )
+        return (None if begun else ""), at
+
+    def _called(self, tag: str) -> str | None:
+        """The declared function that a tag calls."""
+        match = self._head.fullmatch(tag)
+        return match[1] if match and match[1] in self._tools else None
+
+    def _ends_call(self, tag: str) -> bool:
+        """Whether a tag ends a call, or shows that its end is missing."""
+        ends = (f"/{self._call_tag}", f"/{self._section_tag}")
+        return tag in ends or self._called(tag) is not None
+
+    # -- states
+
+    def _scan_call(self, text: str, at: int) -> int:
+        """The mark of the section or of a call, or the end of the section."""
+        tag, end = self._next_tag(text, skip_blank(text, at))
+        if tag is None and self._final and self.cut and self.num_calls:
+            self._drop()
+            return self._end_block(len(text))
+        if tag is None and (self.cut or not self._final):
+            return at
+        if tag == self._section_tag and not self.num_calls:
+            return end
+        if tag == f"/{self._section_tag}" and self.num_calls:
+            self._drop()
+            return self._end_block(end)
+        name = self._called(tag or "")
+        if name is None:
+            return self._end_block(at) if self.num_calls else self._reject(at)
+        self._name, self._num_arguments = name, 0
+        self._root = self._tools.get(name) or {}
+        self._begin_call(name)
+        self._output.add_arguments("{")
+        self._call_done()
+        self._state = self._scan_argument
+        return end
+
+    def _scan_argument(self, text: str, at: int) -> int:
+        """The next argument, or the end of the call."""
+        self._drop()
+        place = text.find(self._mark, at)
+        if place < 0:
+            return self._wait_for_tag(text, at)
+        tag, end = self._next_tag(text, place)
+        if tag is None:
+            return self._wait_for_tag(text, place) if self._final else place
+        if not tag:
+            return place + len(self._mark)
+        if self._ends_call(tag):
+            self._output.add_arguments("}")
+            self._state = self._scan_call
+            return end if tag == f"/{self._call_tag}" else place
+        if not tag.startswith("/"):
+            self._open_argument(tag)
+        return end
+
+    def _wait_for_tag(self, text: str, at: int) -> int:
+        if not self._final:
+            return len(text) - overlap(text[at:], (self._mark,))
+        if not self.cut:
+            self._output.add_arguments("}")
+        return self._end_block(len(text))
+
+    def _open_argument(self, key: str) -> None:
+        separator = ", " if self._num_arguments else ""
+        self._num_arguments += 1
+        self._key, prefix = key, f'{separator}"{escape_text(key)}": '
+        node = TagNode("", self._root).child(key, self._root)
+        if node.schema is not None and schema_types(node.schema, self._root) == {"string"}:
+            self._output.add_arguments(prefix + '"')
+            self._state = self._scan_string
+        else:
+            self._prefix, self._nodes = prefix, [node]
+            self._state = self._scan_value
+
+    def _scan_string(self, text: str, at: int) -> int:
+        """A string up to its closing tag; other tags are part of it."""
+        self._drop()
+        place = text.find(self._mark, at)
+        whole = self._final and not self.cut
+        if place < 0:
+            stop = len(text) if whole else len(text) - overlap(text[at:], (self._mark,))
+            self._output.add_arguments(escape_text(text[at:stop]))
+            return len(text) if self._final else stop
+        self._output.add_arguments(escape_text(text[at:place]))
+        tag, end = self._next_tag(text, place)
+        if tag is None and not whole:
+            return len(text) if self._final else place
+        if tag and (tag == f"/{self._key}" or self._ends_call(tag)):
+            self._output.add_arguments('"')
+            self._state = self._scan_argument
+            return end if tag == f"/{self._key}" else place
+        self._output.add_arguments(escape_text(self._mark))
+        return place + len(self._mark)
+
+    def _scan_value(self, text: str, at: int) -> int:
+        """A value with its nested tags, up to its closing tag."""
+        self._drop()
+        node = self._nodes[-1]
+        place = text.find(self._mark, at)
+        stop = place if place >= 0 else len(text) - overlap(text[at:], (self._mark,))
+        node.texts.append(text[at:stop])
+        if place < 0:
+            return len(text) if self._final else stop
+        tag, end = self._next_tag(text, place)
+        if tag is None:
+            return len(text) if self._final else place
+        if not tag:
+            node.texts.append(self._mark)
+            return place + len(self._mark)
+        depths = [depth for depth, each in enumerate(self._nodes) if tag == f"/{each.tag}"]
+        if depths or self._ends_call(tag):
+            self._close_nodes(depths[-1] if depths else 0)
+            return end if depths else place
+        if not tag.startswith("/"):
+            self._nodes.append(node.child(tag, self._root))
+        return end
+
+    def _close_nodes(self, depth: int) -> None:
+        """Close the innermost tags down to a depth."""
+        while len(self._nodes) > depth:
+            node = self._nodes.pop()
+            value = node.to_json(self._root)
+            if self._nodes:
+                self._nodes[-1].children.append((node.tag, value))
+            else:
+                self._output.add_arguments(self._prefix + value)
+                self._state = self._scan_argument
+
+
+def _tag_name(mark: str) -> str:
+    match = _NAME.search(mark, mark.rfind("<"))
+    assert match is not None, "the mark is a tag"
+    return match[1].rstrip(">")

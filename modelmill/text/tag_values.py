@@ -1,0 +1,123 @@
+"""Values written as nested tags: their types come from the tool's JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelmill.text.parameter_types import (
+    JSON_TYPES,
+    MAX_REFERENCES,
+    ParameterType,
+    resolve_pointer,
+    schema_types,
+    typed_value,
+)
+
+Schema = Mapping[str, Any]
+ITEM = "item"
+"""Tag of an element of a list."""
+_PADDED_INTEGER = re.compile(r"(-?)0+([0-9]+)")
+_EMPTY_VALUES = {"array": "[]", "object": "{}"}
+
+
+@dataclass
+class TagNode:
+    """An open tag.
+
+    Attributes:
+        tag: its name.
+        schema: of its value; None if the tool does not declare it.
+        texts: pieces of the text directly inside.
+        children: name and JSON of each tag inside.
+    """
+
+    tag: str
+    schema: Schema | None
+    texts: list[str] = field(default_factory=list)
+    children: list[tuple[str, str]] = field(default_factory=list)
+
+    def child(self, tag: str, root: Schema) -> TagNode:
+        """Return the node of a tag that opens inside.
+
+        Args:
+            tag: its name.
+            root: schema of all arguments, for references.
+        """
+        return TagNode(tag, child_schema(self.schema, tag, len(self.children), root))
+
+    def to_json(self, root: Schema) -> str:
+        """Return the JSON of the value; text beside tags is none of it.
+
+        Args:
+            root: schema of all arguments, for references.
+        """
+        if not self.children:
+            return _leaf_json("".join(self.texts), self.schema, root)
+        if self._is_list(root):
+            return f"[{', '.join(value for _, value in self.children)}]"
+        members: dict[str, list[str]] = {}
+        for tag, value in self.children:
+            members.setdefault(tag, []).append(value)
+        pairs = (
+            f"{json.dumps(tag, ensure_ascii=False)}: "
+            + (values[0] if len(values) == 1 else f"[{', '.join(values)}]")
+            for tag, values in members.items()
+        )
+        return f"{{{', '.join(pairs)}}}"
+
+    def _is_list(self, root: Schema) -> bool:
+        types = JSON_TYPES if self.schema is None else schema_types(self.schema, root)
+        if ("array" in types) != ("object" in types):
+            return "array" in types
+        return all(tag == ITEM for tag, _ in self.children)
+
+
+def child_schema(schema: Any, tag: str, index: int, root: Schema, depth: int = 0) -> Schema | None:
+    """Return the schema of a member or an element; None if it is not declared.
+
+    Args:
+        schema: of the object or the list.
+        tag: name of the member.
+        index: of the element.
+        root: schema of all arguments, for references.
+        depth: references and alternatives that were followed already.
+    """
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return None
+    if "$ref" in schema:
+        target = resolve_pointer(schema["$ref"], root)
+        return child_schema(target, tag, index, root, depth + 1)
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and isinstance(properties.get(tag), Mapping):
+        return dict(properties[tag])
+    first = schema.get("prefixItems")
+    if isinstance(first, list) and index < len(first) and isinstance(first[index], Mapping):
+        return dict(first[index])
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        for each in parts if isinstance(parts, list) else ():
+            declared = child_schema(each, tag, index, root, depth + 1)
+            if declared is not None:
+                return declared
+    key = "items" if "array" in schema_types(schema, root) and tag == ITEM else ""
+    rest = schema.get(key, schema.get("additionalProperties", schema.get("items")))
+    return dict(rest) if isinstance(rest, Mapping) else None
+
+
+def _leaf_json(text: str, schema: Schema | None, root: Schema) -> str:
+    """The JSON of a value without tags inside."""
+    types = {"string"} if schema is None else schema_types(schema, root)
+    if types == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    if not text.strip() and "string" not in types:
+        empty = next((_EMPTY_VALUES[each] for each in _EMPTY_VALUES if each in types), None)
+        if empty is not None:
+            return empty
+    padded = _PADDED_INTEGER.fullmatch(text.strip())
+    if padded and "integer" in types and "string" not in types:
+        text = padded[1] + padded[2]
+    return typed_value(text, ParameterType(False, frozenset(types) & JSON_TYPES))
