@@ -15,8 +15,12 @@ from modelmill.core.errors import CheckpointError
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.family_cases import GgufCase
-from tests.models.test_family_gguf import check_gguf, write_gguf
 from tests.trust.error_lines import check_one_line
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+from tests.models.family_gguf import check_gguf, write_gguf
 
 CASE = CASES["gemma4_text"]
 GGUF = CASE.gguf

@@ -8,87 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from modelmill.accept.token_scorer import TokenScorer
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.config import RunConfig
 from modelmill.core.errors import CorruptCheckpoint
-from modelmill.runtime.engine_core import EngineCore
-from tests.accept.build_and_accept import build_and_accept
-from tests.checkpoint.checkpoint_factory import permute
 from tests.models.all_families import CASES
-from tests.models.family_cases import FamilyCase, GgufCase
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
+from tests.models.family_gguf import check_gguf, write_gguf
+
 WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
-FUSED = "query_key_value"
-QK = ("q_proj", "k_proj", "attention.wq.", "attention.wk.")
-
-
-def ungrouped(rows: torch.Tensor, heads: int, kv_heads: int) -> torch.Tensor:
-    """The converter's order of q, k and v that are stored by KV head: all q, all k, all v."""
-    parts = rows.reshape(kv_heads, heads // kv_heads + 2, -1, *rows.shape[1:])
-    split = parts[:, :-2], parts[:, -2], parts[:, -1]
-    return torch.cat([each.reshape(-1, *rows.shape[1:]) for each in split])
-
-
-def write_gguf(
-    path: Path, folder: Path, raw: dict[str, Any], case: GgufCase, *, quantized: bool = False
-) -> None:
-    """Convert a Hugging Face folder; quantized: matrices of layers in Q8_0."""
-    arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == case.architecture)
-    layers = raw.get("num_hidden_layers", raw.get("num_layers"))
-    names = gguf.get_tensor_name_map(arch, case.facts(raw).get("block_count", layers))
-    tensors = load_file(folder / "model.safetensors")
-    if case.tensors is not None:
-        tensors = case.tensors(raw, tensors)
-    heads = raw["num_attention_heads"]
-    kv_heads = raw.get("num_key_value_heads", raw.get("num_kv_heads", heads))
-    writer = gguf.GGUFWriter(str(path), case.architecture)
-    facts = {
-        "block_count": layers, "embedding_length": raw["hidden_size"],
-        "feed_forward_length": raw.get("intermediate_size", 0), "attention.head_count": heads,
-        "attention.head_count_kv": kv_heads,
-        "context_length": raw.get("max_position_embeddings"),
-        "rope.freq_base": float(raw.get("rope_theta", 10000.0)), **case.facts(raw),
-    }  # fmt: skip
-    for key, value in facts.items():
-        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add = writer.add_bool if isinstance(value, bool) else add
-        add = writer.add_string if isinstance(value, str) else add
-        add = writer.add_array if isinstance(value, list) else add
-        add(f"{case.architecture}.{key}", value)
-    for name, tensor in tensors.items():
-        if case.permuted and any(part in name for part in QK):
-            is_query = "q_proj" in name or "attention.wq." in name
-            tensor = torch.from_numpy(permute(tensor.numpy(), heads if is_query else kv_heads))
-        if case.grouped and FUSED in name:
-            tensor = ungrouped(tensor, heads, kv_heads)
-        plain = name.removeprefix("transformer.")  # as the converter does for ChatGLM
-        if name.startswith(("blk.", "rope_freqs.")):  # named by the case
-            add_tensor(writer, name, tensor, quantized=quantized)
-            continue
-        targets = (names.get_name(n, try_suffixes=(".weight", ".bias")) for n in (name, plain))
-        target = next((each for each in targets if each is not None), None)
-        assert target is not None, name
-        add_tensor(writer, target, tensor, quantized=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:
-    """Add a tensor in float32, or in Q8_0 a matrix of a layer."""
-    values, q8 = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
-    if quantized and name.startswith("blk.") and values.ndim > 1 and "gate_inp" not in name:
-        writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
-    else:
-        writer.add_tensor(name, values)
 
 
 @pytest.mark.parametrize("name", WITH_GGUF)
@@ -128,17 +59,3 @@ def test_up_projections_that_do_not_fit_are_refused(part: str, tmp_path: Path) -
     write_gguf(path, tmp_path / "hf", case.raw(**case.gguf.changes), broken)
     with pytest.raises(CorruptCheckpoint, match="attn_k_b"):
         open_checkpoint(path)
-
-
-def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
-    """Build the GGUF of a case through acceptance, and compare the logits."""
-    assert case.gguf is not None
-    logits = case.save(tmp_path / "hf", **case.gguf.changes)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, tmp_path / "hf", case.raw(**case.gguf.changes), case.gguf)
-    report, written = build_and_accept(path, tmp_path / "e", "float32", "none")
-    assert written, report.get("reason", report)
-    engine = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
-    draw = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, case.base["vocab_size"], (40,), generator=draw).tolist()
-    assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
