@@ -43,7 +43,7 @@ from modelmill.eval.report import Spread, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
-from modelmill.nn.kv import KVCache, kv_cache_dtype  # noqa: E402
+from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
@@ -157,6 +157,12 @@ def weight_bytes(model: nn.Module, tokens: int = 1) -> float:
     return total
 
 
+def tokens_read(kv: KVShape, context: int) -> float:
+    """Tokens whose keys a query behind ``context`` tokens reads, on average over the layers."""
+    windows = kv.layer_windows or (kv.window,)
+    return sum(min(context, window or context) for window in windows) / len(windows)
+
+
 def _linear_bytes(linear: Linear) -> int:
     return sum(tensor.nbytes for tensor in linear.weight.tensors().values())
 
@@ -169,7 +175,8 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     times = [each * 1e3 for each in time_interleaved([capture_graph(call)], ROUNDS, 4, "cuda")[0]]
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
     token = step.kv.nbytes / step.kv.pages / PAGE_SIZE
-    floor = (weight_bytes(model, batch) + batch * context * token) / rate * 1e3
+    keys = tokens_read(model.kv, context)  # type: ignore[arg-type]
+    floor = (weight_bytes(model, batch) + batch * keys * token) / rate * 1e3
     return {
         "figure": "step.decode_ms",
         "batch": batch,

@@ -43,6 +43,14 @@ def test_a_step_reads_the_chosen_experts_only() -> None:
     assert timed.weight_bytes(moe, 64) == pytest.approx(4 * one)
 
 
+def test_keys_behind_a_window_are_not_read() -> None:
+    mixed = build_model("gpt_oss", MOE_SHAPES["gpt-oss-20b"]).kv
+    assert timed.tokens_read(mixed, 100) == 100
+    assert timed.tokens_read(mixed, 1024) == (1024 + 128) / 2
+    dense = build_model("qwen3_moe", MOE_SHAPES["qwen3-30b-a3b"]).kv
+    assert timed.tokens_read(dense, 1024) == 1024
+
+
 @pytest.mark.parametrize(("shape", "billions"), [("gpt-oss-20b", 20.9), ("qwen3-30b-a3b", 30.5)])
 def test_mixtures_have_the_parameters_of_the_published_ones(shape: str, billions: float) -> None:
     raw = MOE_SHAPES[shape]
