@@ -24,6 +24,7 @@ from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
+from modelmill.core.window_pages import pages_in_use
 from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
@@ -214,13 +215,13 @@ def test_a_warm_prefix_and_preempted_answers(name: str, saved: Mapping[str, Save
 
 def small_engine(each: Saved) -> EngineCore:
     """An engine with too few pages for all answers at once, of a model that has pages."""
-    model: Any = each.open().model
-    pages = 10
+    shape = each.open(max_model_len=64).kv_shape
+    longest = sum(pages_in_use(64, 8, window, 32) for window in shape.group_windows)
     return each.open(
         page_size=8,
         max_model_len=64,
         enable_prefix_caching=False,
-        kv_cache_bytes=max((pages + 1) * model.kv.page_bytes(8, torch.float32), 1),
+        kv_cache_bytes=max((longest + 2) * shape.page_bytes(8, torch.float32), 1),
     )
 
 
