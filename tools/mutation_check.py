@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "runtime: a shared page is freed at once",
         "modelmill/runtime/kv_pages.py",
-        "            del self._idle[page]\n        self.refs[page] += 1",
-        "            del self._idle[page]\n        self.refs[page] = 1",
+        "\n        self.refs[page] += 1",
+        "\n        self.refs[page] = 1",
         ("tests/runtime/test_kv_pages.py", "tests/runtime/test_engine_core.py"),
     ),
     Fault(

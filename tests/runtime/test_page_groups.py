@@ -267,7 +267,7 @@ def test_a_saved_session_has_the_pages_of_the_window_only(tmp_path: Path, family
     assert import_session(fresh, loaded, "") == 120
     assert cached_tokens(fresh, request) == (120, first)
     tiny.assert_idle(fresh)
-    with pytest.raises(UsageError, match="saved with another --max-model-len"):
+    with pytest.raises(UsageError, match="saved with another version or --max-model-len"):
         read_session(tmp_path / "s", {**layout, "windows": [None, WINDOW + 1]})
     evict(fresh, core.input_processor.page_keys(prompt, "", PAGE)[14:], len(windows) - 1)
     with pytest.raises(UsageError, match="no full page of 8 tokens in the prefix cache"):
