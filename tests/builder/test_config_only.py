@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.model_shapes import MOE_SHAPES
 from modelmill.builder.config_only import checkpoint_of_config, is_config_only
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -62,17 +63,7 @@ def gemma4(text: dict[str, Any]) -> dict[str, Any]:
 
 # fields of the published config.json files, and the parameters that their authors count
 PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
-    "Qwen3-30B-A3B": (
-        {
-            "model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048,
-            "intermediate_size": 6144, "max_position_embeddings": 40960, "mlp_only_layers": [],
-            "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
-            "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-            "num_key_value_heads": 4, "rope_theta": 1e6, "vocab_size": 151936,
-            "torch_dtype": "bfloat16",
-        },
-        30.5, 3.3,
-    ),
+    "Qwen3-30B-A3B": (dict(MOE_SHAPES["qwen3-30b-a3b"]), 30.5, 3.3),
     "Mixtral-8x7B": (
         {
             "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,

@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder.config_only import checkpoint_of_config
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from modelmill.runtime.engine_core import EngineCore
-from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
+from tests.models.text_half import check_logits
 from tests.trust.error_lines import check_one_line
 
 transformers = pytest.importorskip("transformers")
@@ -58,17 +56,6 @@ def saved(tmp_path: Path) -> tuple[Path, Any]:
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     return folder, model
-
-
-@torch.no_grad()
-def check_logits(folder: Path, model: Any, out: Path) -> None:
-    """Accepted against its own reference, and equal to the whole model."""
-    report, written = build_and_accept(folder, out, "float32", "none")
-    assert written, report.get("reason", report)
-    engine = EngineCore.open(out, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
-    ids = torch.randint(2, 120, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-    actual = TokenScorer(engine).logits([ids], decode_from=30)[0]
-    assert (actual - model(torch.tensor([ids])).logits[0]).abs().max() < 1e-4
 
 
 def test_its_logits_are_those_of_the_whole_model(saved: tuple[Path, Any], tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.runtime import tiny
 from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
 PAGE, WINDOW, MAX_LEN = 8, 20, 512
-Events = dict[tuple[str, int], list[int]]
+Events = tiny.Events
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4},
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window_pattern": 3},
@@ -69,20 +69,14 @@ def engine(family: str = "gemma2", *, groups: bool = True, **options: Any) -> En
 
 def run_counting_pages(core: EngineCore, requests: Sequence[Request]) -> tuple[Events, int]:
     """The outputs, and the most bytes of pages that were in use at once."""
-    outputs: Events = {}
-    pool, most = core.scheduler.pool, 0
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        for event in core.step():
-            ids = outputs.setdefault((event.request_id, event.index), [])
-            ids += () if event.token_id is None else (event.token_id,)
-            ids += event.replayed_ids or ()
-        most = max(most, pool.count - pool.num_available)
-        by_window = core.stats().pages_by_window
-        assert sum(by_window.values()) == pool.count - pool.num_available
+    pool, counts = core.scheduler.pool, [0]
+
+    def look() -> None:
+        counts.append(pool.count - pool.num_available)
+        assert sum(core.stats().pages_by_window.values()) == counts[-1]
         check_owners(core)
-    return outputs, most * core.page_bytes
+
+    return tiny.run_watched(core, requests, look), max(counts) * core.page_bytes
 
 
 def check_owners(core: EngineCore) -> None:

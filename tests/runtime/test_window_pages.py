@@ -17,7 +17,7 @@ from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
 PAGE = 8
-Events = dict[tuple[str, int], list[int]]
+Events = tiny.Events
 
 
 def model(window: int = 20, *, frees: bool = True, max_len: int = 512) -> Decoder:
@@ -36,17 +36,11 @@ def engine(*, frees: bool = True, window: int = 20, **options: Any) -> EngineCor
 
 def run_counting_pages(core: EngineCore, requests: Sequence[Request]) -> tuple[Events, int]:
     """The outputs, and the most pages that were in use at once."""
-    outputs: Events = {}
-    most = 0
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        for event in core.step():
-            ids = outputs.setdefault((event.request_id, event.index), [])
-            ids += () if event.token_id is None else (event.token_id,)
-            ids += event.replayed_ids or ()
-        most = max(most, core.scheduler.pool.count - core.scheduler.pool.num_available)
-    return outputs, most
+    pool, counts = core.scheduler.pool, [0]
+    outputs = tiny.run_watched(
+        core, requests, lambda: counts.append(pool.count - pool.num_available)
+    )
+    return outputs, max(counts)
 
 
 def long_requests(count: int = 3, **options: Any) -> list[Request]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -166,6 +166,26 @@ def run(
         engine.add(request)
     outputs = output_ids(drain(engine))
     assert_idle(engine)
+    return outputs
+
+
+Events = dict[tuple[str, int], list[int]]
+"""Tokens by request and answer."""
+
+
+def run_watched(
+    engine: EngineCore, requests_to_run: Iterable[Request], look: Callable[[], object]
+) -> Events:
+    """All requests at once; ``look`` is called behind each step."""
+    outputs: Events = {}
+    for request in requests_to_run:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            ids = outputs.setdefault((event.request_id, event.index), [])
+            ids += () if event.token_id is None else (event.token_id,)
+            ids += event.replayed_ids or ()
+        look()
     return outputs
 
 
