@@ -85,7 +85,7 @@ def run(base_url: str, model: str, out: Path) -> SuiteResult:
         "--generation-database",
         "none",
         "--request-timeout",
-        "600",  # an answer without a limit goes on to the end of the context
+        "120",
         "--suppress-health-check",
         "all",
     ]
