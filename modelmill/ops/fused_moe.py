@@ -174,6 +174,22 @@ def weight_shapes(shape: Shape) -> Iterator[tuple[str, int, int, int]]:
     yield "down", experts, hidden, inner
 
 
+def stacked_weights(
+    shape: Shape, draw: Callable[[int, int], dict[str, torch.Tensor | None]]
+) -> dict[str, Any]:
+    """The weights of both products, drawn for all experts at once.
+
+    draw: (rows, columns) → weight, scale and offset of a matrix.
+    """
+    return {
+        name if part == "weight" else f"{name}_{part}": (
+            None if value is None else value.view(experts, n, -1)
+        )
+        for name, experts, n, k in weight_shapes(shape)
+        for part, value in draw(experts * n, k).items()
+    }
+
+
 def experts_case(
     shape: Shape, device: str, dtype: torch.dtype, weights: dict[str, Any], group: int = 0
 ) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -30,12 +31,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe; groups of 32 and 128 columns, the first symmetric."""
     for shape in fused_moe.shapes(device):
         group = 32 if shape in SMALL_SHAPES[:2] else 128
-        weights = {}
-        for name, experts, n, k in fused_moe.weight_shapes(shape):
-            flat = random_weight(
-                experts * n, k, group, device=device, symmetric=shape == SMALL_SHAPES[0]
-            )
-            for part, suffix in (("weight", ""), ("scale", "_scale"), ("offset", "_offset")):
-                value = flat[part]
-                weights[name + suffix] = None if value is None else value.view(experts, n, -1)
+        draw = partial(
+            random_weight, group=group, device=device, symmetric=shape == SMALL_SHAPES[0]
+        )
+        weights = fused_moe.stacked_weights(shape, draw)
         yield fused_moe.experts_case(shape, device, dtype, weights, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -39,11 +40,6 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes of fused_moe, and gpt-oss's sizes with fewer experts on a GPU."""
     more = [] if device == "cpu" else [(rows, 2880, 2880, 8, 4) for rows in (1, 40)]
     for shape in (*fused_moe.shapes(device), *more):
-        weights = {}
-        for name, experts, n, k in fused_moe.weight_shapes(shape):
-            flat = random_weight(experts * n, k, BLOCK_COLUMNS, device=device, symmetric=True)
-            for part, suffix in (("weight", ""), ("scale", "_scale")):
-                value = flat[part]
-                assert value is not None
-                weights[name + suffix] = value.view(experts, n, -1)
+        draw = partial(random_weight, group=BLOCK_COLUMNS, device=device, symmetric=True)
+        weights = fused_moe.stacked_weights(shape, draw)
         yield fused_moe.experts_case(shape, device, dtype, weights, BLOCK_COLUMNS)

@@ -37,32 +37,25 @@ from modelmill.ops.triton.moe.grouped_gemm import (
     tile_of_program,
 )
 from modelmill.ops.triton.moe.moe_decode import gate_constants
-from modelmill.ops.triton.moe.moe_decode_int4 import ZERO_POINT, holds_e2m1
+from modelmill.ops.triton.moe.moe_decode_int4 import (
+    E2M1_LOOKUP,
+    E2M1_REGISTERS,
+    ZERO_POINT,
+    holds_e2m1,
+)
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
-# As in moe_decode_int4.py: the two bytes of each value are looked up apart.
 # $0, $1: values of the low nibbles of four bytes, in pairs; $2, $3: of the high ones; $4: the bytes
-_E2M1_TO_BFLOAT16 = tl.constexpr("""{
-    .reg .b32 magnitude, upper, lower, sign, word;
-    and.b32 magnitude, $4, 0x77777777;
-    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
-    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
-    prmt.b32 sign, 0x80808080, 0x80808080, $4;
-    shl.b32 sign, sign, 1;
-    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
-    shr.u32 word, $4, 16;
+_E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
+    {E2M1_REGISTERS}
+    mov.b32 word, $4;{E2M1_LOOKUP}
     prmt.b32 $0, lower, upper, 0x6240;
     prmt.b32 $2, lower, upper, 0x7351;
-    shr.u32 magnitude, magnitude, 16;
-    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
-    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
-    prmt.b32 sign, 0x80808080, 0x80808080, word;
-    shl.b32 sign, sign, 1;
-    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    shr.u32 word, word, 16;{E2M1_LOOKUP}
     prmt.b32 $1, lower, upper, 0x6240;
     prmt.b32 $3, lower, upper, 0x7351;
-    }""")
+    }}""")
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
 Tile = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down

@@ -50,35 +50,33 @@ _LOW_NIBBLES_TO_FLOAT32 = tl.constexpr("""{
     }""")
 # The upper half of float32 is looked up, its two bytes apart: the three lower bits of a nibble
 # choose one of eight bytes. As an index with its sign bit a nibble replicates the sign of 0x80.
-# $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
-_E2M1_TO_FLOAT32 = tl.constexpr("""{
-    .reg .b32 magnitude, upper, lower, sign, pair, word;
-    and.b32 magnitude, $8, 0x77777777;
+# upper, lower: the bytes of the values of the four nibbles in the lower half of ``word``
+E2M1_REGISTERS = ".reg .b32 magnitude, upper, lower, sign, pair, word;"
+E2M1_LOOKUP = """
+    and.b32 magnitude, word, 0x77777777;
     prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
     prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
-    prmt.b32 sign, 0x80808080, 0x80808080, $8;
+    prmt.b32 sign, 0x80808080, 0x80808080, word;
     shl.b32 sign, sign, 1;
-    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;"""
+# $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
+_E2M1_TO_FLOAT32 = tl.constexpr(f"""{{
+    {E2M1_REGISTERS}
+    mov.b32 word, $8;{E2M1_LOOKUP}
     prmt.b32 pair, lower, upper, 0x5140;
     shl.b32 $0, pair, 16;
     and.b32 $4, pair, 0xFFFF0000;
     prmt.b32 pair, lower, upper, 0x7362;
     shl.b32 $1, pair, 16;
     and.b32 $5, pair, 0xFFFF0000;
-    shr.u32 word, $8, 16;
-    shr.u32 magnitude, magnitude, 16;
-    prmt.b32 upper, 0x3F3F3F00, 0x40404040, magnitude;
-    prmt.b32 lower, 0xC0800000, 0xC0804000, magnitude;
-    prmt.b32 sign, 0x80808080, 0x80808080, word;
-    shl.b32 sign, sign, 1;
-    lop3.b32 upper, upper, sign, 0x80808080, 0xF8;
+    shr.u32 word, word, 16;{E2M1_LOOKUP}
     prmt.b32 pair, lower, upper, 0x5140;
     shl.b32 $2, pair, 16;
     and.b32 $6, pair, 0xFFFF0000;
     prmt.b32 pair, lower, upper, 0x7362;
     shl.b32 $3, pair, 16;
     and.b32 $7, pair, 0xFFFF0000;
-    }""")
+    }}""")
 # (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
 GATE_UP_TILE: Tile = (16, 256, 4)
 DOWN_TILE: Tile = (8, 32, 8)
