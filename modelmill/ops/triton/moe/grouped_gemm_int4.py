@@ -223,15 +223,16 @@ def _chunk_product(
 @triton.jit
 def _e2m1_weights(codes, scale_codes, element: tl.constexpr):
     """The weights of the low and of the high nibbles of bytes, exact in bfloat16."""
-    scale = e8m0_values(scale_codes).to(element)
+    scale = e8m0_values(scale_codes)
     if _ASSEMBLY:
         low, high = tl.inline_asm_elementwise(
             _E2M1_TO_BFLOAT16, "=r,=r,=r,=r,r", [codes],
             dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
-    else:
-        low, high = e2m1_values(codes & 15).to(element), e2m1_values(codes >> 4).to(element)
-    return low * scale, high * scale
+        return low * scale.to(element), high * scale.to(element)
+    else:  # noqa: RET505  the interpreter multiplies the bits of bfloat16
+        low, high = e2m1_values(codes & 15) * scale, e2m1_values(codes >> 4) * scale
+        return low.to(element), high.to(element)
 
 
 @triton.jit
