@@ -14,6 +14,7 @@ import pytest
 from modelmill.core import env
 from tests import optional_extras
 from tests.full_only import is_exhaustive_only, is_full_only
+from tests.hypothesis_examples import set_quick
 
 if TYPE_CHECKING:  # it needs the extra serve, without which tests are skipped and not this file
     from tests.serve.segment_service import SegmentService
@@ -48,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive", action="store_true", help="with the tests of EXHAUSTIVE_ONLY, too"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties that read ``examples`` get fewer in ``make test``."""
+    set_quick(config.getoption("--quick"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,7 +45,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
         "alibi",
         "sinks",
     ),
-    "mxfp4_fused_moe": ("21x*",),
+    "mxfp4_fused_moe": ("21x*", "5x*"),
     "mxfp4_linear": ("33x*", "70x*"),
     "rms_norm_quant": ("130x96-int8-token*", "130x96-int8-static", "130x96-int4-groups"),
     "rope_cos_sin": ("1024x64-32",),

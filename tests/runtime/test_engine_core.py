@@ -22,6 +22,7 @@ from modelmill.runtime.chunked_prefill import max_mixed_tokens
 from modelmill.runtime.engine_core import scheduler_limits
 from modelmill.runtime.scheduler import SchedulerLimits
 from modelmill.weights import base
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
 MODEL_KINDS = [("fixed", None), ("prompt", None), ("running", None), ("fixed", 12)]
@@ -438,7 +439,7 @@ MIXES = (
 )
 
 
-@settings(deadline=None, max_examples=80, phases=PHASES)
+@settings(deadline=None, max_examples=examples(80, 30), phases=PHASES)
 @given(*MIXES)
 def test_any_mix_ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap) -> None:
     ends_with_nothing_left(mix, pages, budget, seqs, prefix, overlap)

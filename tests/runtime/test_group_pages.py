@@ -14,6 +14,7 @@ from modelmill.core.window_pages import pages_between_steps, pages_of_step
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
 from modelmill.runtime.sequence import RopeRule, Sequence
+from tests.hypothesis_examples import examples
 from tests.runtime import tiny
 
 RULE = RopeRule("fixed", lambda _: 0)
@@ -148,7 +149,7 @@ def run_all(scheduler: Scheduler, works: list[tuple[int, int, int, int]]) -> Non
         max_size=7,
     ),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150, 50))
 def test_every_query_reads_what_its_tokens_wrote(
     windows: tuple[int | None, ...],
     page_size: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,18 @@ def contains(ids: Sequence[int], part: Sequence[int]) -> bool:
     return any(list(ids[at : at + size]) == list(part) for at in range(len(ids) - size + 1))
 
 
-def real_conversation(shared: Path, name: str, **options: Any) -> Conversation:
+@cache
+def real_chat(shared: Path, name: str) -> tuple[TemplateChat, Tokenizer]:
+    """Both are the same after every conversation."""
     files = files_of(shared, name)
     tokenizer = load_tokenizer(files)
     chat = load_chat(files, tokenizer)
     assert isinstance(chat, TemplateChat)
-    return Conversation(chat, tokenizer, SCHEMAS, tools=[TOOL], **options)
+    return chat, tokenizer
+
+
+def real_conversation(shared: Path, name: str, **options: Any) -> Conversation:
+    return Conversation(*real_chat(shared, name), SCHEMAS, tools=[TOOL], **options)
 
 
 ARGUMENTS = [
