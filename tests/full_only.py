@@ -329,6 +329,8 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_every_recipe_is_built_and_accepted[glm4-*-int8]",
         "test_every_recipe_is_built_and_accepted[glm4-*-fp8]",
         "test_logits_of_every_switch[further-*",
+        "test_logits_of_every_switch[glm4-*",
+        "test_logits_of_every_switch[olmo2-*",
         "test_split_over_ranks_equals_whole[*-2]",
         "test_split_over_ranks_equals_whole[*-4]",
         "test_a_warm_prefix_and_preempted_answers[further-*",
