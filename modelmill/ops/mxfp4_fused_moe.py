@@ -11,12 +11,11 @@ from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.int4_fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:

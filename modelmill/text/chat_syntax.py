@@ -165,6 +165,15 @@ def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSynta
     return CallSyntax("json", section=(open, close), separator=", ", content_end=content_end)
 
 
+def python_list(marks: Marks) -> CallSyntax:
+    """Return the syntax of calls that are one list in Python's syntax, alone in the answer.
+
+    Args:
+        marks: what may stand around the list; read, not written.
+    """
+    return CallSyntax("pythonic", section=("[", "]"), separator=", ", optional=marks, bare=True)
+
+
 @dataclass(frozen=True)
 class ChatSyntax:
     """One chat format: of which models, how it is recognized, and how an answer is written.

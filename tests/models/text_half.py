@@ -14,6 +14,23 @@ from tests.accept.build_and_accept import build_and_accept
 
 
 @torch.no_grad()
+def seeded_model(cls: Any, config: Any) -> Any:
+    """A model of a transformers class with seeded tensors."""
+    torch.manual_seed(0)
+    model = cls(config).float().eval()
+    for parameter in model.parameters():
+        spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(torch.randn(parameter.shape) * spread)
+    return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a transformers model as published checkpoints are: without generation defaults."""
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+@torch.no_grad()
 def check_logits(folder: Path, model: Any, out: Path) -> None:
     """Accepted against its own reference, and equal to the whole model."""
     report, written = build_and_accept(folder, out, "float32", "none")
