@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from modelmill.builder.recipe_options import ALL_RECIPE_OPTIONS, RECIPE_OPTIONS
 from modelmill.cli.output import print_facts, print_table
 from modelmill.core.byte_size import format_bytes
+from modelmill.core.page_groups import sum_by_window
 
 VISION_OPTIONS = (
     "dtype",
@@ -131,7 +133,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
             ),
             ("workspace at run time", format_bytes(memory["workspace"])),
             ("KV cache per token", cache),
-            *(("", _page_group_text(group)) for group in _merged_groups(memory)),
+            *(("", line) for line in _page_group_lines(memory.get("kv_page_groups", ()))),
             (
                 "recurrent state per sequence",
                 format_bytes(state) if (state := memory.get("state_per_sequence")) else None,
@@ -142,23 +144,24 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
     )
 
 
-def _merged_groups(memory: dict[str, Any]) -> list[dict[str, Any]]:
-    """The page groups of the memory report, those of a window as one."""
-    merged: dict[int | None, dict[str, Any]] = {}
-    for group in memory.get("kv_page_groups", ()):
-        total = merged.setdefault(group["window"], {"layers": 0, "bytes_per_sequence": 0})
-        total["window"] = group["window"]
-        total["layers"] += group["layers"]
-        total["bytes_per_sequence"] += group["bytes_per_sequence"]
-    return list(merged.values())
+def _page_group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """What the longest sequence takes in the layers of each window, and in those without."""
+    windows = [group["window"] for group in groups]
+    layers, sizes = (
+        sum_by_window(windows, [group[key] for group in groups])
+        for key in ("layers", "bytes_per_sequence")
+    )
+    return [
+        f"{kept_tokens_text(layers[window], window)}: {format_bytes(size)} in the longest sequence"
+        for window, size in sizes.items()
+    ]
 
 
-def _page_group_text(group: dict[str, Any]) -> str:
-    """What the longest sequence takes in the layers with a window, or in those without."""
-    window = group["window"]
-    tokens = "all tokens" if window is None else f"the last {window} tokens"
-    size = format_bytes(group["bytes_per_sequence"])
-    return f"{group['layers']} layers keep {tokens}: {size} in the longest sequence"
+def kept_tokens_text(layers: int, window: int | None) -> str:
+    """Say how many layers keep the keys and values of which tokens."""
+    return f"{layers} layers keep " + (
+        "all tokens" if window is None else f"the last {window} tokens"
+    )
 
 
 def show_bit_choice(choice: dict[str, Any] | None) -> None:
