@@ -9,7 +9,14 @@ import torch
 
 from modelmill.models import gemma4_text
 from modelmill.nn.expert_branch import ExpertBranch, TwoBranches
-from modelmill.nn.layer_input import GatedLayerInput, LayerInputs, WeightedSum
+from modelmill.nn.layer_input import (
+    SUM_SCALE,
+    GatedLayerInput,
+    LayerInputs,
+    ScaledProjection,
+    ScaledTable,
+    WeightedSum,
+)
 from modelmill.nn.moe import TopKRouting
 from modelmill.nn.scaled_sandwich import ScaledSum
 from modelmill.nn.shared_attention import QueryRope
@@ -30,6 +37,13 @@ def without_norm(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
     del step
     width = self.kv_heads * self.head_dim
     return torch.cat((qkv, qkv[:, -width:]), -1) if self.config.from_keys else qkv
+
+
+def with_larger_eps(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
+    config, self.config = self.config, replace(self.config, eps=10 * self.config.eps)
+    out = real_value_norm(self, qkv, step)
+    self.config = config
+    return out
 
 
 def values_over_heads(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
@@ -60,8 +74,20 @@ def without_activation(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor
 
 
 def without_table(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
-    del other, step
-    return one * self.scale
+    del self, other, step
+    return one * SUM_SCALE
+
+
+def larger_sum(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
+    return 1.05 * real_sum(self, one, other, step)
+
+
+def unscaled_table(self: ScaledTable, ids: Tensor, step: Any) -> Tensor:
+    return real_table(self, ids, step) / self.scale
+
+
+def unscaled_projection(self: ScaledProjection, x: Tensor, step: Any) -> Tensor:
+    return real_projection(self, x, step) / self.scale
 
 
 def layers_in_the_other_order(self: LayerInputs, x: Tensor, step: Any) -> Tensor:
@@ -127,11 +153,16 @@ def swapped_norms(rule: Any) -> Any:
 
 one = torch.tensor([7])
 real_value_norm, real_inputs = ValueNorm.forward, LayerInputs.forward
+real_table, real_projection = ScaledTable.forward, ScaledProjection.forward
+real_sum = WeightedSum.forward
 real_query_rope, real_routing = QueryRope.forward, TopKRouting.forward
 FAULTS: dict[str, PlantedFault] = {
     "values not normed": (
         lambda: changed_module(ValueNorm, without_norm),
         ("attn.value_norm", "attn.value_norm.eps"), 0,
+    ),
+    "eps of values x 10": (
+        lambda: changed_module(ValueNorm, with_larger_eps), ("attn.value_norm.eps",), 0,
     ),
     "values normed over all heads": (
         lambda: changed_module(ValueNorm, values_over_heads), ("attn.value_norm",), 0,
@@ -147,6 +178,16 @@ FAULTS: dict[str, PlantedFault] = {
     ),
     "layer inputs without the table": (
         lambda: changed_module(WeightedSum, without_table), ("layer_inputs.sum",), None,
+    ),
+    "layer inputs x 1.05": (
+        lambda: changed_module(WeightedSum, larger_sum), ("layer_inputs.sum",), None,
+    ),
+    "their table without its factor": (
+        lambda: changed_module(ScaledTable, unscaled_table), ("layer_inputs.table",), None,
+    ),
+    "their projection without its factor": (
+        lambda: changed_module(ScaledProjection, unscaled_projection),
+        ("layer_inputs.projection",), None,
     ),
     "layer inputs in the other order": (
         lambda: changed_module(LayerInputs, layers_in_the_other_order), ("layer_input.act",), 0,
