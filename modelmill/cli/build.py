@@ -32,10 +32,6 @@ EPILOG = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
 
 
-QUIET_LINE_SECONDS = 60.0
-"""With --quiet and without a terminal, seconds between progress lines."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Args(CommonArgs):
     """Command-line options of ``modelmill build``."""
@@ -66,6 +62,11 @@ class Args(CommonArgs):
     vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
 
+    @property
+    def progress_seconds(self) -> float | None:
+        """Seconds between progress lines without a terminal; None: as usual."""
+        return 60.0 if self.quiet else None
+
 
 def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary.
@@ -78,8 +79,9 @@ def run(args: Args) -> int:
             "-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan "
             "alone)"
         )
-    every = QUIET_LINE_SECONDS if args.quiet else None
-    with show_progress("planning", quiet=args.json, lines=True, every=every) as on_progress:
+    with show_progress(
+        "planning", quiet=args.json, lines=True, every=args.progress_seconds
+    ) as on_progress:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.config_only import checkpoint_of_config, is_config_only
@@ -166,7 +168,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     began = time.perf_counter()
     try:
         with show_progress(
-            "building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None
+            "building", lines=not args.json, every=args.progress_seconds
         ) as on_progress:
             options: dict[str, Any] = {
                 "delta": args.delta,

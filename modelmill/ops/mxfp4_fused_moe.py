@@ -24,15 +24,7 @@ def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, _dequantize)
-
-
-def _dequantize(
-    weight: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None, group: int,
-    columns: int, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    assert scale is not None, "MXFP4 has scales"
-    return dequantize_weight(weight, scale, offset, group, columns, dtype)
+    return experts_reference(inputs, dequantize_weight)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
