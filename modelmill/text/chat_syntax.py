@@ -181,7 +181,7 @@ class ChatSyntax:
     Attributes:
         title: models that use it, for the documentation.
         detect: groups of texts; a chat template with all texts of one group has this format. Of
-            several formats the one with the longest group is taken.
+            several formats the one with the longest group is taken. Empty: the ``tokens``.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
         control_tokens: further control tokens that the parser needs in the text.
         not_turn_ends: control tokens that end a turn in other formats only.
@@ -203,3 +203,8 @@ class ChatSyntax:
     begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()
+
+    @property
+    def template_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of texts by which a chat template shows this format."""
+        return self.detect or ((self.tokens,) if self.tokens else ())
