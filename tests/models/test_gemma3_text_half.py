@@ -15,7 +15,8 @@ from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from tests.models.all_families import CASES
-from tests.models.text_half import check_logits, save_model, seeded_model
+from tests.models.text_half import check_logits, seeded_model
+from tests.models.tiny_models import save_model
 
 transformers = pytest.importorskip("transformers")
 VISION = {

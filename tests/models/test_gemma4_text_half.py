@@ -16,7 +16,8 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 from tests.models.all_families import CASES
-from tests.models.text_half import check_logits, save_model, seeded_model
+from tests.models.text_half import check_logits, seeded_model
+from tests.models.tiny_models import save_model
 from tests.trust.error_lines import check_one_line
 
 transformers = pytest.importorskip("transformers")

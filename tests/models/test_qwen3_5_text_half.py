@@ -17,6 +17,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.models.families.qwen3_5_moe_text import CASE
+from tests.models.tiny_models import save_model
 
 transformers = pytest.importorskip("transformers")
 VISION = {
@@ -32,8 +33,7 @@ def save_vision_language(folder: Path, **changes: Any) -> Any:
     config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
     torch.manual_seed(0)
     model = transformers.Qwen3_5MoeForConditionalGeneration(config).float().eval()
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_model(model, folder)
     raw = json.loads((folder / "config.json").read_text())
     raw["text_config"] = text
     (folder / "config.json").write_text(json.dumps(raw))

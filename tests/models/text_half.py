@@ -24,12 +24,6 @@ def seeded_model(cls: Any, config: Any) -> Any:
     return model
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write a transformers model as published checkpoints are: without generation defaults."""
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-
-
 @torch.no_grad()
 def check_logits(folder: Path, model: Any, out: Path) -> None:
     """Accepted against its own reference, and equal to the whole model."""
