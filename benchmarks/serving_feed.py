@@ -102,7 +102,8 @@ def run_worker(fd: int, engine: str, step: float) -> None:
     import socket
 
     from modelmill.artifact.store import open_artifact
-    from modelmill.serve.worker import EngineWorker, Inbox, MessageChannel
+    from modelmill.serve.worker import EngineWorker
+    from modelmill.serve.worker_inbox import Inbox, MessageChannel
     from modelmill.serve.worker_messages import EngineReady
 
     wire = MessageChannel(socket.socket(fileno=fd))

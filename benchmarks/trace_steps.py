@@ -42,8 +42,8 @@ from modelmill.eval.datasets import read_trace  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
-from modelmill.runtime.model_runner import StepForward  # noqa: E402
 from modelmill.runtime.scheduler import Schedule  # noqa: E402
+from modelmill.runtime.step_results import StepForward  # noqa: E402
 
 FLOPS = 700e12  # bfloat16 products of many rows on an H200 that is warm
 ORDERS: dict[str, Callable[[tuple[int, int]], Any] | None] = {

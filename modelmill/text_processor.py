@@ -11,7 +11,6 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,11 @@ from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_a
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
 from modelmill.text.call_reader import ToolSchemas
-from modelmill.text.chat import ChatFormat, TemplateChat, load_chat, read_templates
+from modelmill.text.chat import ChatFormat, TemplateChat, load_chat
 from modelmill.text.chat_format_files import control_marks, load_format, text_marks
+from modelmill.text.chat_template_files import read_default_template, with_chat_template
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
-from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
+from modelmill.text.image_chat import ImageChat, ImagePart
 from modelmill.text.messages import Messages
 from modelmill.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -84,7 +84,7 @@ class TextProcessor:
         """
         files = dict(files)
         if chat_template is not None:
-            files = _with_chat_template(files, chat_template)
+            files = with_chat_template(files, chat_template)
         self.path = path
         self.manifest = manifest
         self._allow_local_files = allow_local_files
@@ -555,37 +555,3 @@ def _check_ids(ids: Any) -> list[int]:
     ):
         raise RequestError("prompt_token_ids must be a list of integers")
     return list(ids)
-
-
-def read_default_template(files: Mapping[str, bytes]) -> str:
-    """The chat template for conversations without tools as text; "" if there is none."""
-    return read_templates(files).get("default", "") if files else ""
-
-
-def _with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
-    """The tokenizer's files with another chat template, or another MiniGPT-4 prompt style."""
-    style = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
-    if style is not None and IMAGE_CHAT in files:
-        return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
-    # a jinja template has no images: the conversation becomes text-only
-    others = {name: data for name, data in files.items() if name != IMAGE_CHAT}
-    return {**others, "chat_template.jinja": _read_template(source)}
-
-
-def _read_template(source: str | Path) -> bytes:
-    """Read a chat template: a shipped one's name (vicuna, chatml), a file, or template text."""
-    shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
-    try:
-        if str(source).isidentifier() and shipped.is_file():
-            return shipped.read_bytes()
-        path = Path(source)
-        if len(str(source)) < 1024 and path.is_file():
-            return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--chat-template {source}: {error.strerror}") from None
-    if "{" not in str(source):
-        raise UsageError(
-            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and "
-            "chatml"
-        )
-    return str(source).encode()

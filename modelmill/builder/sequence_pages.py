@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 import torch
 
 from modelmill.core.config import RunConfig
-from modelmill.core.window_pages import pages_between_steps, pages_in_use, pages_of_step
+from modelmill.core.window_pages import longest_sequence, pages_between_steps, pages_of_step
 from modelmill.nn.kv import KVShape
 
 STEP_TOKENS = 8192
@@ -55,15 +54,9 @@ class SequencePages:
 
     def longest_sequence(self, max_tokens: int, room_bytes: int) -> int:
         """Return the tokens of the longest sequence that fits, at most ``max_tokens``."""
-
-        def sequence_bytes(tokens: int) -> int:
-            return self._page_bytes * sum(
-                pages_in_use(tokens, self._page_size, window, STEP_TOKENS)
-                for window in self._shape.group_windows
-            )
-
-        lengths = range(0, max_tokens + 1, self._page_size)
-        return lengths[max(bisect_right(lengths, room_bytes, key=sequence_bytes) - 1, 0)]
+        pages = room_bytes // max(self._page_bytes, 1)
+        windows = self._shape.group_windows
+        return longest_sequence(max_tokens, self._page_size, windows, STEP_TOKENS, pages)
 
     def groups(self, max_tokens: int) -> list[dict[str, Any]]:
         """Return the page groups; empty where all layers share a page table.

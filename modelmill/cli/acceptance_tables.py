@@ -1,4 +1,4 @@
-"""Tables of an acceptance report: each module's worst layer, and what a recipe costs."""
+"""Tables of an acceptance report: verdict, each module's worst layer, what a recipe costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,133 @@ import re
 import statistics
 from typing import Any
 
-from modelmill.cli.output import print_note, print_table
+from modelmill.cli.output import print_facts, print_note, print_table
+from modelmill.core.byte_size import format_bytes
 from modelmill.core.expert_tokens import MIN_EXPERT_TOKENS
+
+
+def show_acceptance(report: dict[str, Any]) -> None:
+    """Print the acceptance report: the verdict, and the worst layer of each module."""
+    if not report or report.get("accepted") is None:
+        print_facts([("acceptance", (report or {}).get("reason", "built without"))])
+        return
+    if "masks" in report:
+        show_masks(report)
+        return
+    logits = report.get("logits") or {}
+    agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
+    perplexity = f"{logits.get('perplexity')} (reference {logits.get('reference_perplexity')})"
+    print_facts(
+        [
+            ("verdict", report.get("verdict")),
+            (
+                "compared",
+                f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens"
+                if logits
+                else None,
+            ),
+            ("next tokens", agreed if logits else None),
+            ("perplexity", perplexity if logits else None),
+            ("mean KL to the checkpoint", logits.get("mean_kl")),
+            ("picture's embeddings' error", _vision_summary(report.get("image_embeddings"))),
+            ("next tokens as the checkpoint's", _percent(logits.get("agreement"))),
+            ("size", format_bytes(report["bytes"]) if "bytes" in report else None),
+            ("reference", report.get("reference")),
+            ("not used", _ignored_tensors(report)),
+        ],
+        title="Acceptance",
+    )
+    recipe = report.get("quantization_errors") or []
+    show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
+    show_modules([_row_and_tile(row) for row in report.get("layers", [])])
+    show_warnings(report)
+
+
+def show_masks(report: dict[str, Any]) -> None:
+    """Print the acceptance report of a segmentation engine."""
+    masks = report["masks"]
+    print_facts(
+        [
+            ("verdict", report.get("verdict")),
+            (
+                "compared",
+                f"{len(report.get('layers', []))} modules; {masks['prompts']} prompts on a "
+                "picture of our own",
+            ),
+            (
+                "embedding's error",
+                f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})",
+            ),
+            (
+                "mask logits' error",
+                f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})",
+            ),
+            (
+                "IoU with the reference",
+                f"{masks['mask_iou_mean']} on average (bound {masks['mask_iou_bound']}), "
+                f"{masks['mask_iou_min']} at least",
+            ),
+            ("scores differ by", f"at most {masks['score_difference']}"),
+            ("size", format_bytes(report["bytes"])),
+            ("not used", _ignored_tensors(report)),
+        ],
+        title="Acceptance",
+    )
+    # one row for all norms on inputs of magnitude √eps, and one for all stored matrices
+    together = {"eps": "norms, small inputs", "weight": "matrices, as held"}
+    layers = [
+        {**row, "module": together.get(row["module"].rpartition(".")[2], row["module"])}
+        for row in report.get("layers", [])
+    ]
+    show_modules(layers)
+
+
+def show_warnings(report: dict[str, Any]) -> None:
+    """Print what the acceptance report warns about, a line each."""
+    for warning in (report or {}).get("warnings", ()):
+        print_note(f"warning: {warning}")
+
+
+def acceptance_summary(report: dict[str, Any]) -> str:
+    """Summarize the acceptance report in a few words."""
+    if not report or report.get("accepted") is None:
+        return (report or {}).get("reason", "built without acceptance")
+    size = format_bytes(report["bytes"]) if "bytes" in report else ""
+    words = [
+        f"accepted ({report.get('verdict')})",
+        f"{len(report.get('layers', []))} modules compared",
+        size,
+    ]
+    return ", ".join(filter(None, words))
+
+
+def _row_and_tile(row: dict[str, Any]) -> dict[str, Any]:
+    """Label the worst row and tile of a quantized matrix; errors are relative to its norm."""
+    return (
+        {**row, "module": f"{row['module']}, worst tile"}
+        if row["name"].endswith(".worst_block")
+        else row
+    )
+
+
+def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
+    return (
+        None
+        if pictures is None
+        else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
+    )
+
+
+def _ignored_tensors(report: dict[str, Any]) -> str | None:
+    """Format the checkpoint's tensors that the engine does not use."""
+    return (
+        ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or [])
+        or None
+    )
+
+
+def _percent(value: Any) -> str | None:
+    return f"{100 * value:.1f} %" if isinstance(value, float) else None
 
 
 def show_modules(layers: list[dict[str, Any]]) -> None:

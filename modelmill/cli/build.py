@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.builder.recipe_options import (
-    ALL_RECIPE_OPTIONS,
-    RECIPE_OPTIONS,
-    check_recipe_options,
-)
-from modelmill.cli.acceptance_tables import show_modules, show_recipe
+from modelmill.builder.recipe_options import check_recipe_options
+from modelmill.cli.acceptance_tables import acceptance_summary, show_acceptance, show_warnings
 from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
-from modelmill.cli.output import emit_json, print_facts, print_note, print_table, show_progress
+from modelmill.cli.output import emit_json, print_note, print_table, show_progress
+from modelmill.cli.plan_tables import show_plan
 from modelmill.cli.vision_flags import MiniGPT4Files
-from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import BuildConfig, option
 from modelmill.core.errors import UsageError
 
@@ -36,22 +30,6 @@ EPILOG = """Examples:
   modelmill build models/Qwen--Qwen3-0.6B -o qwen3.engine --dtype bfloat16 -q int8
 
   modelmill build models/Qwen--Qwen3-0.6B --dry-run"""
-
-
-VISION_OPTIONS = (
-    "dtype",
-    "quantization",
-    "activation_scales",
-    "weight_scales",
-    "target",
-    "kernels",
-    "seed",
-)
-"""The options that apply to a segmentation engine."""
-
-QUIET_LINE_SECONDS = 60.0
-"""With --quiet and without a terminal, seconds between progress lines."""
-CALIBRATION_OPTIONS = ("calibration_samples", "calibration_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +62,11 @@ class Args(CommonArgs):
     vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
     build: BuildConfig = config(BuildConfig, "Build")
 
+    @property
+    def progress_seconds(self) -> float | None:
+        """Seconds between progress lines without a terminal; None: as usual."""
+        return 60.0 if self.quiet else None
+
 
 def run(args: Args) -> int:
     """Print the plan, build, print the acceptance summary.
@@ -96,8 +79,9 @@ def run(args: Args) -> int:
             "-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan "
             "alone)"
         )
-    every = QUIET_LINE_SECONDS if args.quiet else None
-    with show_progress("planning", quiet=args.json, lines=True, every=every) as on_progress:
+    with show_progress(
+        "planning", quiet=args.json, lines=True, every=args.progress_seconds
+    ) as on_progress:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_target, is_engine
         from modelmill.builder.config_only import checkpoint_of_config, is_config_only
@@ -184,7 +168,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     began = time.perf_counter()
     try:
         with show_progress(
-            "building", lines=not args.json, every=QUIET_LINE_SECONDS if args.quiet else None
+            "building", lines=not args.json, every=args.progress_seconds
         ) as on_progress:
             options: dict[str, Any] = {
                 "delta": args.delta,
@@ -283,292 +267,3 @@ def show_tuning(tuning: AutotuneRecord) -> None:
             rows,
             title="Steps of the layers it was tuned on",
         )
-
-
-def show_plan(plan: dict[str, Any]) -> None:
-    """Print the plan: options with reasons, and memory."""
-    build = plan["build"]
-    reasons = plan["reasons"]
-    memory = plan["memory"]
-    language = plan["engine_type"] == "language"
-    cache = (
-        f"{format_bytes(memory['kv_per_token'])} ({format_bytes(memory['kv_per_token_8bit'])} in "
-        "8 bits)"
-        if language
-        else None
-    )
-    options = [
-        (name, _with_reason(value, reasons.get(name)))
-        for name, value in build.items()
-        if (value not in (None, {}) or name in reasons)
-        and (language or name in VISION_OPTIONS)
-        and _option_applies(name, build)
-    ]
-    formats = ", ".join(
-        f"{name} {format_bytes(count)}" for name, count in plan["bytes_by_format"].items()
-    )
-    print_facts(
-        [
-            ("checkpoint", f"{plan['checkpoint']} ({plan['container']})"),
-            (
-                "architecture",
-                f"{plan['model_type']}, {_layer_count_text(plan)}{plan['tensors']} tensors",
-            ),
-            (
-                "tokenizer",
-                ("yes" if plan["tokenizer"] else "none: an ids-only engine") if language else None,
-            ),
-            ("parameters", _parameters_text(plan)),
-            ("weights", f"{format_bytes(memory['weights'])} ({formats})"),
-            ("longest sequence", plan["max_model_len"] if language else None),
-            ("sampling", (plan["sampling"] or {}).get("text")),
-            ("layers", _count_formats(build.get("layer_recipes") or {})),
-            *options,
-        ],
-        title="Plan",
-    )
-    show_bit_choice(plan["auto"])
-    _show_memory(memory, cache)
-
-
-def _parameters_text(plan: dict[str, Any]) -> str:
-    """The number of parameters, and of those that a token is multiplied with."""
-    total, active = plan["parameters"], plan["active_parameters"]
-    text = f"{total / 1e9:.3g} billion" if total >= 1e8 else f"{total / 1e6:.3g} million"
-    return text if active == total else f"{text}, {active / 1e9:.3g} billion a token"
-
-
-def _merged_groups(memory: dict[str, Any]) -> list[dict[str, Any]]:
-    """The page groups of the memory report, those of a window as one."""
-    merged: dict[int | None, dict[str, Any]] = {}
-    for group in memory.get("kv_page_groups", ()):
-        total = merged.setdefault(group["window"], {"layers": 0, "bytes_per_sequence": 0})
-        total["window"] = group["window"]
-        total["layers"] += group["layers"]
-        total["bytes_per_sequence"] += group["bytes_per_sequence"]
-    return list(merged.values())
-
-
-def _page_group_text(group: dict[str, Any]) -> str:
-    """What the longest sequence takes in the layers with a window, or in those without."""
-    window = group["window"]
-    tokens = "all tokens" if window is None else f"the last {window} tokens"
-    size = format_bytes(group["bytes_per_sequence"])
-    return f"{group['layers']} layers keep {tokens}: {size} in the longest sequence"
-
-
-def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
-    """Print the memory; cache: KV bytes per token, None without a KV cache."""
-    print_facts(
-        [
-            (
-                "device",
-                f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} "
-                "free now",
-            ),
-            (
-                "while building",
-                f"{format_bytes(memory['build_peak'])} ({format_bytes(memory['build_mapped'])} "
-                "mapped files)",
-            ),
-            ("weights at run time", format_bytes(memory["weights"])),
-            *(
-                [
-                    (
-                        "expanded at start",
-                        f"{format_bytes(memory['expanded'])}: this CPU has no compiled kernels "
-                        "for them",
-                    )
-                ]
-                if memory.get("expanded")
-                else []
-            ),
-            ("workspace at run time", format_bytes(memory["workspace"])),
-            ("KV cache per token", cache),
-            *(("", _page_group_text(group)) for group in _merged_groups(memory)),
-            (
-                "recurrent state per sequence",
-                format_bytes(state) if (state := memory.get("state_per_sequence")) else None,
-            ),
-            ("fits", memory["fits"]),
-        ],
-        title="Memory",
-    )
-
-
-def _option_applies(name: str, build: dict[str, Any]) -> bool:
-    """Whether an option affects this build."""
-    if name in CALIBRATION_OPTIONS:
-        return build["calibration"] is not None
-    if name in ALL_RECIPE_OPTIONS:
-        return name in RECIPE_OPTIONS.get(build["quantization"], ())
-    if name == "tower":
-        return bool(build["tower"] != "none")
-    return name != "layer_recipes"
-
-
-def _count_formats(forms: dict[str, str]) -> str | None:
-    """Count the layers of each form."""
-    counts = Counter(forms.values())
-    return ", ".join(f"{count} × {form}" for form, count in sorted(counts.items())) or None
-
-
-def show_bit_choice(choice: dict[str, Any] | None) -> None:
-    """Print the choice of ``-q auto`` for each layer, and its measurements."""
-    if choice is None:
-        return
-    forms = list(choice["layers"][0]["kl"])[:-1]
-    rows = [
-        [
-            row["layer"],
-            row["bit_choice"],
-            format_bytes(row["bytes"]),
-            *(row["kl"][form] for form in forms),
-        ]
-        for row in choice["layers"]
-    ]
-    print_table(
-        ("layer", "chosen", "size", *(f"KL {form}" for form in forms)),
-        rows,
-        title="Layers, each rounded alone",
-    )
-    rise = 100 * (math.exp(choice["log_perplexity"]) - 1)
-    print(
-        f"together: mean KL at most {choice['kl']:.4g} nats a token, perplexity {rise:+.2f} % at "
-        "most "
-        "(means plus standard errors, on calibration data)\n"
-    )
-
-
-def _layer_count_text(plan: dict[str, Any]) -> str:
-    return "" if plan["layers"] is None else f"{plan['layers']} layers, "
-
-
-def _with_reason(value: Any, reason: str | None) -> str:
-    if reason is None:
-        return str(value)
-    return reason if value is None or reason.startswith(str(value)) else f"{value} ({reason})"
-
-
-def show_acceptance(report: dict[str, Any]) -> None:
-    """Print the acceptance report: the verdict, and the worst layer of each module."""
-    if not report or report.get("accepted") is None:
-        print_facts([("acceptance", (report or {}).get("reason", "built without"))])
-        return
-    if "masks" in report:
-        show_masks(report)
-        return
-    logits = report.get("logits") or {}
-    agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
-    perplexity = f"{logits.get('perplexity')} (reference {logits.get('reference_perplexity')})"
-    print_facts(
-        [
-            ("verdict", report.get("verdict")),
-            (
-                "compared",
-                f"{len(report.get('layers', []))} modules, {logits.get('tokens')} tokens"
-                if logits
-                else None,
-            ),
-            ("next tokens", agreed if logits else None),
-            ("perplexity", perplexity if logits else None),
-            ("mean KL to the checkpoint", logits.get("mean_kl")),
-            ("picture's embeddings' error", _vision_summary(report.get("image_embeddings"))),
-            ("next tokens as the checkpoint's", _percent(logits.get("agreement"))),
-            ("size", format_bytes(report["bytes"]) if "bytes" in report else None),
-            ("reference", report.get("reference")),
-            ("not used", _ignored_tensors(report)),
-        ],
-        title="Acceptance",
-    )
-    recipe = report.get("quantization_errors") or []
-    show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
-    show_modules([_row_and_tile(row) for row in report.get("layers", [])])
-    show_warnings(report)
-
-
-def show_warnings(report: dict[str, Any]) -> None:
-    """Print what the acceptance report warns about, a line each."""
-    for warning in (report or {}).get("warnings", ()):
-        print_note(f"warning: {warning}")
-
-
-def acceptance_summary(report: dict[str, Any]) -> str:
-    """Summarize the acceptance report in a few words."""
-    if not report or report.get("accepted") is None:
-        return (report or {}).get("reason", "built without acceptance")
-    size = format_bytes(report["bytes"]) if "bytes" in report else ""
-    words = [
-        f"accepted ({report.get('verdict')})",
-        f"{len(report.get('layers', []))} modules compared",
-        size,
-    ]
-    return ", ".join(filter(None, words))
-
-
-def _row_and_tile(row: dict[str, Any]) -> dict[str, Any]:
-    """Label the worst row and tile of a quantized matrix; errors are relative to its norm."""
-    return (
-        {**row, "module": f"{row['module']}, worst tile"}
-        if row["name"].endswith(".worst_block")
-        else row
-    )
-
-
-def _vision_summary(pictures: dict[str, Any] | None) -> str | None:
-    return (
-        None
-        if pictures is None
-        else f"{pictures['rel_l2']} of their size (bound {pictures['bound']})"
-    )
-
-
-def _ignored_tensors(report: dict[str, Any]) -> str | None:
-    """Format the checkpoint's tensors that the engine does not use."""
-    return (
-        ", ".join(f"{row['count']} × {row['what']}" for row in report.get("unused_tensors") or [])
-        or None
-    )
-
-
-def show_masks(report: dict[str, Any]) -> None:
-    """Print the acceptance report of a segmentation engine."""
-    masks = report["masks"]
-    print_facts(
-        [
-            ("verdict", report.get("verdict")),
-            (
-                "compared",
-                f"{len(report.get('layers', []))} modules; {masks['prompts']} prompts on a "
-                "picture of our own",
-            ),
-            (
-                "embedding's error",
-                f"{masks['embedding_rel_l2']} of its size (bound {masks['embedding_bound']})",
-            ),
-            (
-                "mask logits' error",
-                f"{masks['logits_rel_l2']} of their size (bound {masks['logits_bound']})",
-            ),
-            (
-                "IoU with the reference",
-                f"{masks['mask_iou_mean']} on average (bound {masks['mask_iou_bound']}), "
-                f"{masks['mask_iou_min']} at least",
-            ),
-            ("scores differ by", f"at most {masks['score_difference']}"),
-            ("size", format_bytes(report["bytes"])),
-            ("not used", _ignored_tensors(report)),
-        ],
-        title="Acceptance",
-    )
-    # one row for all norms on inputs of magnitude √eps, and one for all stored matrices
-    together = {"eps": "norms, small inputs", "weight": "matrices, as held"}
-    layers = [
-        {**row, "module": together.get(row["module"].rpartition(".")[2], row["module"])}
-        for row in report.get("layers", [])
-    ]
-    show_modules(layers)
-
-
-def _percent(value: Any) -> str | None:
-    return f"{100 * value:.1f} %" if isinstance(value, float) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.core.errors import UsageError
-from modelmill.text.answer_pieces import ParsedToolCall
+from modelmill.text.answer_pieces import ParsedToolCall, function_call_json
 
 FORM = '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]'
 
@@ -66,14 +66,7 @@ def shown_call(call: ParsedToolCall) -> str:
 
 def call_message(content: str, calls: Sequence[ParsedToolCall]) -> dict[str, Any]:
     """The answer's message with its calls, in OpenAI's form."""
-    written = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
+    written = [function_call_json(call.id, call.name, call.arguments) for call in calls]
     return {"role": "assistant", "content": content, "tool_calls": written}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.acceptance_tables import worst_by_module
+from modelmill.cli.acceptance_tables import show_acceptance, worst_by_module
 from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs, config
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
@@ -106,7 +106,6 @@ def _compare_masks(args: Args, artifact: Artifact, checkpoint: Checkpoint) -> in
     """
     from modelmill.accept.segmentation import compare_segmentation
     from modelmill.builder.model_config import with_config
-    from modelmill.cli.build import show_acceptance
     from modelmill.loader.device import compile_cpu_kernels, pick_device
     from modelmill.vision.open_model import open_sam_model
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
+from modelmill.cli.plan_tables import kept_tokens_text
 from modelmill.core import env, packages
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import option
 from modelmill.core.model_family import LANGUAGE
+from modelmill.core.page_groups import sum_by_window
 
 if TYPE_CHECKING:
     from modelmill.artifact.store import Artifact
@@ -137,10 +139,8 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     decode_op = registry.select_backends("cpu").decode if target == "cpu" else None
     model = build_rank_model(artifact, SINGLE_RANK)
     shape = model_kv_shape(model, manifest.max_model_len, decode_op)
-    layers: dict[int | None, int] = {}
-    for group in shape.groups:
-        layers[group.window] = layers.get(group.window, 0) + len(group.layers)
-    by_window = layers or {shape.window: shape.layers}
+    layers = [len(group.layers) for group in shape.groups] or [shape.layers]
+    by_window = sum_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]
 
 
@@ -335,11 +335,7 @@ def _show_engine(engine: dict[str, Any]) -> None:
         ("packing", f"{engine['packing']}: read here"),
         ("built", f"for {engine['target']} with {versions}"),
     ]
-    pages = [
-        f"{each['layers']} layers keep "
-        + ("all tokens" if each["window"] is None else f"the last {each['window']} tokens")
-        for each in engine["kv_windows"]
-    ]
+    pages = [kept_tokens_text(each["layers"], each["window"]) for each in engine["kv_windows"]]
     lines.append(("KV pages", "; ".join(pages) or None))
     tuned = tuning_line(engine["tuning"]) or "none: default launch configs"
     print_facts([*lines, ("tuning", tuned)], title=engine["path"])

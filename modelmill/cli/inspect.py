@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from modelmill.cli.build import show_acceptance
+from modelmill.cli.acceptance_tables import show_acceptance
 from modelmill.cli.engine_options import local_model
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress

@@ -28,6 +28,7 @@ NOT_VERBS = (
         "evaluation_options",
         "vision_flags",
         "acceptance_tables",
+        "plan_tables",
         "bench_report",
     ),
     *(

@@ -75,6 +75,19 @@ def page_layers(groups: Sequence[PageGroup]) -> int:
     return max(len(group.layers) for group in groups)
 
 
+def sum_by_window(windows: Iterable[int | None], counts: Iterable[int]) -> dict[int | None, int]:
+    """What is counted of each page group, summed over the groups of one window.
+
+    Args:
+        windows: Of each group.
+        counts: Of each group.
+    """
+    sums: dict[int | None, int] = {}
+    for window, count in zip(windows, counts, strict=True):
+        sums[window] = sums.get(window, 0) + count
+    return sums
+
+
 def _kept_tokens(window: int | None, tokens: int) -> int:
     return tokens if window is None else min(window, tokens)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
 
 def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
     """Most pages that a sequence of ``tokens`` tokens uses at once.
@@ -17,6 +20,40 @@ def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: i
         return pages
     # two tokens that are sampled but not read yet may delay the release of a page
     return min(pages, -(-(window + step_tokens + 1) // page_size) + 1)
+
+
+def pages_in_groups(
+    tokens: int, page_size: int, windows: Iterable[int | None], step_tokens: int
+) -> int:
+    """As ``pages_in_use``, in all page groups together; windows: of each group."""
+    return sum(pages_in_use(tokens, page_size, window, step_tokens) for window in windows)
+
+
+def longest_sequence(
+    max_tokens: int,
+    page_size: int,
+    windows: Sequence[int | None],
+    step_tokens: int,
+    pages: int,
+) -> int:
+    """Tokens of the longest sequence, in full pages, that ``pages`` are enough for.
+
+    Args:
+        max_tokens: The most that it may have.
+        page_size: As of ``pages_in_groups``.
+        windows: As of ``pages_in_groups``.
+        step_tokens: As of ``pages_in_groups``.
+        pages: Of all page groups together.
+
+    Returns:
+        At most ``max_tokens``; 0 where nothing fits.
+    """
+    lengths = range(0, max_tokens + 1, page_size)
+    # pages_in_groups grows with the length
+    fits = bisect_right(
+        lengths, pages, key=lambda tokens: pages_in_groups(tokens, page_size, windows, step_tokens)
+    )
+    return lengths[fits - 1] if fits else 0
 
 
 def pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:

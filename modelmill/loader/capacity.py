@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
-from modelmill.core.window_pages import pages_in_use
+from modelmill.core.window_pages import longest_sequence, pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
@@ -156,14 +155,15 @@ def kv_pages_for_bytes(
     """
     size = shape.page_bytes(config.page_size, dtype)
     longest = -(-max_model_len // config.page_size) * len(shape.group_windows)
-    per_seq = sequence_pages(shape, config, max_model_len)
+    groups = config.page_size, shape.group_windows, config.max_num_batched_tokens
+    per_seq = pages_in_groups(max_model_len, *groups)
     if not size:  # pages of a model without attention only number its tokens
         return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     # one page is reserved: kernels write padding there
     pages = min(tp_group.all_reduce_min(available // size) - 1, longest * config.max_num_seqs)
     if pages < per_seq:
-        max_len = _longest_sequence(shape, config, max_model_len, pages)
+        max_len = longest_sequence(max_model_len, *groups, pages)
         source = "free memory gives" if config.kv_cache_bytes is None else "--kv-cache-bytes gives"
         advice = (
             f"--max-model-len {max_len} would fit"
@@ -177,22 +177,6 @@ def kv_pages_for_bytes(
             f"{source} {format_bytes(max(available, 0))}{beside_weights}; {advice}"
         )
     return pages
-
-
-def sequence_pages(shape: KVShape, config: RunConfig, tokens: int) -> int:
-    """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
-    return sum(
-        pages_in_use(tokens, config.page_size, window, config.max_num_batched_tokens)
-        for window in shape.group_windows
-    )
-
-
-def _longest_sequence(shape: KVShape, config: RunConfig, max_tokens: int, pages: int) -> int:
-    """Tokens of the longest sequence, in full pages, that ``pages`` are enough for."""
-    lengths = range(0, max_tokens + 1, config.page_size)
-    # sequence_pages grows with the length
-    fits = bisect_right(lengths, pages, key=lambda tokens: sequence_pages(shape, config, tokens))
-    return lengths[fits - 1] if fits else 0
 
 
 def max_idle_pages(config: RunConfig, pages: int, page_bytes: int, device: str) -> int:

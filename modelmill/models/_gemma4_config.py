@@ -58,7 +58,6 @@ class Gemma4Config(DecoderConfig):
         full_kv_heads: KV heads of layers with full attention.
         full_head_dim: Channels of a head there.
         values_are_keys: Whether the values are the projection of the keys there.
-        value_eps: Epsilon of the norm of the values; None: as of all norms.
         shared_layers: So many last layers attend to the keys and values of earlier ones: the last
             of their type that has some.
         double_wide: Whether their MLP is twice as wide.
@@ -68,7 +67,6 @@ class Gemma4Config(DecoderConfig):
     full_kv_heads: int = 1
     full_head_dim: int = 512
     values_are_keys: bool = False
-    value_eps: float | None = None
     shared_layers: int = 0
     double_wide: bool = False
     inputs: LayerInputConfig | None = None
@@ -87,7 +85,6 @@ class Gemma4Config(DecoderConfig):
         """The attention of layer ``layer``."""
         window = self.windows[layer]
         full = window is None
-        eps = self.eps if self.value_eps is None else self.value_eps
         spec = AttentionSpec(
             hidden=self.hidden,
             heads=self.heads,
@@ -100,7 +97,7 @@ class Gemma4Config(DecoderConfig):
             window=window,
             scale=self.attention_scale,
             local_rope=not full,
-            value_norm=ValueNormConfig(eps, from_keys=self.values_are_keys and full),
+            value_norm=ValueNormConfig(self.eps, from_keys=self.values_are_keys and full),
         )
         if layer < self.first_shared:
             return spec

@@ -18,6 +18,9 @@ from modelmill.nn.mlp import ACTIVATIONS
 from modelmill.nn.norm import NormConfig, SingleNorm
 from modelmill.nn.step import Step
 
+SUM_SCALE = 2.0**-0.5
+"""Factor of the sum of both parts of a layer's vectors."""
+
 
 @dataclass(frozen=True)
 class LayerInputConfig:
@@ -29,9 +32,6 @@ class LayerInputConfig:
         width: Channels of a vector.
         hidden: Channels of the stream.
         eps: Of the norm of the projections.
-        scale: Factor of the sum of both parts.
-        table_scale: Factor of the table's rows; None: √width.
-        projection_scale: Factor of the projection; None: 1 / √hidden.
     """
 
     vocab: int
@@ -39,9 +39,6 @@ class LayerInputConfig:
     width: int
     hidden: int
     eps: float
-    scale: float = 2.0**-0.5
-    table_scale: float | None = None
-    projection_scale: float | None = None
 
 
 class ScaledTable(nn.Module):
@@ -60,13 +57,13 @@ class ScaledTable(nn.Module):
 
 
 class ScaledProjection(nn.Module):
-    """x Wᵀ times a factor; the matrix is never quantized."""
+    """x Wᵀ / √columns; the matrix is never quantized."""
 
     weight: torch.Tensor
 
-    def __init__(self, columns: int, rows: int, scale: float) -> None:
+    def __init__(self, columns: int, rows: int) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = columns**-0.5
         self.register_buffer("weight", torch.empty(rows, columns, device="meta"))
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -75,15 +72,11 @@ class ScaledProjection(nn.Module):
 
 
 class WeightedSum(nn.Module):
-    """The sum of two tensors times a factor."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
+    """The sum of two tensors, times ``SUM_SCALE``."""
 
     def forward(self, one: torch.Tensor, other: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """Both of one shape."""
-        return (one + other) * self.scale
+        return (one + other) * SUM_SCALE
 
 
 class LayerInputs(nn.Module):
@@ -93,17 +86,10 @@ class LayerInputs(nn.Module):
         super().__init__()
         self.config = config
         size = config.layers * config.width
-        table_scale, projection_scale = config.table_scale, config.projection_scale
-        self.table = ScaledTable(
-            config.vocab, size, config.width**0.5 if table_scale is None else table_scale
-        )
-        self.projection = ScaledProjection(
-            config.hidden,
-            size,
-            config.hidden**-0.5 if projection_scale is None else projection_scale,
-        )
+        self.table = ScaledTable(config.vocab, size, config.width**0.5)
+        self.projection = ScaledProjection(config.hidden, size)
         self.norm = SingleNorm(NormConfig(config.width, config.eps), reduces=False)
-        self.sum = WeightedSum(config.scale)
+        self.sum = WeightedSum()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x: the embeddings."""

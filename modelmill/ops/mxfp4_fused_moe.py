@@ -11,12 +11,11 @@ from modelmill.ops import fused_moe
 from modelmill.ops.case import Case
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import FusedMoEInputs, experts_reference
+from modelmill.ops.int4_fused_moe import TOLERANCE as TOLERANCE
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS as BLOCK_COLUMNS
 from modelmill.ops.mxfp4_linear import dequantize_weight, random_weight
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
@@ -25,15 +24,7 @@ def mxfp4_fused_moe(inputs: FusedMoEInputs) -> torch.Tensor:
     Returns:
         [T, H] of x's dtype.
     """
-    return experts_reference(inputs, _dequantize)
-
-
-def _dequantize(
-    weight: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None, group: int,
-    columns: int, dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    assert scale is not None, "MXFP4 has scales"
-    return dequantize_weight(weight, scale, offset, group, columns, dtype)
+    return experts_reference(inputs, dequantize_weight)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:

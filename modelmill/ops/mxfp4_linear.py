@@ -41,12 +41,13 @@ def mxfp4_linear(inputs: groupwise.GroupwiseLinearInputs) -> torch.Tensor:
 
 
 def dequantize_weight(
-    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group: int,
+    weight: torch.Tensor, scale: torch.Tensor | None, offset: torch.Tensor | None, group: int,
     columns: int, dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # fmt: skip
     """Dequantize to [N, columns]; a floating-point weight is already dequantized."""
     if weight.is_floating_point():
         return weight.to(dtype)
+    assert scale is not None, "MXFP4 has scales"
     assert offset is None, "MXFP4 has no offsets"
     values = torch.tensor(E2M1_VALUES, dtype=dtype, device=weight.device)
     wide = values[unpack_codes(weight, columns).long()]

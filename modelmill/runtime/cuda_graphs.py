@@ -33,7 +33,8 @@ from modelmill.ops.cuda_graph import (
     on_side_stream,
 )
 from modelmill.parallel.tp_group import TPGroup
-from modelmill.runtime.batch import BatchLayout, PackedBatch, Packer
+from modelmill.runtime.batch import PackedBatch, Packer
+from modelmill.runtime.batch_layout import BatchLayout
 
 _log = log.get_logger(__name__)
 # Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).

@@ -43,12 +43,13 @@ from modelmill.runtime.batch import Packer, reserve_step_buffers
 from modelmill.runtime.chunked_prefill import max_mixed_tokens
 from modelmill.runtime.input_processor import InputProcessor, MakeGuide
 from modelmill.runtime.kv_pages import PagePool
-from modelmill.runtime.model_runner import ModelRunner, PendingStep
+from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import Sampler
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
 from modelmill.runtime.sequence import RequestLimits, RopeRule, Sequence
 from modelmill.runtime.state_slots import StateSlots
+from modelmill.runtime.step_results import PendingStep
 from modelmill.runtime.tp_workers import TPWorkers
 from modelmill.vision.encoder_runner import VisionEncoderRunner
 

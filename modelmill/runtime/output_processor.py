@@ -9,10 +9,10 @@ import torch
 
 from modelmill.core.types import POOL_MEAN, FinishReason, Logprob, TokenOutput
 from modelmill.runtime.beam_search import BeamSearch
-from modelmill.runtime.model_runner import PendingStep
 from modelmill.runtime.sampler import Sampler, read_logprobs
 from modelmill.runtime.scheduler import Scheduler
 from modelmill.runtime.sequence import Sequence
+from modelmill.runtime.step_results import PendingStep
 
 
 class OutputProcessor:

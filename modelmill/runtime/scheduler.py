@@ -19,10 +19,12 @@ from bisect import insort
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from modelmill.core.page_groups import sum_by_window
 from modelmill.core.types import POOL_MEAN
 from modelmill.core.window_pages import (
     first_page_in_use,
     pages_between_steps,
+    pages_in_groups,
     pages_in_use,
     pages_of_step,
 )
@@ -76,7 +78,7 @@ class SchedulerLimits:
 
     def pages_in_use(self, tokens: int) -> int:
         """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
-        return sum(self.group_pages_in_use(tokens, window) for window in self.windows)
+        return pages_in_groups(tokens, self.page_size, self.windows, self.max_tokens)
 
     def group_pages_in_use(self, tokens: int, window: int | None) -> int:
         """As ``pages_in_use``, in a page group with this window."""
@@ -280,11 +282,8 @@ class Scheduler:
 
     def pages_by_window(self) -> dict[str, int]:
         """Pages in use of layers by what they attend to: "all" tokens, or those of a window."""
-        pages: dict[str, int] = {}
-        for window, count in zip(self.limits.windows, self.pool.num_in_use(), strict=True):
-            name = "all" if window is None else str(window)
-            pages[name] = pages.get(name, 0) + count
-        return pages
+        pages = sum_by_window(self.limits.windows, self.pool.num_in_use())
+        return {"all" if window is None else str(window): n for window, n in pages.items()}
 
     def set_step_token_budget(self, tokens: int) -> None:
         """Limit the steps from now on to ``tokens``, at most ``limits.max_tokens``."""

@@ -28,7 +28,8 @@ from modelmill.core.config import RunConfig, to_dict
 from modelmill.core.errors import ModelmillError, RankError
 from modelmill.parallel.rendezvous import RendezvousServer
 from modelmill.parallel.tp_group import DistributedTPGroup, TPGroup
-from modelmill.runtime.batch import BatchLayout, BatchViews, PackedBatch
+from modelmill.runtime.batch import PackedBatch
+from modelmill.runtime.batch_layout import BatchLayout, BatchViews
 from modelmill.runtime.cuda_graphs import GREEDY, LOGITS, SAMPLED
 
 FORWARD = "forward"

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta
+from modelmill.text.answer_pieces import ParsedToolCall, ToolCallDelta, function_call_json
 
 INPUT_SCHEMA = {
     "type": "object",
@@ -38,8 +38,7 @@ def call_json(call: ParsedToolCall, custom_names: Collection[str]) -> dict[str, 
     if call.name in custom_names:
         custom = {"name": call.name, "input": custom_input(call.arguments)}
         return {"id": call.id, "type": "custom", "custom": custom}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    return function_call_json(call.id, call.name, call.arguments)
 
 
 def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,8 +47,7 @@ def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if call.get("type") != "custom" or not isinstance(custom, Mapping):
         return dict(call)
     arguments = json.dumps({"input": custom.get("input")}, ensure_ascii=False)
-    function = {"name": custom.get("name"), "arguments": arguments}
-    return {"id": call.get("id"), "type": "function", "function": function}
+    return function_call_json(call.get("id"), custom.get("name"), arguments)
 
 
 class ToolCallDeltaFormatter:
@@ -88,5 +86,4 @@ def _function_delta(part: ToolCallDelta) -> dict[str, Any]:
     """A delta of a function call: the first one has its id and name."""
     if part.name is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+    return {"index": part.index, **function_call_json(part.id, part.name, part.arguments)}

@@ -39,6 +39,7 @@ from modelmill.serve.tool_schema import (
     function_tool,
 )
 from modelmill.serve.typed_objects import parse_typed
+from modelmill.text.answer_pieces import function_call_json
 
 LOGPROBS = "message.output_text.logprobs"
 LongText = Annotated[str, Field(max_length=10 << 20)]
@@ -403,13 +404,12 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
             thinking = {"role": "assistant", "content": "", "reasoning_content": text}
             messages.append(thinking)
     elif isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         if _is_only_thinking(messages[-1]):
             messages[-1]["content"] = None
         messages[-1].setdefault("tool_calls", []).append(
-            {"id": item.call_id, "type": "function", "function": function}
+            function_call_json(item.call_id, item.name, item.arguments)
         )
     elif isinstance(item, CompactionItem):
         summary = unpack_summary(item.encrypted_content)

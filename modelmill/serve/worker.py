@@ -6,47 +6,38 @@ worker outlives its server. An error inside a step ends the process; the server 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
 import socket
 import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from modelmill.artifact.store import Artifact, is_engine, open_artifact
-from modelmill.artifact.verify import verify
+from modelmill.artifact.store import Artifact
 from modelmill.core import malloc
-from modelmill.core.config import BuildConfig, RunConfig, from_dict
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
-from modelmill.core.progress import Progress
 from modelmill.core.types import Guide, Request
-from modelmill.loader.cache_split import split_cache_bytes
-from modelmill.loader.capacity import cpu_kv_cache_budget
-from modelmill.loader.device import compile_cpu_kernels, pick_device
+from modelmill.loader.device import compile_cpu_kernels
 from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
-from modelmill.serve import budget
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.session_worker import LoadedSession, SessionWorker
 from modelmill.serve.watchdog import poll_interval
+from modelmill.serve.worker_inbox import Arrival, HeartbeatSender, Inbox, MessageChannel
+from modelmill.serve.worker_loading import (
+    announce,
+    load_engine_core,
+    loading_reporter,
+    open_or_build_artifact,
+)
 from modelmill.serve.worker_messages import (
-    LENGTH_PREFIX,
     AbortRequest,
-    AddRequest,
     EngineReady,
     FinishSequence,
     GetStats,
     Heartbeat,
-    LoadingUpdate,
     Message,
     OpenEngine,
     OpenFailed,
@@ -57,173 +48,15 @@ from modelmill.serve.worker_messages import (
     SaveSession,
     StatsReply,
     StepTokens,
-    decode,
-    encode,
 )
 from modelmill.text_processor import TextProcessor
 
-SEND_BUFFER_BYTES = 4 << 20
 EXIT_SERVER_GONE = 3
 """Exit code of a worker whose server is gone."""
 OUT_OF_MEMORY_MESSAGE = (
     "the engine has no memory left for this request; send fewer or smaller "
     "inputs, or try again soon"
 )
-
-
-class MessageChannel:
-    """The worker's end of the socket: blocking; one thread reads, any thread may send.
-
-    Messages of several threads are never interleaved.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._sock = sock
-        self._file = sock.makefile("rb", buffering=1 << 16)
-        self._lock = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        """Send a message.
-
-        Blocks while the server does not read, so the engine cannot run far ahead of it.
-        """
-        data = encode(message)
-        with self._lock:
-            self._sock.sendall(data)
-
-    def receive(self) -> Message | None:
-        """Return the next message; None when the server is gone."""
-        try:
-            prefix = self._file.read(LENGTH_PREFIX.size)
-            body = (
-                self._file.read(LENGTH_PREFIX.unpack(prefix)[0])
-                if len(prefix) == LENGTH_PREFIX.size
-                else b""
-            )
-        except (OSError, ValueError):
-            return None
-        return decode(body) if body else None
-
-
-class HeartbeatSender:
-    """Sends a Heartbeat at intervals during a long step, which would look like a hang otherwise."""
-
-    def __init__(self, send: Callable[[Message], None], interval: float) -> None:
-        """Remember where to send.
-
-        Args:
-            send: sends a message.
-            interval: seconds between two heartbeats.
-        """
-        self._send = send
-        self._interval = interval
-        self._last = time.monotonic()
-
-    def __call__(self) -> None:
-        """Called after each op: send a Heartbeat if it is due."""
-        now = time.monotonic()
-        if now - self._last >= self._interval:
-            self._last = now
-            with contextlib.suppress(OSError):  # the reader thread notices a lost server
-                self._send(Heartbeat())
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A received request, its guide and its time of arrival (time.perf_counter).
-
-    Attributes:
-        request: as received.
-        arrived_at: seconds.
-        guide: of its grammar; None without one.
-        error: one line saying why the grammar cannot be compiled; empty if it can.
-    """
-
-    request: Request
-    arrived_at: float
-    guide: Guide | None = None
-    error: str = ""
-
-
-class Inbox:
-    """Reads the channel on its own thread, which notices a lost server while the engine is busy.
-
-    Grammars are compiled on another thread, so that they delay no step. While the engine is being
-    opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does.
-    """
-
-    def __init__(
-        self, channel: MessageChannel, on_server_gone: Callable[[], None], is_opening: bool = False
-    ) -> None:
-        """Start the reader thread.
-
-        Args:
-            channel: to read from.
-            on_server_gone: called once the server is gone; ``messages`` then ends with None.
-            is_opening: the engine is still being opened.
-        """
-        self.messages: queue.SimpleQueue[Message | Arrival | LoadedSession | None] = (
-            queue.SimpleQueue()
-        )
-        self._make_guide: Callable[[Request], Guide] | None = None
-        self._is_opening = is_opening
-        self._channel, self._on_server_gone = channel, on_server_gone
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
-        self._pending: set[str] = set()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
-
-    def accept_grammars(self, make_guide: Callable[[Request], Guide]) -> None:
-        """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
-        self._make_guide = make_guide
-
-    def finish_opening(self) -> None:
-        """The engine is open: its thread answers a Ping from now on."""
-        self._is_opening = False
-
-    def _listen(self) -> None:
-        while (message := self._channel.receive()) is not None:
-            if isinstance(message, AddRequest):
-                arrival = Arrival(message.request, time.perf_counter())
-                if message.request.grammar is None:
-                    self.messages.put(arrival)
-                else:
-                    self._pending.add(message.request.id)
-                    self._pool.submit(self._prepare_guide, arrival)
-                continue
-            if isinstance(message, Ping) and self._is_opening:
-                with contextlib.suppress(OSError):
-                    self._channel.send(Heartbeat())
-                continue
-            with self._lock:
-                if isinstance(message, AbortRequest):
-                    self._pending.discard(message.id)
-                self.messages.put(message)
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._on_server_gone()
-        self.messages.put(None)
-
-    def _prepare_guide(self, arrival: Arrival) -> None:
-        request = arrival.request
-        if request.id not in self._pending:
-            return
-        guide, message = None, ""
-        try:
-            if self._make_guide is None:
-                raise RequestError("this engine was opened without structured output")
-            guide = self._make_guide(request)
-        except ModelmillError as error:
-            message = str(error)
-        except Exception as error:
-            # an exception would be lost in this thread and the request would wait forever
-            message = f"its grammar cannot be made ready: {type(error).__name__}"
-        with self._lock:
-            # an abort may have removed it meanwhile
-            if request.id in self._pending:
-                self._pending.discard(request.id)
-                self.messages.put(replace(arrival, guide=guide, error=message))
 
 
 class EngineWorker:
@@ -337,50 +170,6 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
     )
 
 
-def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Artifact:
-    """Open and verify the engine; a checkpoint is first built into the cache.
-
-    Raises:
-        ModelmillError: the engine cannot be opened or built.
-    """
-    path = Path(open_engine.model)
-    # a folder named *.engine gets the error message of an engine, not of a checkpoint
-    if not is_engine(path) and not (path.is_dir() and path.suffix == ".engine"):
-        if not path.exists():
-            raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
-        from modelmill.llm import cached_engine
-
-        path = cached_engine(
-            path, from_dict(BuildConfig, open_engine.build, "build"), on_progress, None
-        )
-    elif open_engine.build:
-        raise UsageError(
-            f"{', '.join(open_engine.build)}: options of a build, and {path} is already built"
-        )
-    artifact = open_artifact(path)
-    verify(artifact, on_progress=on_progress)
-    return _ProgressArtifact(artifact, on_progress)
-
-
-def load_engine_core(
-    open_engine: OpenEngine, artifact: Artifact, on_progress: Progress
-) -> EngineCore:
-    """Load the engine core of an engine that generates text.
-
-    Raises:
-        ModelmillError: the engine cannot be loaded.
-    """
-    config = _with_memory_budget(
-        from_dict(RunConfig, open_engine.run, "run"), artifact, open_engine
-    )
-    core = EngineCore.open(artifact, config)
-    core.scheduler.set_interactive(config.max_mixed_tokens, on_gpu=core.device != "cpu")
-    if open_engine.warm_up:
-        on_progress("warming up", 0, 1)
-        core.warm_up(all_specializations=True)
-    return core
-
-
 def sends_op_heartbeats(open_engine: OpenEngine, device: str) -> bool:
     """Whether each op of a step sends a heartbeat.
 
@@ -428,81 +217,6 @@ class _AnswerGuideFactory:
         return self._text_processor.make_guide(request, self._vocab_size)
 
 
-def _with_memory_budget(
-    config: RunConfig, artifact: Artifact, open_engine: OpenEngine
-) -> RunConfig:
-    """``config`` with this engine's share of the memory, for KV pages and recurrent states.
-
-    Raises:
-        CapacityError: not even one sequence's recurrent state fits.
-    """
-    plain = Artifact(artifact.path, artifact.manifest)
-    sizes = (config.kv_cache_bytes, config.state_cache_bytes)
-    if open_engine.cache_bytes is not None and None in sizes:
-        return split_cache_bytes(config, plain, open_engine.cache_bytes // config.tp)
-    device = pick_device(config.device)
-    if device == "cpu":
-        num_other_engines = open_engine.num_loaded_before + len(open_engine.later_weight_bytes)
-        shared = budget.with_cpu_budget(
-            config,
-            cpu_kv_cache_budget(config.tp, open_engine.segment_bytes),
-            num_other_engines,
-            open_engine.segment_bytes,
-        )
-        if shared is config or shared.kv_cache_bytes is None:
-            return config
-        return split_cache_bytes(shared, plain, shared.kv_cache_bytes)
-    import torch
-
-    free, total = torch.cuda.mem_get_info(torch.device(device))
-    return budget.with_gpu_memory_share(
-        config,
-        free,
-        total,
-        artifact.nbytes(),
-        open_engine.later_weight_bytes,
-        open_engine.segment_bytes,
-    )
-
-
-class _ProgressArtifact(Artifact):
-    """An artifact that reports how many of its bytes have been read."""
-
-    def __init__(self, artifact: Artifact, on_progress: Progress) -> None:
-        super().__init__(artifact.path, artifact.manifest)
-        self._on_progress = on_progress
-        self._done_bytes = 0
-        self._total_bytes = artifact.nbytes()
-
-    def tensor(self, name: str) -> Any:
-        tensor = super().tensor(name)
-        self._done_bytes += tensor.numel() * tensor.element_size()
-        self._on_progress("loading", min(self._done_bytes, self._total_bytes), self._total_bytes)
-        return tensor
-
-
-def _loading_reporter(channel: MessageChannel, seconds: float = 0.1) -> Progress:
-    """Make a callback that sends LoadingUpdate, at most every ``seconds`` for each stage."""
-    last: dict[str, float] = {}
-
-    def on_progress(stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - last.get(stage, 0.0) >= seconds or done >= total:
-            last[stage] = now
-            channel.send(LoadingUpdate(stage, done, total))
-
-    return on_progress
-
-
-def _announce(on_progress: Progress, stage: str, done: int, total: int) -> None:
-    """Report progress to the server and to the terminal.
-
-    Used for a stage that takes long and comes before everything else.
-    """
-    sys.stderr.write(f"modelmill: {stage}\n")
-    on_progress(stage, done, total)
-
-
 def main(argv: list[str]) -> int:
     """``python -m modelmill.serve.worker FD``."""
     # signals go to the server, which stops this process by closing the socket
@@ -516,9 +230,9 @@ def main(argv: list[str]) -> int:
         return EXIT_SERVER_GONE
     inbox = Inbox(channel, on_server_gone=lambda: os._exit(EXIT_SERVER_GONE), is_opening=True)
     try:
-        on_progress = _loading_reporter(channel)
+        on_progress = loading_reporter(channel)
         compile_cpu_kernels(
-            str(open_engine.run.get("device", "auto")), partial(_announce, on_progress)
+            str(open_engine.run.get("device", "auto")), partial(announce, on_progress)
         )
         artifact = open_or_build_artifact(open_engine, on_progress)
         if artifact.manifest.engine_type == SEGMENTATION:

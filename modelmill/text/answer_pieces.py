@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class ParsedAnswer:
     content: str = ""
     calls: tuple[ParsedToolCall, ...] = ()
     reasoning: str = ""
+
+
+def function_call_json(id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
+    """A call of a function in a chat message, as OpenAI writes it; arguments: JSON text."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": id, "type": "function", "function": function}
 
 
 def collect_answer(pieces: Iterable[AnswerPiece]) -> ParsedAnswer:

@@ -198,6 +198,15 @@ class CallReader(ABC):
             self._state = following
         return at
 
+    def _feed_to(self, reader: CallReader, text: str, at: int) -> int:
+        """Let a reader of another style read the whole block; its calls are this one's."""
+        at = reader.feed(text, at, self._final)
+        self.num_calls = reader.num_calls
+        if self.num_calls:
+            self._call_done()
+        self.closed, self.rejected = reader.closed, reader.rejected
+        return at
+
     def _skip_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""
         self._call_done()

@@ -43,7 +43,7 @@ def detect_format(template: str, tokens: Collection[str] = ()) -> str:
         (
             (len(group), sum(map(len, group)), name)
             for name in format_names()
-            for group in load_format(name).detect
+            for group in load_format(name).template_groups
             if all(text in template for text in group)
         ),
         default=(0, 0, ""),

@@ -165,6 +165,15 @@ def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSynta
     return CallSyntax("json", section=(open, close), separator=", ", content_end=content_end)
 
 
+def python_list(marks: Marks) -> CallSyntax:
+    """Return the syntax of calls that are one list in Python's syntax, alone in the answer.
+
+    Args:
+        marks: what may stand around the list; read, not written.
+    """
+    return CallSyntax("pythonic", section=("[", "]"), separator=", ", optional=marks, bare=True)
+
+
 @dataclass(frozen=True)
 class ChatSyntax:
     """One chat format: of which models, how it is recognized, and how an answer is written.
@@ -172,7 +181,7 @@ class ChatSyntax:
     Attributes:
         title: models that use it, for the documentation.
         detect: groups of texts; a chat template with all texts of one group has this format. Of
-            several formats the one with the longest group is taken.
+            several formats the one with the longest group is taken. Empty: the ``tokens``.
         tokens: the same for control tokens of the tokenizer, if the template shows no format.
         control_tokens: further control tokens that the parser needs in the text.
         not_turn_ends: control tokens that end a turn in other formats only.
@@ -194,3 +203,8 @@ class ChatSyntax:
     begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()
+
+    @property
+    def template_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of texts by which a chat template shows this format."""
+        return self.detect or ((self.tokens,) if self.tokens else ())

@@ -75,12 +75,7 @@ class NamedCallReader(CallReader):
         return start
 
     def _scan_objects(self, text: str, at: int) -> int:
-        at = self._json_calls.feed(text, at, self._final)
-        self.num_calls = self._json_calls.num_calls
-        if self.num_calls:
-            self._call_done()
-        self.closed, self.rejected = self._json_calls.closed, self._json_calls.rejected
-        return at
+        return self._feed_to(self._json_calls, text, at)
 
     def _scan_head(self, text: str, at: int) -> int:
         """The name with what stands around it."""

@@ -73,12 +73,7 @@ class PythonicCallReader(CallReader):
 
     def _scan_json(self, text: str, at: int) -> int:
         """JSON objects between the marks, which a prompt may ask for."""
-        at = self._json.feed(text, at, self._final)
-        self.num_calls = self._json.num_calls
-        if self.num_calls:
-            self._call_done()
-        self.closed, self.rejected = self._json.closed, self._json.rejected
-        return at
+        return self._feed_to(self._json, text, at)
 
     def _scan_name(self, text: str, at: int) -> int:
         start = skip_blank(text, at)

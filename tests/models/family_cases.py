@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from modelmill.nn.alibi import AlibiConfig
+from tests.models.tiny_models import save_model
 
 Change = Callable[[Any], Any]
 Logits = Callable[..., torch.Tensor]
@@ -236,8 +237,7 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
 def save_transformers(raw: dict[str, Any], folder: Path, attention: str = "eager") -> Logits:
     """Write a seeded checkpoint of the transformers class, under the config.json ``raw``."""
     model = transformers_model(raw, folder, attention)
-    model.save_pretrained(folder)  # under the names of published files
-    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_model(model, folder)  # under the names of published files
     (folder / "config.json").write_text(json.dumps(raw))
 
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

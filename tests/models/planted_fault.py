@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -113,3 +114,29 @@ def changed_rules(family: ModuleType, change: Callable[[Any], Any]) -> Iterator[
     real = family.rules
     with mock.patch.object(family, "rules", lambda config: [change(rule) for rule in real(config)]):
         yield
+
+
+def _fault(
+    plant: Callable[[Any, Any], AbstractContextManager[Any]],
+    target: Any,
+    change: Any,
+    names: str | tuple[str, ...],
+    layer: int | None = 0,
+) -> PlantedFault:
+    """A fault for a table of them.
+
+    Args:
+        plant: Plants a change in a target; given by the functions below.
+        target: What is changed: a module's class, a tensor's name, or a family.
+        change: What it becomes, as ``plant`` takes it.
+        names: The module that the report names, or any of these.
+        layer: The layer that it names; None: none.
+    """
+    modules = (names,) if isinstance(names, str) else names
+    return partial(plant, target, change), modules, layer
+
+
+module_fault = partial(_fault, changed_module)
+tensor_fault = partial(_fault, changed_tensor)
+config_fault = partial(_fault, changed_config)
+rule_fault = partial(_fault, changed_rules)

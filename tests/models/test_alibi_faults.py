@@ -27,7 +27,7 @@ QKV = "attn.q_proj", "attn.k_proj", "attn.v_proj"
 
 def alibi(config: AlibiConfig | None) -> planted.PlantedFault:
     """Other slopes, in every layer."""
-    return lambda: planted.changed_config(bloom, changed(alibi=config)), CORE, 0
+    return planted.config_fault(bloom, changed(alibi=config), CORE)
 
 
 class ChangedSlopes(AlibiConfig):
@@ -71,8 +71,8 @@ def not_ungrouped(rule: Any) -> Any:
 real_core = AttentionCore.forward
 FAULTS: dict[str, planted.PlantedFault] = {
     "no ALiBi": alibi(None),
-    "no ALiBi behind the first layer": (
-        lambda: planted.changed_module(AttentionCore, only_in_the_first_layer), CORE, 1,
+    "no ALiBi behind the first layer": planted.module_fault(
+        AttentionCore, only_in_the_first_layer, CORE, 1
     ),
     "slopes in the other order": alibi(ReversedSlopes()),
     "slopes of the next power of two": alibi(EvenSlopes()),
@@ -90,12 +90,12 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "slopes of the power of two repeated": slopes(lambda right: [*right[:4], *right[:2]]),
     "heads beyond the power of two without": slopes(lambda right: [*right[:4], 0.0, 0.0]),
     "one slope for all heads": slopes(lambda right: [right[1]] * len(right)),
-    "rows of q, k and v as stored": (lambda: planted.changed_rules(bloom, not_ungrouped), QKV, 0),
-    "norm behind the embedding forgotten": (
-        lambda: planted.changed_module(SingleNorm, pass_through), ("embed",), None,
+    "rows of q, k and v as stored": planted.rule_fault(bloom, not_ungrouped, QKV),
+    "norm behind the embedding forgotten": planted.module_fault(
+        SingleNorm, pass_through, "embed", None
     ),
-    "a bias of q, k and v forgotten": (
-        lambda: planted.changed_tensor("layers.1.attn.qkv_proj.bias", torch.zeros_like), QKV, 1,
+    "a bias of q, k and v forgotten": planted.tensor_fault(
+        "layers.1.attn.qkv_proj.bias", torch.zeros_like, QKV, 1
     ),
 }  # fmt: skip
 

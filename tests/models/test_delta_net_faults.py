@@ -17,7 +17,13 @@ from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.gated_delta_net import DeltaRule, GatedHeadNorm
 from modelmill.ops import causal_conv, gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
-from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
+from tests.models.planted_fault import (
+    PlantedFault,
+    changed_module,
+    module_fault,
+    refusal_test,
+    tensor_fault,
+)
 
 FAMILY = "qwen3_5_text"
 LAYER = "layers.0.attn"
@@ -113,31 +119,20 @@ def one_head(values: torch.Tensor) -> torch.Tensor:
 real_rule = DeltaRule.forward
 RULE, CONV = "attn.delta_rule", "attn.conv"
 FAULTS: dict[str, PlantedFault] = {
-    "state off by one token": (
-        lambda: changed_module(DeltaRule, older_state), (f"{RULE}.state",), 0,
-    ),
+    "state off by one token": module_fault(DeltaRule, older_state, f"{RULE}.state"),
     "inputs of the convolution off by one token": (
         lambda: changed_state(CausalConv, lambda state: state.roll(1, 1)), (f"{CONV}.state",), 0,
     ),
-    "convolution shifted": (
-        lambda: changed_tensor(f"{LAYER}.conv.weight", lambda t: t.roll(1, 1)), (CONV,), 0,
-    ),
-    "convolution reversed": (
-        lambda: changed_tensor(f"{LAYER}.conv.weight", lambda t: t.flip(1)), (CONV,), 0,
-    ),
+    "convolution shifted": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.roll(1, 1), CONV),
+    "convolution reversed": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.flip(1), CONV),
     "SiLU behind the convolution forgotten": (
         lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
     ),
-    "gate forgotten": (
-        lambda: changed_module(GatedHeadNorm, without_gate), ("attn.gated_norm",), 0,
-    ),
-    "gate in front of the norm": (
-        lambda: changed_module(GatedHeadNorm, gate_before_norm), ("attn.gated_norm",), 0,
-    ),
-    "gated norm stored less 1": (
-        lambda: changed_tensor(f"{LAYER}.gated_norm.weight", lambda t: t + 1),
-        ("attn.gated_norm",), 0,
+    "gate forgotten": module_fault(GatedHeadNorm, without_gate, "attn.gated_norm"),
+    "gate in front of the norm": module_fault(GatedHeadNorm, gate_before_norm, "attn.gated_norm"),
+    "gated norm stored less 1": tensor_fault(
+        f"{LAYER}.gated_norm.weight", lambda t: t + 1, "attn.gated_norm"
     ),
     "norms not zero-centred": (norms_as_stored, ("attn_norm",), 0),
     "decay's sign": (lambda: changed_tokens(log_decay=lambda x: -0.1 * x), (RULE,), 0),
@@ -150,29 +145,21 @@ FAULTS: dict[str, PlantedFault] = {
     "queries not divided by the root of their size": (
         lambda: changed_tokens(q=lambda x: x * 3.5), (RULE,), 0,
     ),
-    "one head's A_log + 0.5": (
-        lambda: changed_tensor(f"{LAYER}.delta_rule.A_log", one_head), (RULE,), 0,
+    "one head's A_log + 0.5": tensor_fault(f"{LAYER}.delta_rule.A_log", one_head, RULE),
+    "dt_bias forgotten": tensor_fault(f"{LAYER}.delta_rule.dt_bias", torch.zeros_like, RULE),
+    "rates exchanged": tensor_fault(
+        f"{LAYER}.rates.weight", lambda t: t.roll(4, 0), ("attn.rates.b", "attn.rates.a")
     ),
-    "dt_bias forgotten": (
-        lambda: changed_tensor(f"{LAYER}.delta_rule.dt_bias", torch.zeros_like), (RULE,), 0,
+    "v and z exchanged": tensor_fault(
+        f"{LAYER}.in_proj.weight", swapped(slice(48, 80), slice(80, 112)),
+        ("attn.v_proj", "attn.z_proj")
     ),
-    "rates exchanged": (
-        lambda: changed_tensor(f"{LAYER}.rates.weight", lambda t: t.roll(4, 0)),
-        ("attn.rates.b", "attn.rates.a"), 0,
+    "output gate forgotten": module_fault(OutputGate, plain_output, "attn.output_gate", 1),
+    "output gate without its sigmoid": module_fault(
+        OutputGate, gate_without_sigmoid, "attn.output_gate", 1
     ),
-    "v and z exchanged": (
-        lambda: changed_tensor(f"{LAYER}.in_proj.weight", swapped(slice(48, 80), slice(80, 112))),
-        ("attn.v_proj", "attn.z_proj"), 0,
-    ),
-    "output gate forgotten": (
-        lambda: changed_module(OutputGate, plain_output), ("attn.output_gate",), 1,
-    ),
-    "output gate without its sigmoid": (
-        lambda: changed_module(OutputGate, gate_without_sigmoid), ("attn.output_gate",), 1,
-    ),
-    "output gate's heads in another order": (
-        lambda: changed_tensor("layers.1.attn.gate_proj.weight", lambda t: t.roll(16, 0)),
-        ("attn.gate_proj",), 1,
+    "output gate's heads in another order": tensor_fault(
+        "layers.1.attn.gate_proj.weight", lambda t: t.roll(16, 0), "attn.gate_proj", 1
     ),
 }  # fmt: skip
 

@@ -14,10 +14,9 @@ from modelmill.builder.config_only import checkpoint_of_config
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
-from modelmill.core.errors import CheckpointError
 from tests.models.all_families import CASES
-from tests.models.text_half import check_logits
-from tests.trust.error_lines import check_one_line
+from tests.models.text_half import check_logits, seeded_model
+from tests.models.tiny_models import save_model
 
 transformers = pytest.importorskip("transformers")
 VISION = {
@@ -46,16 +45,9 @@ def saved(tmp_path: Path) -> tuple[Path, Any]:
     config = transformers.Gemma3Config(
         text_config=text, vision_config=VISION, mm_tokens_per_image=1
     )
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
-            parameter.copy_(torch.randn(parameter.shape) * spread)
-    folder = tmp_path / "hf"
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    return folder, model
+    model = seeded_model(transformers.Gemma3ForConditionalGeneration, config)
+    save_model(model, tmp_path / "hf")
+    return tmp_path / "hf", model
 
 
 def test_its_logits_are_those_of_the_whole_model(saved: tuple[Path, Any], tmp_path: Path) -> None:
@@ -93,11 +85,3 @@ def test_published_sizes(tmp_path: Path) -> None:
     assert plan.model_config.heads == 32
     assert plan.model_config.max_len == 131072, "the scaling's factor is in it"
     assert sum(torch.Size(each.shape).numel() for each in plan.tensors) == 27_009_346_304
-
-
-def test_a_wrong_text_config_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": 3}))
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError) as error:
-        open_checkpoint(tmp_path)
-    assert "text_config" in check_one_line(error.value)

@@ -9,17 +9,24 @@ import torch
 
 from modelmill.models import gemma4_text
 from modelmill.nn.expert_branch import ExpertBranch, TwoBranches
-from modelmill.nn.layer_input import GatedLayerInput, LayerInputs, WeightedSum
+from modelmill.nn.layer_input import (
+    SUM_SCALE,
+    GatedLayerInput,
+    LayerInputs,
+    ScaledProjection,
+    ScaledTable,
+    WeightedSum,
+)
 from modelmill.nn.moe import TopKRouting
 from modelmill.nn.scaled_sandwich import ScaledSum
 from modelmill.nn.shared_attention import QueryRope
 from modelmill.nn.value_norm import ValueNorm
 from tests.models.planted_fault import (
     PlantedFault,
-    changed_module,
-    changed_rules,
-    changed_tensor,
+    module_fault,
     refusal_test,
+    rule_fault,
+    tensor_fault,
 )
 
 FAMILY = "gemma4_text"
@@ -30,6 +37,13 @@ def without_norm(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
     del step
     width = self.kv_heads * self.head_dim
     return torch.cat((qkv, qkv[:, -width:]), -1) if self.config.from_keys else qkv
+
+
+def with_larger_eps(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
+    config, self.config = self.config, replace(self.config, eps=10 * self.config.eps)
+    out = real_value_norm(self, qkv, step)
+    self.config = config
+    return out
 
 
 def values_over_heads(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
@@ -60,8 +74,20 @@ def without_activation(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor
 
 
 def without_table(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
-    del other, step
-    return one * self.scale
+    del self, other, step
+    return one * SUM_SCALE
+
+
+def larger_sum(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tensor:
+    return 1.05 * real_sum(self, one, other, step)
+
+
+def unscaled_table(self: ScaledTable, ids: Tensor, step: Any) -> Tensor:
+    return real_table(self, ids, step) / self.scale
+
+
+def unscaled_projection(self: ScaledProjection, x: Tensor, step: Any) -> Tensor:
+    return real_projection(self, x, step) / self.scale
 
 
 def layers_in_the_other_order(self: LayerInputs, x: Tensor, step: Any) -> Tensor:
@@ -127,78 +153,70 @@ def swapped_norms(rule: Any) -> Any:
 
 one = torch.tensor([7])
 real_value_norm, real_inputs = ValueNorm.forward, LayerInputs.forward
+real_table, real_projection = ScaledTable.forward, ScaledProjection.forward
+real_sum = WeightedSum.forward
 real_query_rope, real_routing = QueryRope.forward, TopKRouting.forward
 FAULTS: dict[str, PlantedFault] = {
-    "values not normed": (
-        lambda: changed_module(ValueNorm, without_norm),
-        ("attn.value_norm", "attn.value_norm.eps"), 0,
+    "values not normed": module_fault(
+        ValueNorm, without_norm, ("attn.value_norm", "attn.value_norm.eps")
     ),
-    "values normed over all heads": (
-        lambda: changed_module(ValueNorm, values_over_heads), ("attn.value_norm",), 0,
+    "eps of values x 10": module_fault(ValueNorm, with_larger_eps, "attn.value_norm.eps"),
+    "values normed over all heads": module_fault(ValueNorm, values_over_heads, "attn.value_norm"),
+    "queries for the values that are keys": module_fault(
+        ValueNorm, queries_as_values, "attn.value_norm", 1
     ),
-    "queries for the values that are keys": (
-        lambda: changed_module(ValueNorm, queries_as_values), ("attn.value_norm",), 1,
+    "the next layer's input": module_fault(GatedLayerInput, next_layers_input, "layer_input.act"),
+    "no activation of the gate": module_fault(
+        GatedLayerInput, without_activation, "layer_input.act"
     ),
-    "the next layer's input": (
-        lambda: changed_module(GatedLayerInput, next_layers_input), ("layer_input.act",), 0,
+    "layer inputs without the table": module_fault(
+        WeightedSum, without_table, "layer_inputs.sum", None
     ),
-    "no activation of the gate": (
-        lambda: changed_module(GatedLayerInput, without_activation), ("layer_input.act",), 0,
+    "layer inputs x 1.05": module_fault(WeightedSum, larger_sum, "layer_inputs.sum", None),
+    "their table without its factor": module_fault(
+        ScaledTable, unscaled_table, "layer_inputs.table", None
     ),
-    "layer inputs without the table": (
-        lambda: changed_module(WeightedSum, without_table), ("layer_inputs.sum",), None,
+    "their projection without its factor": module_fault(
+        ScaledProjection, unscaled_projection, "layer_inputs.projection", None
     ),
-    "layer inputs in the other order": (
-        lambda: changed_module(LayerInputs, layers_in_the_other_order), ("layer_input.act",), 0,
+    "layer inputs in the other order": module_fault(
+        LayerInputs, layers_in_the_other_order, "layer_input.act"
     ),
-    "one row of their table": (
-        lambda: changed_tensor("layer_inputs.table.weight", lambda t: t.index_fill(0, one, 0.0)),
-        ("layer_inputs.table",), None,
+    "one row of their table": tensor_fault(
+        "layer_inputs.table.weight", lambda t: t.index_fill(0, one, 0.0), "layer_inputs.table", None
     ),
-    "rows of their projection in another order": (
-        lambda: changed_tensor("layer_inputs.projection.weight", lambda t: t.roll(1, 0)),
-        ("layer_inputs.projection",), None,
+    "rows of their projection in another order": tensor_fault(
+        "layer_inputs.projection.weight", lambda t: t.roll(1, 0), "layer_inputs.projection", None
     ),
-    "no number behind a layer": (
-        lambda: changed_module(ScaledSum, without_scale), ("output",), 0,
+    "no number behind a layer": module_fault(ScaledSum, without_scale, "output"),
+    "the number times the branch alone": module_fault(ScaledSum, scaled_branch, "output"),
+    "the number of one layer x 1.05": tensor_fault(
+        "layers.2.output.scale", lambda t: t * 1.05, "output", 2
     ),
-    "the number times the branch alone": (
-        lambda: changed_module(ScaledSum, scaled_branch), ("output",), 0,
+    "queries of shared layers not turned": module_fault(QueryRope, without_turn, "attn.rope", 4),
+    "the other rotation of shared layers": module_fault(
+        QueryRope, rotation_of_windows, "attn.rope", 5
     ),
-    "the number of one layer x 1.05": (
-        lambda: changed_tensor("layers.2.output.scale", lambda t: t * 1.05), ("output",), 2,
+    "another weight of the queries' norm": tensor_fault(
+        "layers.4.attn.rope.q_norm.weight", lambda t: t * 1.05, ("attn.rope", "attn.rope.eps"), 4
     ),
-    "queries of shared layers not turned": (
-        lambda: changed_module(QueryRope, without_turn), ("attn.rope",), 4,
+    "weights of the experts not scaled": module_fault(
+        TopKRouting, without_expert_scale, "experts.moe.routing"
     ),
-    "the other rotation of shared layers": (
-        lambda: changed_module(QueryRope, rotation_of_windows), ("attn.rope",), 5,
+    "a router that reads the experts' input": module_fault(
+        ExpertBranch, router_reads_the_experts_input, "experts.moe.router"
     ),
-    "another weight of the queries' norm": (
-        lambda: changed_tensor("layers.4.attn.rope.q_norm.weight", lambda t: t * 1.05),
-        ("attn.rope", "attn.rope.eps"), 4,
+    "experts forgotten": module_fault(TwoBranches, without_experts, "experts.sum"),
+    "norms of the two branches exchanged": rule_fault(
+        gemma4_text, swapped_norms, ("experts.mlp_post", "experts.mlp_post.eps")
     ),
-    "weights of the experts not scaled": (
-        lambda: changed_module(TopKRouting, without_expert_scale), ("experts.moe.routing",), 0,
+    "the router's scale forgotten": tensor_fault(
+        "layers.1.experts.router_norm.weight", torch.ones_like,
+        ("experts.router_norm", "experts.router_norm.eps"), 1
     ),
-    "a router that reads the experts' input": (
-        lambda: changed_module(ExpertBranch, router_reads_the_experts_input),
-        ("experts.moe.router",), 0,
-    ),
-    "experts forgotten": (
-        lambda: changed_module(TwoBranches, without_experts), ("experts.sum",), 0,
-    ),
-    "norms of the two branches exchanged": (
-        lambda: changed_rules(gemma4_text, swapped_norms),
-        ("experts.mlp_post", "experts.mlp_post.eps"), 0,
-    ),
-    "the router's scale forgotten": (
-        lambda: changed_tensor("layers.1.experts.router_norm.weight", torch.ones_like),
-        ("experts.router_norm", "experts.router_norm.eps"), 1,
-    ),
-    "projection of a layer's input x 1.05": (
-        lambda: changed_tensor("layers.3.layer_input.up_proj.weight", lambda t: t * 1.05),
-        ("layer_input.input_up_proj", "layer_input.up_proj"), 3,
+    "projection of a layer's input x 1.05": tensor_fault(
+        "layers.3.layer_input.up_proj.weight", lambda t: t * 1.05,
+        ("layer_input.input_up_proj", "layer_input.up_proj"), 3
     ),
 }  # fmt: skip
 test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)

@@ -27,6 +27,7 @@ from modelmill.weights.mxfp4 import Mxfp4Weight
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.family_cases import transformers_model
+from tests.models.tiny_models import save_model
 from tests.trust.error_lines import check_one_line
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -52,11 +53,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[li
             stacks |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
             expanded = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             getattr(layer.mlp.experts, name).data.copy_(expanded)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     others = {k: v for k, v in load_file(folder / "model.safetensors").items()
             if not k.endswith(("gate_up_proj", "down_proj"))}  # fmt: skip
     save_file(others | stacks, folder / "model.safetensors")
-    (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": SETTINGS}))
 
     @torch.no_grad()

@@ -36,14 +36,14 @@ def sinks(change: Callable[[torch.Tensor], torch.Tensor]) -> planted.PlantedFaul
 
 def config(modules: tuple[str, ...], layer: int = 0, **changes: Any) -> planted.PlantedFault:
     """Another config than the checkpoint's."""
-    return lambda: planted.changed_config(gpt_oss, changed(**changes)), modules, layer
+    return planted.config_fault(gpt_oss, changed(**changes), modules, layer)
 
 
 def tensor(
     name: str, modules: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> planted.PlantedFault:
     """Another tensor than the checkpoint's, in one layer."""
-    return lambda: planted.changed_tensor(f"{LAYER}.{name}", change), modules, 1
+    return planted.tensor_fault(f"{LAYER}.{name}", change, modules, 1)
 
 
 def gate(
@@ -55,7 +55,7 @@ def gate(
         del step
         return compute(*gate_up.chunk(2, -1), self.clamp)
 
-    return lambda: planted.changed_module(ClampedSwiglu, forward), ACT, 0
+    return planted.module_fault(ClampedSwiglu, forward, ACT)
 
 
 def gated(low: torch.Tensor, up: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -109,10 +109,8 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "router's bias of other experts": tensor(
         "mlp.router.bias", ("mlp.router",), lambda t: t.roll(1)
     ),
-    "experts swapped": (
-        lambda: planted.changed_rules(gpt_oss, experts_swapped),
-        ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"),
-        0,
+    "experts swapped": planted.rule_fault(
+        gpt_oss, experts_swapped, ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj")
     ),
     "gate and up not taken in turns": tensor(
         "mlp.experts.3.gate_up_proj.weight",

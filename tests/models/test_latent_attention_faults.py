@@ -32,25 +32,25 @@ KV_A = "attn.kv_a_proj", "attn.k_pe_proj"
 def attention(modules: tuple[str, ...], **changes: Any) -> planted.PlantedFault:
     """Another config of latent attention."""
     change = changed(latent_attention=changed(**changes))
-    return lambda: planted.changed_config(deepseek_v3, change), modules, 0
+    return planted.config_fault(deepseek_v3, change, modules)
 
 
 def module(modules: tuple[str, ...], name: str, cls: Any) -> planted.PlantedFault:
     """Another class of one of its modules."""
     change = changed(latent_attention=with_module(name, cls))
-    return lambda: planted.changed_config(deepseek_v3, change), modules, 0
+    return planted.config_fault(deepseek_v3, change, modules)
 
 
 def rope(change: Any) -> planted.PlantedFault:
     """Another rotation; the factor of the scores stays."""
-    return lambda: planted.changed_config(deepseek_v3, changed(rope=change)), ROTARY, 0
+    return planted.config_fault(deepseek_v3, changed(rope=change), ROTARY)
 
 
 def tensor(
     name: str, modules: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> planted.PlantedFault:
     """Another tensor than the checkpoint's, in one layer."""
-    return lambda: planted.changed_tensor(f"{LAYER}.{name}", change), modules, 1
+    return planted.tensor_fault(f"{LAYER}.{name}", change, modules, 1)
 
 
 def all_keys_first(rows: torch.Tensor) -> torch.Tensor:
@@ -158,17 +158,11 @@ FAULTS: dict[str, planted.PlantedFault] = {
     ),
     "YaRN's factor of the rotation": rope(with_scaling(mscale=1.4)),
     "YaRN's trained length": rope(with_scaling(original_max_position_embeddings=32)),
-    "norm of keys' vector forgotten": (
-        lambda: planted.changed_module(LatentNorm, pass_through), NORM, 0,
-    ),
-    "norm over the rotated key, too": (
-        lambda: planted.changed_module(LatentNorm, norm_over_all), NORM, 0,
-    ),
-    "norm of keys' vector not used": (
-        lambda: planted.changed_module(LatentAttention, norm_bypassed), ("layer",), 0,
-    ),
-    "norm of queries' vector forgotten": (
-        lambda: planted.changed_module(SingleNorm, pass_through), ("attn.q_a_norm",), 0,
+    "norm of keys' vector forgotten": planted.module_fault(LatentNorm, pass_through, NORM),
+    "norm over the rotated key, too": planted.module_fault(LatentNorm, norm_over_all, NORM),
+    "norm of keys' vector not used": planted.module_fault(LatentAttention, norm_bypassed, "layer"),
+    "norm of queries' vector forgotten": planted.module_fault(
+        SingleNorm, pass_through, "attn.q_a_norm"
     ),
     "eps of latent norms x 10": (
         lambda: mock.patch.object(latent_attention, "NORM_EPS", 1e-5),

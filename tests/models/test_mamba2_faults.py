@@ -11,7 +11,7 @@ import torch
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
 from modelmill.ops import causal_conv, ssd_scan
-from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
+from tests.models.planted_fault import PlantedFault, module_fault, refusal_test, tensor_fault
 from tests.models.test_delta_net_faults import changed_state, swapped
 
 FAMILY = "mamba2"
@@ -45,8 +45,10 @@ def norm_over_all(self: Any, x: torch.Tensor, xbcz: torch.Tensor, step: Any) -> 
     return (gated * scale * self.weight.float()).to(xbcz.dtype)
 
 
-def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
-    return lambda: changed_tensor(f"{LAYER}.{name}", change)
+def tensor(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], modules: str | tuple[str, ...]
+) -> PlantedFault:
+    return tensor_fault(f"{LAYER}.{name}", change, modules, 1)
 
 
 FAULTS: dict[str, PlantedFault] = {
@@ -56,8 +58,8 @@ FAULTS: dict[str, PlantedFault] = {
     "state decayed once more": (
         lambda: changed_state(StateSpaceScan, lambda state: state * 0.9), (f"{SSM}.state",), 0,
     ),
-    "convolution shifted": (tensor("conv.weight", lambda t: t.roll(1, 1)), (CONV,), 1),
-    "convolution's bias forgotten": (tensor("conv.bias", torch.zeros_like), (CONV,), 1),
+    "convolution shifted": tensor("conv.weight", lambda t: t.roll(1, 1), CONV),
+    "convolution's bias forgotten": tensor("conv.bias", torch.zeros_like, CONV),
     "SiLU behind the convolution forgotten": (
         lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
@@ -70,19 +72,16 @@ FAULTS: dict[str, PlantedFault] = {
         lambda: changed_tokens(delta=lambda t: torch.ones_like(t.delta)), (SSM,), 0,
     ),
     "B and C exchanged": (lambda: changed_tokens(b=lambda t: t.c, c=lambda t: t.b), (SSM,), 0),
-    "A for A_log": (tensor("ssm.A_log", torch.exp), (SSM,), 1),
-    "D forgotten": (tensor("ssm.D", torch.zeros_like), (SSM,), 1),
-    "dt_bias forgotten": (tensor("ssm.dt_bias", torch.zeros_like), (SSM,), 1),
-    "heads of D in another order": (tensor("ssm.D", lambda t: t.flip(0)), (SSM,), 1),
-    "steps of other heads": (tensor("rates.weight", lambda t: t.roll(1, 0)), ("attn.rates",), 1),
-    "x and z exchanged": (
-        tensor("in_proj.weight", swapped(slice(0, 96), slice(160, 256))),
-        ("attn.x_proj", "attn.z_proj"), 1,
+    "A for A_log": tensor("ssm.A_log", torch.exp, SSM),
+    "D forgotten": tensor("ssm.D", torch.zeros_like, SSM),
+    "dt_bias forgotten": tensor("ssm.dt_bias", torch.zeros_like, SSM),
+    "heads of D in another order": tensor("ssm.D", lambda t: t.flip(0), SSM),
+    "steps of other heads": tensor("rates.weight", lambda t: t.roll(1, 0), "attn.rates"),
+    "x and z exchanged": tensor(
+        "in_proj.weight", swapped(slice(0, 96), slice(160, 256)), ("attn.x_proj", "attn.z_proj")
     ),
-    "norm in front of the gate": (
-        lambda: changed_module(GatedGroupNorm, norm_before_gate), (NORM,), 0,
-    ),
-    "norm over all groups": (lambda: changed_module(GatedGroupNorm, norm_over_all), (NORM,), 0),
+    "norm in front of the gate": module_fault(GatedGroupNorm, norm_before_gate, NORM),
+    "norm over all groups": module_fault(GatedGroupNorm, norm_over_all, NORM),
 }  # fmt: skip
 
 

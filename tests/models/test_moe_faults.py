@@ -12,7 +12,7 @@ import torch
 
 from modelmill.models import qwen2_moe
 from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
-from tests.models.planted_fault import PlantedFault, changed_module, changed_tensor, refusal_test
+from tests.models.planted_fault import PlantedFault, module_fault, refusal_test, tensor_fault
 
 
 @contextmanager
@@ -62,47 +62,28 @@ FAULTS: dict[str, PlantedFault] = {
         ("mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"),
         0,
     ),
-    "one expert's scale x 1.05": (
-        lambda: changed_tensor(f"{LAYER}.experts.3.down_proj.weight", lambda t: t * 1.05),
-        ("mlp.experts.3.down_proj",),
+    "one expert's scale x 1.05": tensor_fault(
+        f"{LAYER}.experts.3.down_proj.weight", lambda t: t * 1.05, "mlp.experts.3.down_proj", 1
+    ),
+    "gate and up exchanged in one expert": tensor_fault(
+        f"{LAYER}.experts.4.gate_up_proj.weight",
+        lambda t: torch.cat(t.chunk(2)[::-1]),
+        "mlp.experts.4.gate_proj",
         1,
     ),
-    "gate and up exchanged in one expert": (
-        lambda: changed_tensor(
-            f"{LAYER}.experts.4.gate_up_proj.weight", lambda t: torch.cat(t.chunk(2)[::-1])
-        ),
-        ("mlp.experts.4.gate_proj",),
-        1,
+    "router's rows in another order": tensor_fault(
+        f"{LAYER}.router.weight", lambda t: t.roll(1, 0), "mlp.router", 1
     ),
-    "router's rows in another order": (
-        lambda: changed_tensor(f"{LAYER}.router.weight", lambda t: t.roll(1, 0)),
-        ("mlp.router",),
-        1,
+    "shared expert forgotten": module_fault(CombineExperts, without_shared, "mlp.combine"),
+    "weights forgotten": module_fault(CombineExperts, without_weights, "mlp.combine"),
+    "tokens of an expert reversed": module_fault(
+        ExpertTokens, reversed_tokens, "mlp.experts.0.tokens"
     ),
-    "shared expert forgotten": (
-        lambda: changed_module(CombineExperts, without_shared),
-        ("mlp.combine",),
-        0,
+    "shared gate without its sigmoid": module_fault(
+        SharedExpertGate, without_sigmoid, "mlp.shared_gate"
     ),
-    "weights forgotten": (
-        lambda: changed_module(CombineExperts, without_weights),
-        ("mlp.combine",),
-        0,
-    ),
-    "tokens of an expert reversed": (
-        lambda: changed_module(ExpertTokens, reversed_tokens),
-        ("mlp.experts.0.tokens",),
-        0,
-    ),
-    "shared gate without its sigmoid": (
-        lambda: changed_module(SharedExpertGate, without_sigmoid),
-        ("mlp.shared_gate",),
-        0,
-    ),
-    "shared gate x -1": (
-        lambda: changed_tensor(f"{LAYER}.shared_gate.weight", torch.neg),
-        ("mlp.shared_gate",),
-        1,
+    "shared gate x -1": tensor_fault(
+        f"{LAYER}.shared_gate.weight", torch.neg, "mlp.shared_gate", 1
     ),
 }
 

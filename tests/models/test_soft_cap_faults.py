@@ -22,12 +22,12 @@ CORE, HEAD, EMBED = ("attn.core",), ("head",), ("embed",)
 
 def config(modules: tuple[str, ...], layer: int | None = 0, **changes: Any) -> planted.PlantedFault:
     """Another config than the checkpoint's."""
-    return lambda: planted.changed_config(gemma2, changed(**changes)), modules, layer
+    return planted.config_fault(gemma2, changed(**changes), modules, layer)
 
 
 def rule(module: str, change: Callable[[Any], Any], layer: int | None = 0) -> planted.PlantedFault:
     """Some tensors made by another rule."""
-    return lambda: planted.changed_rules(gemma2, change), (module,), layer
+    return planted.rule_fault(gemma2, change, module, layer)
 
 
 def logits(change: Callable[[torch.Tensor, float], torch.Tensor]) -> planted.PlantedFault:
@@ -98,21 +98,18 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "norms behind attention as stored": rule("attn_post", as_stored("attn_post")),
     "norms in front of the MLP as stored": rule("mlp_norm", as_stored("mlp_norm")),
     "last norm as stored": rule("norm", as_stored("norm"), None),
-    "a norm plus 2": (
-        lambda: planted.changed_tensor("layers.1.mlp_post.weight", lambda t: t + 1),
-        ("mlp_post",), 1,
+    "a norm plus 2": planted.tensor_fault(
+        "layers.1.mlp_post.weight", lambda t: t + 1, "mlp_post", 1
     ),
     "norms behind the branches exchanged": rule("attn_post", exchanged("attn_post", "mlp_post")),
     "norms behind attention and in front of the MLP exchanged": rule(
         "attn_post", exchanged("attn_post", "mlp_norm")
     ),
-    "norms behind the branches forgotten": (
-        lambda: planted.changed_module(SingleNorm, pass_through), ("attn_post",), 0,
+    "norms behind the branches forgotten": planted.module_fault(
+        SingleNorm, pass_through, "attn_post"
     ),
     "embeddings not scaled": config(EMBED, None, embedding_scale=None),
-    "embeddings scaled twice": (
-        lambda: planted.changed_module(TokenEmbedding, scaled_twice), EMBED, None,
-    ),
+    "embeddings scaled twice": planted.module_fault(TokenEmbedding, scaled_twice, EMBED, None),
     "scores scaled by the channels of a head": config(CORE, attention_scale=None),
     "window + 1": config(CORE, windows=(21, None, 21)),
     "windows one layer later": config(CORE, windows=(None, 20, None)),

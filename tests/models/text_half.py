@@ -14,6 +14,17 @@ from tests.accept.build_and_accept import build_and_accept
 
 
 @torch.no_grad()
+def seeded_model(cls: Any, config: Any) -> Any:
+    """A model of a transformers class with seeded tensors."""
+    torch.manual_seed(0)
+    model = cls(config).float().eval()
+    for parameter in model.parameters():
+        spread = 0.3 if parameter.dim() == 1 else 1.2 * parameter.shape[-1] ** -0.5
+        parameter.copy_(torch.randn(parameter.shape) * spread)
+    return model
+
+
+@torch.no_grad()
 def check_logits(folder: Path, model: Any, out: Path) -> None:
     """Accepted against its own reference, and equal to the whole model."""
     report, written = build_and_accept(folder, out, "float32", "none")

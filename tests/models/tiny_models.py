@@ -69,9 +69,14 @@ def hf_model(name: str, seed: int = 0) -> Any:
 def save_hf(name: str, folder: Path, seed: int = 0) -> Any:
     """Save the family's checkpoint as a Hugging Face folder; returns the transformers model."""
     model = hf_model(name, seed)
+    save_model(model, folder)
+    return model
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a transformers model as published checkpoints are: without generation defaults."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    return model
 
 
 def save_raw(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:

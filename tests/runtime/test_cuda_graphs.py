@@ -19,13 +19,8 @@ from modelmill.core.types import Request
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime import cuda_graphs, model_runner
-from modelmill.runtime.batch import (
-    BatchLayout,
-    LogitRows,
-    PackedBatch,
-    Packer,
-    reserve_step_buffers,
-)
+from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
+from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
     MAX_PREFILL_GRAPHS,

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.core.page_groups import MAX_PAGE_GROUPS, page_layers, plan_page_groups
+from modelmill.core.page_groups import (
+    MAX_PAGE_GROUPS,
+    page_layers,
+    plan_page_groups,
+    sum_by_window,
+)
 from modelmill.core.types import Request
 from modelmill.core.window_pages import pages_between_steps, pages_of_step
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool
@@ -203,3 +208,7 @@ def test_groups_of_published_models() -> None:
     assert [len(group.layers) for group in plan_page_groups(gpt_oss, 32768)] == [12, 12]
     assert plan_page_groups(gemma3_27b, 1024) == ()
     assert plan_page_groups([4096] * 32, 32768) == plan_page_groups([None] * 32, 32768) == ()
+
+
+def test_groups_of_one_window_are_summed() -> None:
+    assert sum_by_window((None, 12, 12, 5), (3, 4, 5, 6)) == {None: 3, 12: 9, 5: 6}

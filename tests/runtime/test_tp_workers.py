@@ -24,7 +24,7 @@ from modelmill.core.errors import MissingDependency, RankError, UsageError
 from modelmill.core.types import POOL_LAST, POOL_MEAN, Request
 from modelmill.llm import build_engine
 from modelmill.loader.device import rank_devices
-from modelmill.runtime.batch import BatchLayout
+from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand
 from tests.models import tiny_models

@@ -11,7 +11,12 @@ import torch
 
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.types import Request
-from modelmill.core.window_pages import first_page_in_use, pages_in_use
+from modelmill.core.window_pages import (
+    first_page_in_use,
+    longest_sequence,
+    pages_in_groups,
+    pages_in_use,
+)
 from modelmill.nn.decoder import Decoder
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
@@ -160,6 +165,11 @@ def test_pages_in_use() -> None:
     assert pages_in_use(1000, 10, None, 64) == 100
     assert pages_in_use(1000, 10, 30, 64) == 11
     assert pages_in_use(25, 10, 30, 64) == 3
+    groups = 10, (None, 30), 64
+    assert pages_in_groups(1000, *groups) == 111
+    assert [longest_sequence(1000, *groups, pages) for pages in (111, 110, 13, 2, 1, -1)] == [
+        1000, 990, 60, 10, 0, 0,
+    ]  # fmt: skip
     assert [first_page_in_use(n, 10, 15) for n in (0, 14, 24, 25, 60)] == [0, 0, 1, 1, 4]
     assert first_page_in_use(60, 10, None) == 0
     assert first_page_in_use(60, 10, 1) == 5

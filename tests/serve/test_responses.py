@@ -392,57 +392,28 @@ def called(items: ResponseItems, piece: ToolCallDelta | ReasoningDelta) -> Itera
     yield from items.add_arguments(piece.arguments)
 
 
+WRONG_INPUTS: list[tuple[Any, str]] = [
+    ("", "input is empty"),
+    ([], "input is empty"),
+    (3, "input"),
+    (["x"], "input"),
+    ([{"type": "web_search_call"}], "items of type 'web_search_call' are not supported"),
+    ([{"type": ["message"]}], "are not supported"),
+    ([{"type": "item_reference", "id": "x"}], "'item_reference' are not supported"),
+    ([{"role": "tool", "content": "x"}], "input[0].role"),
+    ([{"role": "user", "content": "x", "more": 1}], "input[0].more: unknown field"),
+    ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content"),
+    ([{"role": "user", "content": [{"type": "input_text"}]}], "needs its text"),
+    ([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}], "file_id"),
+    ([{"role": "user", "content": [{"type": "input_image"}]}], "needs its image_url"),
+    ([{"role": "system", "content": "x"}], "no user or assistant message"),
+    ([{"role": "user", "content": "x", "\ud800": 1}], "input[0]: has an unpaired surrogate"),
+    ([{"type": "reasoning", "summary": []}], "no user or assistant message"),
+    ([{"type": "function_call_output", "call_id": "", "output": "x"}], "call_id"),
+]
 WRONG: list[tuple[Any, str, str | None]] = [
+    *(({"input": each}, message, "input") for each, message in WRONG_INPUTS),
     ({}, "input: field required", "input"),
-    ({"input": ""}, "input is empty", "input"),
-    ({"input": []}, "input is empty", "input"),
-    ({"input": 3}, "input", "input"),
-    ({"input": ["x"]}, "input", "input"),
-    (
-        {"input": [{"type": "web_search_call"}]},
-        "items of type 'web_search_call' are not supported",
-        "input",
-    ),
-    ({"input": [{"type": ["message"]}]}, "are not supported", "input"),
-    (
-        {"input": [{"type": "item_reference", "id": "x"}]},
-        "'item_reference' are not supported",
-        "input",
-    ),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "input"),
-    (
-        {"input": [{"role": "user", "content": "x", "more": 1}]},
-        "input[0].more: unknown field",
-        "input",
-    ),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
-        "input[0].content",
-        "input",
-    ),
-    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "needs its text", "input"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
-        "file_id",
-        "input",
-    ),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "needs its image_url",
-        "input",
-    ),
-    ({"input": [{"role": "system", "content": "x"}]}, "no user or assistant message", "input"),
-    (
-        {"input": [{"role": "user", "content": "x", "\ud800": 1}]},
-        "input[0]: has an unpaired surrogate",
-        "input",
-    ),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "no user or assistant message", "input"),
-    (
-        {"input": [{"type": "function_call_output", "call_id": "", "output": "x"}]},
-        "call_id",
-        "input",
-    ),
     ({"input": "x", "conversation": "conv_1"}, "conversations are not stored", "conversation"),
     ({"input": "x", "prompt": {"id": "p"}}, "templates are not stored", "prompt"),
     ({"input": "x", "background": True}, "use stream", "background"),

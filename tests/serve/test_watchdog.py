@@ -26,7 +26,8 @@ from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.segment_messages import SegmentJob
 from modelmill.serve.watchdog import STARTUP_TIMEOUT, Watchdog, poll_interval
-from modelmill.serve.worker import HeartbeatSender, sends_op_heartbeats
+from modelmill.serve.worker import sends_op_heartbeats
+from modelmill.serve.worker_inbox import HeartbeatSender
 from modelmill.serve.worker_messages import Heartbeat, Message, OpenEngine, Ping, encode
 from tests.runtime import tiny
 from tests.serve.segment_service import encode_image, random_photo

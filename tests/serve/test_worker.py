@@ -33,7 +33,8 @@ from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.request_handle import WorkerLost
-from modelmill.serve.worker import Arrival, EngineWorker, Inbox, MessageChannel
+from modelmill.serve.worker import EngineWorker
+from modelmill.serve.worker_inbox import Arrival, Inbox, MessageChannel
 from modelmill.serve.worker_messages import (
     AbortRequest,
     AddRequest,

@@ -18,7 +18,8 @@ from modelmill.core.types import SamplingParams
 from modelmill.request_state import RequestState
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.engine_client import EngineClient
-from modelmill.serve.worker import EngineWorker, Inbox, MessageChannel, ready_message
+from modelmill.serve.worker import EngineWorker, ready_message
+from modelmill.serve.worker_inbox import Inbox, MessageChannel
 from modelmill.serve.worker_messages import OpenEngine
 from modelmill.text_processor import TextProcessor
 from tests.runtime import tiny

@@ -18,7 +18,7 @@ from modelmill.text.answer_history import (
     make_past_answer,
 )
 from modelmill.text.answer_parser import make_answer_parser
-from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
+from modelmill.text.answer_pieces import ParsedAnswer, collect_answer, function_call_json
 from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
 from modelmill.text.answer_writer import write_answer
 from modelmill.text.chat import TemplateChat, load_chat
@@ -90,12 +90,7 @@ class Conversation:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in answer.calls
+                function_call_json(call.id, call.name, call.arguments) for call in answer.calls
             ]
         self.messages.append({**message, **changes})
         for call in answer.calls:

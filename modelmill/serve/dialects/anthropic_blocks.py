@@ -12,6 +12,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.serve.strict_models import IgnoredList, JsonObject, JsonObjectList, StrictModel
 from modelmill.serve.typed_objects import parse_object, parse_typed
+from modelmill.text.answer_pieces import function_call_json
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _BILLING_LINES = re.compile(rf"\A(?:{BILLING_HEADER}[^\n]*(?:\n+|\Z))+")
@@ -193,11 +194,7 @@ def _append_assistant(chat: list[dict[str, Any]], blocks: Sequence[StrictModel])
         elif isinstance(block, ToolUseBlock):
             arguments = json.dumps(block.input, ensure_ascii=False)
             message.setdefault("tool_calls", []).append(
-                {
-                    "id": block.id,
-                    "type": "function",
-                    "function": {"name": block.name, "arguments": arguments},
-                }
+                function_call_json(block.id, block.name, arguments)
             )
     if parts or not message.get("tool_calls"):
         message["content"] = _join(parts) if parts else ""

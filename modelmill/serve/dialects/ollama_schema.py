@@ -22,6 +22,7 @@ from modelmill.serve.strict_models import FAIL_FAST, JsonObject, JsonObjectList,
 from modelmill.serve.structured_outputs_schema import JsonSchema, ResponseFormat
 from modelmill.serve.tool_schema import Tool
 from modelmill.serve.typed_objects import parse_object
+from modelmill.text.answer_pieces import function_call_json
 
 LongText = Annotated[str, Field(max_length=10 << 20)]
 Images = Annotated[list[str], FAIL_FAST, Field(max_length=64)]
@@ -267,14 +268,11 @@ def _chat_message(message: OllamaMessage) -> dict[str, Any]:
         out["reasoning_content"] = message.thinking
     if message.tool_calls:
         out["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
-                },
-            }
+            function_call_json(
+                call.id,
+                call.function.name,
+                json.dumps(call.function.arguments, ensure_ascii=False),
+            )
             for call in message.tool_calls
         ]
         out["content"] = content or None

@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="Apertus",
-    detect=(("<|tools_prefix|>", "<|tools_suffix|>"),),
     tokens=("<|tools_prefix|>", "<|tools_suffix|>"),
     dropped=("<|tools_suffix|>",),
     thinking=ThinkingSyntax("<|inner_prefix|>", "<|inner_suffix|>"),

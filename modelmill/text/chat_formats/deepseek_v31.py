@@ -7,7 +7,6 @@ from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="DeepSeek V3.1",
-    detect=(("<｜tool▁calls▁begin｜>",),),
     tokens=("<｜tool▁calls▁begin｜>",),
     thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
     calls=replace(

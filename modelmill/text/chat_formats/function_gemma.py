@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="FunctionGemma",
-    detect=(("<start_function_call>", "<escape>"),),
     tokens=("<start_function_call>", "<escape>"),
     calls=CallSyntax(
         "named",

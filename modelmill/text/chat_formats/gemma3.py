@@ -1,11 +1,9 @@
 """Gemma 3: a list of calls in Python's syntax, perhaps in a block tool_code."""
 
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+from modelmill.text.chat_syntax import ChatSyntax, python_list
 
 FORMAT = ChatSyntax(
     title="Gemma 3 with pythonic calls",
     detect=(("<start_of_turn>", "func_name1("), ("<start_of_turn>", "tool_code")),
-    calls=CallSyntax(
-        "pythonic", section=("[", "]"), separator=", ", optional=("```tool_code", "```"), bare=True
-    ),
+    calls=python_list(("```tool_code", "```")),
 )

@@ -5,7 +5,6 @@ from modelmill.text.harmony import CONTROL_TOKENS
 
 FORMAT = ChatSyntax(
     title="gpt-oss",
-    detect=(("<|start|>", "<|channel|>", "<|message|>"),),
     tokens=("<|start|>", "<|channel|>", "<|message|>"),
     control_tokens=CONTROL_TOKENS,
     not_turn_ends=("<|end|>",),

@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
 
 FORMAT = ChatSyntax(
     title="Granite 20B function calling",
-    detect=(("<function_call>",),),
     tokens=("<function_call>",),
     calls=CallSyntax("json", call=("<function_call> ", ""), separator=" "),
 )

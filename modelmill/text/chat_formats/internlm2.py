@@ -7,7 +7,6 @@ from modelmill.text.chat_syntax import ChatSyntax
 
 FORMAT = ChatSyntax(
     title="InternLM 2, 2.5 and 3",
-    detect=(("<|action_start|>", "<|plugin|>"),),
     tokens=("<|action_start|>", "<|plugin|>"),
     calls=replace(
         hermes.FORMAT.calls,

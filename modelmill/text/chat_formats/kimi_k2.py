@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="Kimi K2, K2 Thinking, K2.5",
-    detect=(("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),),
     tokens=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
     thinking=ThinkingSyntax("<think>", "</think>", ends_at_calls=True),
     dropped=(

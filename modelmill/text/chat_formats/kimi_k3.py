@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax, 
 
 FORMAT = ChatSyntax(
     title="Kimi K3",
-    detect=(("<|open|>", "<|close|>", "<|sep|>"),),
     tokens=("<|open|>", "<|close|>", "<|sep|>"),
     thinking=ThinkingSyntax("<|open|>think<|sep|>", "<|close|>think<|sep|>", in_template="'think'"),
     dropped=("<|close|>tools<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),

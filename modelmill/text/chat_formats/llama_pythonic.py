@@ -1,15 +1,9 @@
 """Llama 3.2 and 4 in Python's syntax: the answer is a list of calls."""
 
-from modelmill.text.chat_syntax import CallSyntax, ChatSyntax
+from modelmill.text.chat_syntax import ChatSyntax, python_list
 
 FORMAT = ChatSyntax(
     title="Llama 3.2 and 4 with pythonic calls, ToolACE",
     detect=(("[func_name1(",), ("tool_call.name + '('", "[", ")")),
-    calls=CallSyntax(
-        "pythonic",
-        section=("[", "]"),
-        separator=", ",
-        optional=("<|python_start|>", "<|python_end|>"),
-        bare=True,
-    ),
+    calls=python_list(("<|python_start|>", "<|python_end|>")),
 )

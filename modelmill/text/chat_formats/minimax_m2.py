@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ParameterSyntax
 
 FORMAT = ChatSyntax(
     title="MiniMax M2, M2.1, M2.5",
-    detect=(("<minimax:tool_call>",),),
     tokens=("<minimax:tool_call>",),
     calls=CallSyntax(
         "parameters",

@@ -6,7 +6,6 @@ from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax, json_list
 
 FORMAT = ChatSyntax(
     title="Mistral tokenizers v1 to v3: Mistral 7B v0.3, Mixtral, Nemo, Large 2407",
-    detect=(("[TOOL_CALLS]",),),
     tokens=("[TOOL_CALLS]",),
     thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
     calls=replace(json_list("[TOOL_CALLS] [", content_end=""), short_ids=True),

@@ -4,7 +4,6 @@ from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 
 FORMAT = ChatSyntax(
     title="Mistral tokenizer v11: Mistral Small 3.2",
-    detect=(("[TOOL_CALLS]", "[CALL_ID]"),),
     tokens=("[TOOL_CALLS]", "[CALL_ID]"),
     control_tokens=("[CALL_ID]",),
     thinking=ThinkingSyntax("[THINK]", "[/THINK]"),

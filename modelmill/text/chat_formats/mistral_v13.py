@@ -7,7 +7,6 @@ from modelmill.text.chat_formats import mistral_v11
 FORMAT = replace(
     mistral_v11.FORMAT,
     title="Mistral tokenizer v13: Magistral, Devstral, Ministral 3",
-    detect=(("[TOOL_CALLS]", "[ARGS]"),),
     tokens=("[TOOL_CALLS]", "[ARGS]"),
     calls=replace(mistral_v11.FORMAT.calls, head="{name}"),
 )

@@ -171,21 +171,13 @@ CASE = FamilyCase(
         "twice as many pairs turn": fault(ROTARY, 1, rope=with_scaling(partial_rotary_factor=0.5)),
         "they turn half as fast": fault(ROTARY, 1, rope=with_scaling(factor=2.0)),
         "scores / sqrt(head_dim)": fault(CORE, attention_scale=0.25),
-        "eps of values x 10": fault("attn.value_norm.eps", value_eps=1e-5),
         "window + 1": fault(CORE, windows=(21, None, 21, None, 21, None)),
         "window - 1": fault(CORE, windows=(19, None, 19, None, 19, None)),
         "a longer window of a shared layer": fault(CORE, 4, windows=(20, None, 20, None, 30, None)),
         "keys of the first layer": PlantedFault(as_class(FirstCaches), (CORE,), 4),
         "keys of other layers": PlantedFault(as_class(OtherCaches), (CORE,), 4),
         "embeddings x 1.05": fault("embed", None, embedding_scale=times(1.05)),
-        "layer inputs x 1.05": fault("layer_inputs.sum", None, inputs=changed(scale=times(1.05))),
-        "their table without its factor": fault(
-            "layer_inputs.table", None, inputs=changed(table_scale=1.0)
-        ),
-        "their projection without its factor": fault(
-            "layer_inputs.projection", None, inputs=changed(projection_scale=1.0)
-        ),
-        "eps of their norm x 10": fault("layer_inputs.norm.eps", None, inputs=changed(eps=1e-5)),
+        "eps of layer inputs x 10": fault("layer_inputs.norm.eps", None, inputs=changed(eps=1e-5)),
         "weights of experts not divided": fault(
             EXPERT_ROUTING, moe=with_router(renormalize=flipped)
         ),

@@ -159,6 +159,17 @@ def _gate_up_kernel(
         x_scale = tl.load(x_scale_ptr + pair // TOP_K)
         gate *= x_scale
         up *= x_scale
+    store_activated(
+        out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner, BIAS, GATE, ALPHA, LIMIT
+    )
+
+
+@triton.jit
+def store_activated(
+    out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store what a pair's expert makes of gate and up [N], at the rows that exist."""
     if BIAS:
         bias_at = bias_ptr + expert * (2 * inner) + weight_row
         gate += tl.load(bias_at).to(tl.float32)

@@ -28,9 +28,9 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
     Tile,
-    activate,
     gate_constants,
     load_experts,
+    store_activated,
     store_weighted,
 )
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
@@ -171,12 +171,12 @@ def _gate_up_kernel(
     # rows past the end repeat the last one
     weight_row = tl.minimum(row, inner - 1)
     pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair).to(tl.int64) + tl.arange(0, 1)
+    experts = tl.load(ids_ptr + pair).to(tl.int64) + tl.arange(0, 1)
     x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
     inside = tl.arange(0, 1) == 0
-    weight_at = weight_ptr + expert * (2 * inner * stride)
-    scale_at = scale_ptr + expert * (2 * inner * groups)
-    offset_at = offset_ptr + expert * (2 * inner * groups)
+    weight_at = weight_ptr + experts * (2 * inner * stride)
+    scale_at = scale_ptr + experts * (2 * inner * groups)
+    offset_at = offset_ptr + experts * (2 * inner * groups)
     gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     for start in range(0, k // 8, WORDS):
@@ -191,12 +191,10 @@ def _gate_up_kernel(
         )  # fmt: skip
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
-    if BIAS:
-        bias_at = bias_ptr + tl.load(ids_ptr + pair).to(tl.int64) * (2 * inner) + weight_row
-        gate += tl.load(bias_at).to(tl.float32)
-        up += tl.load(bias_at + inner).to(tl.float32)
-    out = activate(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
-    tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    store_activated(
+        out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner, BIAS, GATE, ALPHA, LIMIT
+    )
 
 
 @triton.jit

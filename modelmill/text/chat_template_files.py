@@ -1,0 +1,50 @@
+"""The chat template among a tokenizer's files, and another one in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from modelmill.core.errors import UsageError
+from modelmill.text.chat import read_templates
+from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
+from modelmill.text.image_chat import with_prompt_style
+
+
+def read_default_template(files: Mapping[str, bytes]) -> str:
+    """The chat template for conversations without tools as text; "" if there is none."""
+    return read_templates(files).get("default", "") if files else ""
+
+
+def with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str, bytes]:
+    """The tokenizer's files with another chat template, or another MiniGPT-4 prompt style.
+
+    Raises:
+        UsageError: the source is neither a file nor a template, or cannot be read.
+    """
+    style = {"minigpt4": "first", "minigpt4-current": "current"}.get(str(source))
+    if style is not None and IMAGE_CHAT in files:
+        return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
+    # a jinja template has no images: the conversation becomes text-only
+    others = {name: data for name, data in files.items() if name != IMAGE_CHAT}
+    return {**others, "chat_template.jinja": _read_template(source)}
+
+
+def _read_template(source: str | Path) -> bytes:
+    """Read a chat template: a shipped one's name (vicuna, chatml), a file, or template text."""
+    shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
+    try:
+        if str(source).isidentifier() and shipped.is_file():
+            return shipped.read_bytes()
+        path = Path(source)
+        if len(str(source)) < 1024 and path.is_file():
+            return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--chat-template {source}: {error.strerror}") from None
+    if "{" not in str(source):
+        raise UsageError(
+            f"--chat-template {source}: neither a file nor a template; shipped are vicuna and "
+            "chatml"
+        )
+    return str(source).encode()
