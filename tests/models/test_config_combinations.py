@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
+from modelmill.runtime.engine_core import EngineCore
+from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.test_dense_families import (
     Saved,
@@ -107,6 +110,35 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
 def test_a_head_size_that_the_width_says_too_is_read(model_type: str) -> None:
     width = CASES[model_type].base["hidden_size"] // CASES[model_type].base["num_attention_heads"]
     assert warnings_of(CASES[model_type].raw(head_dim=width)) == []
+
+
+ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd heads, BLOOM": ("bloom", {"hidden_size": 28, "n_head": 4}),
+    "odd heads, MPT": ("mpt", {"d_model": 21, "n_heads": 3}),
+    "odd heads, OPT": ("opt", {"hidden_size": 28, "num_attention_heads": 4,
+                               "word_embed_proj_dim": 28}),
+    "latent attention by length": (
+        "deepseek_v3",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
+    ),
+    "GPT-NeoX by other families' names": (
+        "gpt_neox", {"rope_theta": 300.0, "partial_rotary_factor": 0.5, "rotary_pct": 1.0},
+    ),
+    "no window below layer 0": (
+        "qwen2_moe", {"max_window_layers": 0, "use_sliding_window": True, "sliding_window": 5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_acceptance_computes_the_same(name: str, tmp_path: Path) -> None:
+    model_type, changes = ACCEPTED[name]
+    logits = CASES[model_type].save(tmp_path / "hf", **changes)
+    report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", "float32", "none")
+    assert written, report.get("reason", report)
+    config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
+    vocab = int(CASES[model_type].raw(**changes)["vocab_size"])
+    compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab, (7, 33)), (None,))
 
 
 def combination(name: str, seed: int) -> dict[str, Any]:
