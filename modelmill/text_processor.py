@@ -35,7 +35,13 @@ from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_a
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
 from modelmill.text.call_reader import ToolSchemas
-from modelmill.text.chat import ChatFormat, TemplateChat, load_chat, read_templates
+from modelmill.text.chat import (
+    MORE_TEMPLATES,
+    ChatFormat,
+    TemplateChat,
+    load_chat,
+    read_templates,
+)
 from modelmill.text.chat_format_files import control_marks, load_format, text_marks
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import ImageChat, ImagePart, with_prompt_style
@@ -568,7 +574,11 @@ def _with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str
     if style is not None and IMAGE_CHAT in files:
         return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
     # a jinja template has no images: the conversation becomes text-only
-    others = {name: data for name, data in files.items() if name != IMAGE_CHAT}
+    others = {
+        name: data
+        for name, data in files.items()
+        if name != IMAGE_CHAT and not name.startswith(f"{MORE_TEMPLATES}/")
+    }
     return {**others, "chat_template.jinja": _read_template(source)}
 
 

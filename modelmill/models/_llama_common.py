@@ -191,6 +191,7 @@ def rope_by_layer_type(
         full |= parameters.get(FULL_ATTENTION) or {}
         local |= parameters.get(SLIDING_ATTENTION) or {}
     if isinstance(scaling, Mapping):
+        _refuse_old_rope_type(scaling)
         full |= scaling
     check_rounded_yarn(FULL_ATTENTION, full)
     check_rounded_yarn(SLIDING_ATTENTION, local)
@@ -198,6 +199,22 @@ def rope_by_layer_type(
         overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
         for each in (full, local)
     )
+
+
+def _refuse_old_rope_type(scaling: Mapping[str, Any]) -> None:
+    """Refuse a scaling whose type has the old name.
+
+    transformers reads ``rope_type`` alone in families whose rotation differs by layer type.
+
+    Raises:
+        CheckpointError: for such a ``rope_scaling``.
+    """
+    old = scaling.get("type")
+    if scaling.get("rope_type") is None and old not in (None, "default"):
+        raise CheckpointError(
+            f"config.json: rope_scaling.type={quote(old, 60)} is not supported where windows have "
+            "a rotation of their own; its name is rope_type there"
+        )
 
 
 def check_rounded_yarn(layer_type: str, scaling: Mapping[str, Any]) -> None:

@@ -62,6 +62,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: EXACT_YARN | {"rope_theta": 500.0}, SLIDING: PLAIN}},
         "rope_parameters.full_attention.truncate=False",
     ),
+    "a type under its old name, Gemma 3": (
+        "gemma3_text",
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_scaling.type='linear'",
+    ),
+    "a type under its old name, OLMo 3": (
+        "olmo3", {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling.type='linear'",
+    ),
     "yarn of full attention alone, not rounded": (
         "olmo3", {"rope_scaling": EXACT_YARN}, "rope_parameters.full_attention.truncate=False",
     ),
