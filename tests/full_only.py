@@ -513,6 +513,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_parameters_are_those_that_the_authors_count[gpt-oss-20b]",
     ),
     "tests/models/test_families.py": ("test_qwen_v1_at_every_length[{'*",),
+    "tests/models/test_config_combinations.py": ("test_switches_together[further-*",),
     "tests/models/test_config_sweep.py": (
         "test_other_values_are_computed_or_refused_by_name[mistral]",
         "test_other_values_are_computed_or_refused_by_name[qwen2]",

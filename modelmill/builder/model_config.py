@@ -290,6 +290,11 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
     Raises:
         CheckpointError: if a default is invalid.
     """
+    for file, values in (
+        ("generation_config.json", checkpoint.generation_config),
+        ("config.json", checkpoint.config),
+    ):
+        _check_end_ids(f"{checkpoint.path}: {file}", values.get("eos_token_id"))
     try:
         defaults = read_generation(checkpoint.generation_config, checkpoint.container)
         outside = next((id for id in defaults.processors.token_ids() if id >= vocab_size), None)
@@ -301,6 +306,17 @@ def check_generation_config(checkpoint: Checkpoint, vocab_size: int) -> None:
         raise CheckpointError(
             f"{checkpoint.path}: generation_config.json: {error}; correct it there"
         ) from None
+
+
+def _check_end_ids(where: str, value: Any) -> None:
+    """Check the ids that end an answer; None is none."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = next((each for each in ids if type(each) is not int), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{where}: eos_token_id must be a token id or a list of them, not {quote(value, 60)}; "
+            "correct it there"
+        )
 
 
 def resolve_tied_head(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelmill.checkpoint.side_files import TOKENIZER_FILES
+from modelmill.checkpoint.side_files import TEMPLATE_FILE, TOKENIZER_FILES
 from modelmill.core import disk_errors
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint, MissingDependency, UsageError
 from modelmill.core.progress import Progress
@@ -236,7 +236,8 @@ def _pull_hub(repository: str, file: str, dest: Path) -> Path:
 def choose_files(repository: str, offered: Sequence[str], file: str = "") -> list[str]:
     """Choose a repository's files: one type of weights, and the config and tokenizer files.
 
-    Only files at the repository's top, never code; pickles only without other weights.
+    Only files at the repository's top and further chat templates, never code; pickles only without
+    other weights.
 
     Raises:
         CheckpointError: if there are no weights, or several GGUFs and none is named.
@@ -250,7 +251,7 @@ def choose_files(repository: str, offered: Sequence[str], file: str = "") -> lis
         name
         for name in top
         if name in (*TOKENIZER_FILES, "config.json") or name.endswith(".tiktoken")
-    ]
+    ] + [name for name in offered if TEMPLATE_FILE.fullmatch(name)]
     ggufs = sorted(name for name in top if name.endswith(".gguf"))
     if file:
         if file not in ggufs:

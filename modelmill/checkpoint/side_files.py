@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ TOKENIZER_FILES = (
 )
 """Files of a tokenizer or a chat format; other files in the folder are ignored."""
 
+TEMPLATE_FILE = re.compile(r"additional_chat_templates/[\w-]+\.jinja", re.ASCII)
+"""Further chat templates by name, as transformers 5 writes them beside chat_template.jinja."""
+
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "pieces.json")
 """Files of which a tokenizer has one; other files by save_pretrained only describe it."""
@@ -36,16 +40,21 @@ SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return a folder's tokenizer files by name: the known names and any *.tiktoken.
+    """Return a folder's tokenizer files by name: the known names, *.tiktoken, more templates.
 
     It is empty without a vocabulary: such a checkpoint has no tokenizer.
     """
     tiktoken = sorted(file.name for file in folder.glob("*.tiktoken"))
     if not tiktoken and not any((folder / name).is_file() for name in VOCABULARY_FILES):
         return {}
+    templates = sorted(
+        name
+        for name in (file.relative_to(folder).as_posix() for file in folder.glob("*/*.jinja"))
+        if TEMPLATE_FILE.fullmatch(name)
+    )
     return {
         name: read_side_file(folder / name)
-        for name in (*TOKENIZER_FILES, *tiktoken)
+        for name in (*TOKENIZER_FILES, *tiktoken, *templates)
         if (folder / name).is_file()
     }
 

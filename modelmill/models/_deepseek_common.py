@@ -9,6 +9,8 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
@@ -113,6 +115,11 @@ def _attention(
     scale = (nope_dim + rope_dim) ** -0.5
     assert config.rope is not None, "DeepSeek rotates"
     scaling = config.rope.scaling
+    if scaling.get("mscale_all_dim") and config.rope.scaling_type not in ("default", "yarn"):
+        raise CheckpointError(
+            f"config.json: mscale_all_dim={quote(scaling['mscale_all_dim'], 60)} is not supported "
+            f"with rope type {config.rope.scaling_type}; it goes with yarn"
+        )
     if config.rope.scaling_type == "yarn" and scaling.get("mscale_all_dim"):
         factor = max(float(scaling["factor"]), 1.0)
         scale *= (0.1 * float(scaling["mscale_all_dim"]) * math.log(factor) + 1.0) ** 2

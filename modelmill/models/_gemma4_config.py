@@ -125,8 +125,7 @@ class Gemma4Config(DecoderConfig):
 
 def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Per layer the window or None; the last layer has full attention whatever the list says."""
-    # the class has no "sliding_window_pattern"
-    plain = overlay_config(raw, {"sliding_window": 512}, {"sliding_window_pattern": None})
+    plain = overlay_config(raw, {"sliding_window": 512})
     windows = _llama_common.interleaved_windows(plain, layers, 6)
     if windows[-1] is not None and isinstance(raw, ConfigView):
         raw.remarks.append(
@@ -230,6 +229,7 @@ def layer_rope(raw: Mapping[str, Any], layer_type: str, head_dim: int, positions
             f"config.json: rope_parameters.{layer_type}: rope_type={quote(rope_type, 60)} is not "
             f"supported (supported: {', '.join((PROPORTIONAL, *ROPE_TYPES))})"
         )
+    _llama_common.check_rounded_yarn(layer_type, own)
     alone = {"rope_parameters": own, "rope_scaling": None, "rope_theta": None}
     return rope_spec(overlay_config(raw, {}, alone), head_dim, positions)
 

@@ -80,6 +80,16 @@ def head_size(hidden: int, heads: int) -> int:
     return check_multiple("hidden_size", hidden, "num_attention_heads", heads)
 
 
+def derived_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Any]:
+    """The override of a family whose heads always are ``hidden / heads`` channels wide.
+
+    Raises:
+        CheckpointError: for a ``head_dim`` of another value.
+    """
+    require_value(raw, "head_dim", (head_size(hidden, heads), None), None)
+    return {"head_dim": None}
+
+
 def check_pairs(key: str, value: int, rotated: int) -> int:
     """Return the number of rotated channels, that ``key`` decides, if they form pairs."""
     if rotated < 2 or rotated % 2:

@@ -113,17 +113,26 @@ def sliding_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ..
     on = boolean(raw, "use_sliding_window", True) and sized
     types, first = layer_types(raw, layers), raw.get("max_window_layers")
     if not on:
-        if types is not None and SLIDING_ATTENTION in types:
-            raise CheckpointError(
-                f"config.json: layer_types names {SLIDING_ATTENTION}, but sliding_window or "
-                "use_sliding_window is off"
-            )
+        refuse_sliding_layers(types)
         return ()
     size = positive_int(raw, "sliding_window")
     if types is not None:
         return tuple(size if layer_type == SLIDING_ATTENTION else None for layer_type in types)
     first = non_negative_float(raw, "max_window_layers", default=0)
     return tuple(size if layer >= first else None for layer in range(layers))
+
+
+def refuse_sliding_layers(types: list[str] | None) -> None:
+    """Refuse ``layer_types`` with windows where another key says that there are none.
+
+    Raises:
+        CheckpointError: for a list that names SLIDING_ATTENTION.
+    """
+    if types is not None and SLIDING_ATTENTION in types:
+        raise CheckpointError(
+            f"config.json: layer_types names {SLIDING_ATTENTION}, but sliding_window or "
+            "use_sliding_window is off"
+        )
 
 
 def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
@@ -135,15 +144,19 @@ def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
 
 
 def interleaved_windows(
-    raw: Mapping[str, Any], layers: int, every: int = 4
+    raw: Mapping[str, Any], layers: int, every: int = 4, *, has_pattern: bool = False
 ) -> tuple[int | None, ...]:
     """Per layer the window or None, of families that have full attention in every n-th layer.
 
-    ``layer_types`` names them; without it ``sliding_window_pattern`` is n, or ``every``.
+    Args:
+        raw: The config; ``layer_types`` names the layers.
+        layers: How many there are.
+        every: n, where the config has no ``layer_types``.
+        has_pattern: Whether the family has a ``sliding_window_pattern`` that says n.
     """
     raw = overlay_config(raw, {"sliding_window": DEFAULT_SLIDING_WINDOW})
     size, types = positive_int(raw, "sliding_window"), layer_types(raw, layers)
-    pattern = raw.get("sliding_window_pattern")
+    pattern = raw.get("sliding_window_pattern") if has_pattern else None
     if types is not None:
         return tuple(size if each == SLIDING_ATTENTION else None for each in types)
     if pattern is not None:
@@ -178,11 +191,43 @@ def rope_by_layer_type(
         full |= parameters.get(FULL_ATTENTION) or {}
         local |= parameters.get(SLIDING_ATTENTION) or {}
     if isinstance(scaling, Mapping):
+        _refuse_old_rope_type(scaling)
         full |= scaling
+    check_rounded_yarn(FULL_ATTENTION, full)
+    check_rounded_yarn(SLIDING_ATTENTION, local)
     return tuple(  # type: ignore[return-value]
         overlay_config(raw, {}, {"rope_parameters": each, "rope_scaling": None, "rope_theta": None})
         for each in (full, local)
     )
+
+
+def _refuse_old_rope_type(scaling: Mapping[str, Any]) -> None:
+    """Refuse a scaling whose type has the old name.
+
+    transformers reads ``rope_type`` alone in families whose rotation differs by layer type.
+
+    Raises:
+        CheckpointError: for such a ``rope_scaling``.
+    """
+    old = scaling.get("type")
+    if scaling.get("rope_type") is None and old not in (None, "default"):
+        raise CheckpointError(
+            f"config.json: rope_scaling.type={quote(old, 60)} is not supported where windows have "
+            "a rotation of their own; its name is rope_type there"
+        )
+
+
+def check_rounded_yarn(layer_type: str, scaling: Mapping[str, Any]) -> None:
+    """Refuse YaRN with bounds that are not rounded, for layers of one type.
+
+    transformers rounds them whatever ``truncate`` says there, so the value's meaning is not clear.
+
+    Raises:
+        CheckpointError: for a ``truncate`` of false.
+    """
+    if scaling.get("rope_type", scaling.get("type")) == "yarn":
+        name = f"rope_parameters.{layer_type}.truncate"
+        require_value({name: scaling.get("truncate")}, name, (True, None), None)
 
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:

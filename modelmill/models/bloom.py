@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, positive_int
+from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_names
 from modelmill.nn.alibi import AlibiConfig
@@ -23,7 +23,7 @@ LAYOUT = CheckpointLayout(
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"apply_residual_connection_post_layernorm": (False,)}
-# slow_but_exact adds the same products in the training ranks' order; the rest is of training
+# without training ranks slow_but_exact has no effect; the rest is of training
 UNUSED_CONFIG_KEYS = (
     "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion",
     "offset_alibi", "skip_bias_add", "skip_bias_add_qkv",
@@ -31,7 +31,12 @@ UNUSED_CONFIG_KEYS = (
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
-    """Sizes from config.json; what it does not name is as in BloomConfig."""
+    """Sizes from config.json; what it does not name is as in BloomConfig.
+
+    Where there were training ranks, ``slow_but_exact`` also leaves out two biases in transformers.
+    """
+    if raw.get("pretraining_tp") not in (None, 1):
+        require_value(raw, "slow_but_exact", (False, None), None)
     return _gpt2_common.config_from_hf(
         raw,
         hidden=("hidden_size", "n_embed"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
@@ -37,8 +36,7 @@ UNUSED_CONFIG_KEYS = (
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Cohere2Config."""
     layers = num_layers(raw, "num_hidden_layers")
-    windows = _llama_common.interleaved_windows(raw, layers)
-    raw = overlay_config(raw, {}, {"head_dim": None})
+    windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
         positions=8192,

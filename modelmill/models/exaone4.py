@@ -28,7 +28,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     layers = num_layers(raw, "num_hidden_layers")
     raw = overlay_config(raw, {"num_key_value_heads": 32, "sliding_window": 4096})
     sized = raw["sliding_window"] is not None
-    windows = _llama_common.interleaved_windows(raw, layers) if sized else ()
+    windows: tuple[int | None, ...] = ()
+    if sized:
+        windows = _llama_common.interleaved_windows(raw, layers, has_pattern=True)
     return _llama_common.config_from_hf(
         raw,
         eps=1e-5,

@@ -13,7 +13,7 @@ from typing import Any
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
-from modelmill.models import _llama_common, bloom
+from modelmill.models import _hf_config, _llama_common, bloom
 from modelmill.models._hf_config import MAX_SIZE, activation, all_biases, boolean, positive_int
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -41,7 +41,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         "num_hidden_layers": positive_int(raw, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one_head else stored if new else heads,
         "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
-        "head_dim": None,
+        **_hf_config.derived_head_dim(raw, hidden, heads),
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),

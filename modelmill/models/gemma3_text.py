@@ -36,7 +36,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = overlay_config(raw, below)
     local = positive_float(raw, "rope_local_base_freq", default=10000.0)
     full, local_raw = _llama_common.rope_by_layer_type(raw, 1000000.0, local)
-    windows = _llama_common.interleaved_windows(raw, num_layers(raw, "num_hidden_layers"), 6)
+    layers = num_layers(raw, "num_hidden_layers")
+    windows = _llama_common.interleaved_windows(raw, layers, 6, has_pattern=True)
     # the length behind the scaling, which is by 8 from 4B on
     length = positive_int(raw, "max_position_embeddings", default=MAX_POSITIONS)
     config = replace(_config(full, raw), max_len=length)

@@ -7,7 +7,13 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
+from modelmill.models._hf_config import (
+    activation,
+    attention_bias,
+    boolean,
+    derived_head_dim,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -29,7 +35,9 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
-    raw = overlay_config(raw, {}, {"head_dim": None, "num_key_value_heads": None})
+    hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
+    sizes = {**derived_head_dim(raw, hidden, heads), "num_key_value_heads": None}
+    raw = overlay_config(raw, {}, sizes)
     parallel = boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(
         raw,

@@ -8,7 +8,13 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, num_layers, positive_int
+from modelmill.models._hf_config import (
+    activation,
+    boolean,
+    non_negative_float,
+    num_layers,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
@@ -48,7 +54,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """The windows: without ``layer_types``, of every second layer below ``max_window_layers``."""
     windowed = boolean(raw, "use_sliding_window", False)
-    first = positive_int(raw, "max_window_layers", default=28)
+    first = non_negative_float(raw, "max_window_layers", default=28)
     types = raw.get("layer_types") or [
         _llama_common.SLIDING_ATTENTION
         if windowed and layer % 2 == 0 and layer < first

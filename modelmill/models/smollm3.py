@@ -20,6 +20,7 @@ from modelmill.models._llama_common import (
     SLIDING_ATTENTION,
     ignored_tensors,
     layer_types,
+    refuse_sliding_layers,
     rules,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -64,6 +65,7 @@ def _windows(
     """The windows of layers named in ``layer_types``; without it those that are not rotated."""
     types, size = layer_types(raw, layers), raw.get("sliding_window")
     if not boolean(raw, "use_sliding_window", False) or size is None:
+        refuse_sliding_layers(types)
         return ()
     size = positive_int(raw, "sliding_window")
     if types is None:

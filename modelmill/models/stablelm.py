@@ -8,7 +8,13 @@ from typing import Any
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, non_negative_float
+from modelmill.models._hf_config import (
+    activation,
+    boolean,
+    derived_head_dim,
+    non_negative_float,
+    positive_int,
+)
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES, ignored_tensors
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -23,8 +29,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in StableLmConfig."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed, parallel = boolean(raw, "qk_layernorm", False), "use_parallel_residual"
-    # a head is always hidden_size / num_attention_heads wide
-    raw = overlay_config(raw, {"num_key_value_heads": 32}, {"head_dim": None})
+    hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
+    raw = overlay_config(raw, {"num_key_value_heads": 32}, derived_head_dim(raw, hidden, heads))
     return _llama_common.config_from_hf(
         raw,
         positions=4096,

@@ -40,6 +40,7 @@ TURN_ENDS = (
     "<|call|>",
     "<|end_of_msg|>",
 )
+MORE_TEMPLATES = "additional_chat_templates"
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 _PROBE_TOOL = {
@@ -57,10 +58,11 @@ def load_chat(
 ) -> ChatFormat | None:
     """Return the chat format of a model; None for a base model.
 
-    Templates come from chat_template.jinja, tokenizer_config.json, chat_template.json or GGUF
-    metadata; a Qwen v1 vocabulary without a template has its built-in format, unless
-    generation_config.json has the chat format "raw"; that file's max_window_size limits its
-    history. A vision-language model has its own format, whatever template its language model has.
+    Templates come from chat_template.jinja and additional_chat_templates, tokenizer_config.json,
+    chat_template.json or GGUF metadata; a Qwen v1 vocabulary without a template has its built-in
+    format, unless generation_config.json has the chat format "raw"; that file's max_window_size
+    limits its history. A vision-language model has its own format, whatever template its language
+    model has.
 
     Raises:
         TemplateError: if a template is not a string.
@@ -88,13 +90,9 @@ def load_chat(
 
 def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return templates by name; "default" is for conversations without tools. {} if none exist."""
-    if "chat_template.jinja" in files:
-        try:
-            return {"default": files["chat_template.jinja"].decode("utf-8")}
-        except UnicodeDecodeError:
-            raise TemplateError(
-                "chat_template.jinja is not UTF-8 text; copy the file again"
-            ) from None
+    in_files = _templates_in_files(files)
+    if in_files:
+        return _with_default(in_files)
     template_entry: object = read_json(files, "tokenizer_config.json").get("chat_template")
     file = "tokenizer_config.json"
     if template_entry is None and "chat_template.json" in files:
@@ -121,6 +119,25 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
                 f"{file}: chat_template must be a string or a list of {{name, template}}"
             )
         templates[name] = text
+    return _with_default(templates)
+
+
+def _templates_in_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the templates that have files of their own, by name."""
+    templates: dict[str, str] = {}
+    for file in files:
+        folder, _, name = file.removesuffix(".jinja").rpartition("/")
+        if file != "chat_template.jinja" and folder != MORE_TEMPLATES:
+            continue
+        try:
+            templates[name if folder else "default"] = files[file].decode("utf-8")
+        except UnicodeDecodeError:
+            raise TemplateError(f"{file} is not UTF-8 text; copy the file again") from None
+    return templates
+
+
+def _with_default(templates: dict[str, str]) -> dict[str, str]:
+    """Return the templates; where none is called "default", the first one is."""
     if "default" not in templates and templates:
         templates["default"] = next(iter(templates.values()))
     return templates

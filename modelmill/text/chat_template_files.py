@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from modelmill.core.errors import UsageError
-from modelmill.text.chat import read_templates
+from modelmill.text.chat import MORE_TEMPLATES, read_templates
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import with_prompt_style
 
@@ -27,7 +27,11 @@ def with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str,
     if style is not None and IMAGE_CHAT in files:
         return {**files, IMAGE_CHAT: with_prompt_style(files, style)}
     # a jinja template has no images: the conversation becomes text-only
-    others = {name: data for name, data in files.items() if name != IMAGE_CHAT}
+    others = {
+        name: data
+        for name, data in files.items()
+        if name != IMAGE_CHAT and not name.startswith(f"{MORE_TEMPLATES}/")
+    }
     return {**others, "chat_template.jinja": _read_template(source)}
 
 

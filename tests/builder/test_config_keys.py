@@ -276,6 +276,18 @@ def test_the_build_and_inspect_say_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "brand_new" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["x", [2, "x"], True, 2.5])
+def test_ids_that_end_an_answer_are_ids(tmp_path: Path, file: str, value: Any) -> None:
+    folder = write_folder(tmp_path / "hf", llama_state(), LLAMA_CONFIG)
+    path = folder / file
+    present = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(present | {"eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=rf"{file}: eos_token_id must be a token id") as error:
+        make_plan(open_checkpoint(folder), FLOAT)
+    check_one_line(error.value)
+
+
 def test_a_plain_build_has_no_warnings_in_its_manifest(tmp_path: Path) -> None:
     made = make_plan(open_checkpoint(write_folder(tmp_path / "hf", llama_state())), FLOAT)
     build_engine.build(made, tmp_path / "e", None)

@@ -137,10 +137,14 @@ def test_safetensors_are_preferred_and_code_is_never_chosen():
         "a/model.safetensors",
         "../x.json",
         "flax.msgpack",
+        "additional_chat_templates/tool_use.py",
+        "additional_chat_templates/../../x.jinja",
     ]
     weights = ["model-1.safetensors", "model.safetensors.index.json"]
     pickles = ["pytorch_model.bin", "m.gguf"]
     assert choose_files("o/n", [*noise, *SIDE, *weights, *pickles]) == sorted([*SIDE, *weights])
+    more = "additional_chat_templates/tool_use.jinja"
+    assert more in choose_files("o/n", [*noise, *SIDE, *weights, more])
     assert choose_files("o/n", [*noise, *SIDE, "pytorch_model.bin"]) == sorted(
         [*SIDE, "pytorch_model.bin"]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import Mamba2Config
 
-from modelmill.checkpoint.side_files import read_json
+from modelmill.checkpoint.side_files import read_json, tokenizer_files
 from modelmill.core.errors import CorruptCheckpoint
 
 
@@ -29,3 +29,13 @@ def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"config\.json"):
         read_json(tmp_path / "config.json")
+
+
+def test_further_chat_templates_are_read_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name in ("additional_chat_templates/tool_use.jinja", "additional_chat_templates/a.txt",
+                 "elsewhere/rag.jinja"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    more = "additional_chat_templates/tool_use.jinja"
+    assert tokenizer_files(tmp_path) == {"tokenizer.json": b"{}", more: more.encode()}

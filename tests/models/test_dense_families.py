@@ -78,9 +78,9 @@ BITS = [(dtype, recipe) for dtype in ("float32", "bfloat16") for recipe in RECIP
 class Saved:
     """A family's seeded checkpoint with its independent logits, and its float32 engine."""
 
-    def __init__(self, case: FamilyCase, folder: Path) -> None:
+    def __init__(self, case: FamilyCase, folder: Path, **changes: Any) -> None:
         self.case, self.folder = case, folder / "hf"
-        self.logits: Logits = case.save(self.folder)
+        self.logits: Logits = case.save(self.folder, **changes)
         self.engine = folder / "engine"
         build_engine(self.folder, self.engine)
 

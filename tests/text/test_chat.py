@@ -174,6 +174,12 @@ def test_where_templates_come_from():
     assert read_templates(hf_files(chat_template=named)) == {"default": "a", "tool_use": "b"}
     files = hf_files(chat_template="a") | {"chat_template.jinja": b"c"}
     assert read_templates(files) == {"default": "c"}
+    more = {"additional_chat_templates/tool_use.jinja": b"t"}
+    assert read_templates({**files, **more}) == {"default": "c", "tool_use": "t"}
+    assert read_templates({**hf_files(chat_template="a"), **more}) == {
+        "default": "t",
+        "tool_use": "t",
+    }
     assert read_templates({"chat_template.json": b'{"chat_template": "d"}'}) == {"default": "d"}
     assert read_templates(gguf_bpe(chat_template="g")) == {"default": "g"}
     assert load_chat(hf_files(), load_tokenizer(hf_files())) is None
@@ -182,6 +188,8 @@ def test_where_templates_come_from():
             read_templates(hf_files(chat_template=wrong))
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
         read_templates({"chat_template.jinja": b"\xff"})
+    with pytest.raises(TemplateError, match=r"additional_chat_templates/rag\.jinja is not UTF-8"):
+        read_templates({"additional_chat_templates/rag.jinja": b"\xff"})
 
 
 def test_the_tool_template_is_used_for_tools():

@@ -18,7 +18,7 @@ class Cohere2Reference(PlainDecoderReference):
     EPS_KEY = "layer_norm_eps"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        super().__init__(source, config | {"head_dim": None})
+        super().__init__(source, config)
         self.rope = self.partial_rope()
         self.norm_paths = {"input_norm": "input_layernorm"}
         self.biased = self.biases()

@@ -124,7 +124,7 @@ class DeepseekReference(GroupedExpertsMixin):
 
     def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
         """Run a layer's attention, keys and values expanded head by head."""
-        del index, prompt_length
+        del index
         count, x = len(normed), normed
         if self.query_rank is not None:
             x = r.linear("q_a", normed)
@@ -133,8 +133,8 @@ class DeepseekReference(GroupedExpertsMixin):
         latent, k_pe = r.linear("kv_a", normed), r.linear("k_pe", normed)
         latent = r.record("kv_a_norm", rms_norm(latent, r.weights["kv_a_norm"], LATENT_EPS), latent)
         heads = q.reshape(count, self.num_heads, -1)
-        q_pe = self._turned(heads[..., self.nope_dim :])
-        rotated_key = self._turned(k_pe[:, None])
+        q_pe = self._turned(heads[..., self.nope_dim :], prompt_length)
+        rotated_key = self._turned(k_pe[:, None], prompt_length)
         queries = torch.cat((heads[..., : self.nope_dim], q_pe), dim=-1)
         r.record("q_rot", queries.reshape(count, -1), q)
         r.record("latent_rot", torch.cat((latent, rotated_key[:, 0]), dim=-1), latent, k_pe)
@@ -144,9 +144,9 @@ class DeepseekReference(GroupedExpertsMixin):
         mixed = self._attend(queries, keys, values)
         return r.linear("o_proj", r.record("attn", mixed, queries, latent))
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _turned(self, x: Tensor, prompt_length: int) -> Tensor:
         assert self.rope is not None
-        tables = self.rope.cos_sin(len(x), len(x), x.dtype)
+        tables = self.rope.cos_sin(len(x), prompt_length, x.dtype)
         cos, sin = (table.to(x.device) for table in tables)
         return self.turn(x, cos, sin)
 

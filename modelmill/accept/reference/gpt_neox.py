@@ -7,9 +7,11 @@ from typing import Any
 from modelmill.accept.reference.base import LayerWeights
 from modelmill.accept.reference.bloom import MEGATRON_PROJECTIONS
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
+from modelmill.accept.reference.rope import partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
 NAME_PREFIX = "gpt_neox."
+OTHER_NAMES = ("rope_theta", "partial_rotary_factor")
 
 
 class GptNeoXReference(PlainDecoderReference):
@@ -25,7 +27,11 @@ class GptNeoXReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.activation = self.read_activation("hidden_act", "gelu")
-        self.rope = self.partial_rope(
+        # the other families' names count within rope_parameters alone
+        self.rope = partial_rope(
+            {key: value for key, value in config.items() if key not in OTHER_NAMES},
+            self.head_dim,
+            self.max_position,
             factor=float(config.get("rotary_pct", 0.25)),
             theta=float(config.get("rotary_emb_base", 10000.0)),
         )

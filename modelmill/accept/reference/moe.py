@@ -168,7 +168,8 @@ class QwenMoEReference(HeadNormMixin, ExpertsMixin):
         types = self.config.get("layer_types")
         if types and self.is_qwen2:
             return size if types[layer] == "sliding_attention" else None
-        below = layer % 2 == 0 and layer < int(self.config.get("max_window_layers") or 28)
+        last = self.config.get("max_window_layers")
+        below = layer % 2 == 0 and layer < (28 if last is None else last)
         return size if below or not self.is_qwen2 else None
 
 

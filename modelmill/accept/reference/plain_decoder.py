@@ -266,7 +266,9 @@ class PlainDecoderReference(ReferenceModel):
     def engine_order(self) -> Tensor:
         """Return [dim]: the channel of a head that the engine stores at each place."""
         channels = torch.arange(self.head_dim)
-        turned = self.head_dim if self.rope is None else self.rope.rotary_dim
+        if self.rope is None:
+            return channels
+        turned = self.rope.rotary_dim
         rest = channels[turned:].reshape(2, -1)
         pairs = channels[:turned]
         pairs = pairs.reshape(-1, 2).T if self.turns_neighbours else pairs.reshape(2, -1)

@@ -11,7 +11,7 @@ CASE = decoder_family(
         {"num_key_value_heads": None}, {"sliding_window": None}, {"sliding_window": 5},
         {"sliding_window_pattern": None},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        {"attention_bias": True}, {"logit_scale": 0.5}, {"logit_scale": None},
+        {"attention_bias": True}, {"logit_scale": 0.5}, {"logit_scale": None}, {"head_dim": 16},
         {"hidden_act": "gelu"}, {"layer_norm_eps": 1e-3}, {"tie_word_embeddings": False},
     ),
     {"layer_types": ["mamba"], "logit_scale": 0, "sliding_window": 0,
