@@ -14,7 +14,8 @@ from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
 from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, overlap
-from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.checked_calls import CheckedCallReader
 from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_calls import ParameterCallReader
@@ -109,7 +110,7 @@ class MarkedAnswerParser(AnswerParser):
         thinks: bool,
     ) -> None:
         super().__init__(tools, output)
-        self._reader = READERS[syntax.calls.style](syntax.calls, tools, output) if tools else None
+        self._reader = _make_reader(syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
         self._begun = syntax.begun
         self._first_marks = _first_marks(syntax, tools)
@@ -255,6 +256,13 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(self._buffer[:size])
             self._buffer = self._buffer[size:]
         return True
+
+
+def _make_reader(calls: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> CallReader:
+    reader = READERS[calls.style]
+    if calls.checked:
+        return CheckedCallReader(reader, calls, tools, output)
+    return reader(calls, tools, output)
 
 
 def _first_marks(syntax: ChatSyntax, tools: ToolSchemas) -> tuple[str, ...]:

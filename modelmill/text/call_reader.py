@@ -10,13 +10,15 @@ from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.parameter_types import required_arguments
 from modelmill.text.value_stream import ValueStream, suffix_overlap
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
 MAX_HEAD_CHARS = 256
 """Maximum characters of a call's name with what stands around it."""
-_BLANKS = re.compile(r"\s+")
+_BLANKS = re.compile(r"[\s\u0120\u010a]+")
+"""Blanks, also as the letters that stand for them in byte-level vocabularies (broken decoders)."""
 _PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
@@ -190,6 +192,7 @@ class CallReader(ABC):
 
     def _pass_on(self, value: ValueStream, at: int, following: Callable[[str, int], int]) -> int:
         """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
+        self._close_at_end(value)
         self._output.add_arguments(value.take())
         self._call_done()
         if value.failed:
@@ -197,6 +200,19 @@ class CallReader(ABC):
         elif value.done:
             self._state = following
         return at
+
+    def _close_at_end(self, value: ValueStream) -> None:
+        """Complete a value that an answer leaves open, unless a limit cut it off.
+
+        JSON that a model writes itself stays as it is: a client sees that it is not complete.
+        """
+        if self._final and not self.cut and not self._syntax.writes_json:
+            value.close()
+
+    def _needs_no_arguments(self, name: str) -> bool:
+        """Whether a tool is known to require none."""
+        schema = self._tools.get(name)
+        return schema is not None and not required_arguments(schema)
 
     def _skip_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""

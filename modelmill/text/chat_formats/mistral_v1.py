@@ -9,5 +9,8 @@ FORMAT = ChatSyntax(
     detect=(("[TOOL_CALLS]",),),
     tokens=("[TOOL_CALLS]",),
     thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
-    calls=replace(json_list("[TOOL_CALLS] [", content_end=""), short_ids=True),
+    # a list whose mark the model leaves out, or with other text between
+    calls=replace(
+        json_list("[TOOL_CALLS] [", content_end=""), inline=('[{"name"',), short_ids=True
+    ),
 )
