@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from modelmill.core.errors import UsageError
+from modelmill.core.types import EmbeddingSpan
 from modelmill.runtime.session_pages import SessionPages, saved_pages
 
 MAGIC = b"modelmill session 1\n"
@@ -39,7 +40,9 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
         OSError: it cannot be written.
     """
     pages = len(_session_pages(session.tokens, layout))
-    header = json.dumps({**layout, "tokens": session.tokens, "pages": pages})
+    spans = [(each.position, each.length, each.digest) for each in session.spans]
+    images = {"images": spans} if spans else {}
+    header = json.dumps({**layout, "tokens": session.tokens, "pages": pages, **images})
     buffers: list[bytes | memoryview] = [MAGIC, _LENGTH.pack(len(header)), header.encode()]
     parts = session.data if session.state is None else (*session.data, session.state)
     buffers += [np.ascontiguousarray(each).data for each in parts]
@@ -123,7 +126,20 @@ def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any
         data.append(body[start : start + count * size].reshape(count, size))
         start += count * size
     state = body[start:] if "state_bytes" in layout else None
-    return SessionPages(tuple(tokens), tuple(data), state)
+    return SessionPages(tuple(tokens), tuple(data), state, _spans(header, len(tokens)))
+
+
+def _spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, ...]:
+    """The ranges of images; the last one may reach beyond the tokens."""
+    spans = header.get("images", [])
+    if not isinstance(spans, list):
+        raise _inconsistent()
+    for each in spans:
+        if not isinstance(each, list) or [type(field) for field in each] != [int, int, str]:
+            raise _inconsistent()
+        if not (0 <= each[0] < num_tokens and each[1] > 0):
+            raise _inconsistent()
+    return tuple(EmbeddingSpan(*each) for each in spans)
 
 
 def _session_pages(tokens: Sequence[int], layout: Mapping[str, Any]) -> list[tuple[int, int]]:

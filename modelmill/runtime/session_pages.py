@@ -6,7 +6,7 @@ A model with recurrent state has a snapshot of it, too, behind the last page.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.core.types import EmbeddingSpan
 from modelmill.core.window_pages import first_page_in_use
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import group_key, resumable_pages
@@ -31,11 +32,13 @@ class SessionPages:
             group after another, as of ``saved_pages``.
         state: recurrent state behind the last token [bytes of a slot] uint8; None: the model has
             none.
+        spans: ranges of tokens whose embeddings come from images, without the images.
     """
 
     tokens: tuple[int, ...]
     data: tuple[np.ndarray, ...]
     state: np.ndarray | None = None
+    spans: tuple[EmbeddingSpan, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +86,11 @@ def saved_pages(count: int, page_size: int, windows: Windows) -> list[tuple[int,
 
 
 def export_session(
-    core: EngineCore, tokens: Seq[int], cache_salt: str, max_bytes: int
+    core: EngineCore,
+    tokens: Seq[int],
+    cache_salt: str,
+    max_bytes: int,
+    spans: Seq[EmbeddingSpan] = (),
 ) -> SessionPages:
     """Copy the cached pages of a prefix.
 
@@ -92,13 +99,14 @@ def export_session(
         tokens: of a prompt; its full pages are copied, as far as they are cached.
         cache_salt: of the request that computed them.
         max_bytes: of the copy.
+        spans: ranges of the prompt whose embeddings come from images.
 
     Raises:
         UsageError: the engine has no prefix cache or several ranks, or nothing is cached.
         CapacityError: the copy would be larger than ``max_bytes``.
     """
     _check_supported(core)
-    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size)
+    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size, spans)
     pool, windows = core.scheduler.pool, _group_windows(core)
     count = _restorable_pages(core, keys)
     places = saved_pages(count, core.page_size, windows)
@@ -117,7 +125,9 @@ def export_session(
         )
     index = torch.tensor(pages, device=core.device)
     data = tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
-    return SessionPages(tuple(tokens[: count * core.page_size]), data, state)
+    end = count * core.page_size
+    inside = tuple(replace(each, handle=None) for each in spans if each.position < end)
+    return SessionPages(tuple(tokens[:end]), data, state, inside)
 
 
 def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
@@ -156,7 +166,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
     """
     _check_supported(core)
     pool, windows = core.scheduler.pool, _group_windows(core)
-    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size)
+    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size, session.spans)
     places = saved_pages(len(keys), core.page_size, windows)
     group_keys = [group_key(keys[page], group) for group, page in places]
     if sum(pool.cached_page_for_key(key) is None for key in group_keys) > pool.num_available:

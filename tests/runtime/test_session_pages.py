@@ -204,7 +204,11 @@ def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}],
+    [
+        *({"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}),
+        *({"images": 1}, {"images": [[0, 4]]}, {"images": [[40, 4, "x"]]}),
+        *({"images": [[0, 0, "x"]]}, {"images": [[0, True, "x"]]}, {"images": [[0, 4, None]]}),
+    ],
 )
 def test_a_forged_header_with_the_right_digest_is_refused(
     tmp_path: Path, change: dict[str, Any]
