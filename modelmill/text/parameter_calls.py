@@ -67,9 +67,11 @@ class ParameterCallReader(NamedCallReader):
             super()._drop()
 
     def _skip_rest(self, at: int) -> int:
-        """A call is broken here; it is none if it is not reported."""
+        """A call is broken between two arguments; it is none if it is not reported."""
         if not self._is_begun:
             return self._reject(at)
+        if not (self._final and self.cut):
+            self._output.add_arguments("}")
         self._state = self._skip_call
         return at
 
@@ -138,8 +140,10 @@ class ParameterCallReader(NamedCallReader):
             self._output.add_arguments(self._begun)
             self._begun = ""
         if self._json.failed:
-            return self._skip_rest(at)
-        if self._json.done:
+            if not self._is_begun:
+                return self._reject(at)
+            self._state = self._skip_call
+        elif self._json.done:
             self._state = self._scan_object_end
         return at
 

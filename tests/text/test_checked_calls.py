@@ -108,6 +108,8 @@ CUT = [
     ("gemma4", '<|tool_call>call:f{city:<|"|>Ulm<|"|>,n:', '{"city": "Ulm", "n": null}',
      '{"city": "Ulm", "n": '),
     ("glm47", "<tool_call>f<arg_key>city</arg_key><arg_value>Ul", '{"city": "Ul"}', '{"city": "Ul'),
+    ("glm47", "<tool_call>f<arg_key>city</arg_key><arg_value>Ulm</arg_value><arg_k",
+     '{"city": "Ulm"}', '{"city": "Ulm"'),
     ("llama_pythonic", "[f(city='Ul", '{"city": "Ul"}', '{"city": "Ul'),
     ("llama_pythonic", "[f(city='Ul', ", '{"city": "Ul"}', '{"city": "Ul"'),
     # JSON that the model writes itself stays as it is
