@@ -23,7 +23,10 @@ from modelmill.text.pythonic_calls import PythonicCallReader
 from modelmill.text.tag_calls import TagCallReader
 
 MIN_CUT_MARK_CHARS = 3
-"""Where a limit cut an answer off, that many characters of a mark at its end are not content."""
+"""Where a limit cut an answer off, that many characters of a mark at its end are not content.
+
+Directly behind a call one character is enough.
+"""
 READERS: dict[str, type[CallReader]] = {
     "json": JsonCallReader,
     "named": NamedCallReader,
@@ -146,7 +149,8 @@ class MarkedAnswerParser(AnswerParser):
             if self._mode == self._scan_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = overlap(rest, marks)
-            rest = rest[: len(rest) - size] if size >= MIN_CUT_MARK_CHARS else rest
+            is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
+            rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
             self._output.add_reasoning(rest)
         elif self._mode != self._scan_block:
