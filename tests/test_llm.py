@@ -28,7 +28,7 @@ from modelmill.core.types import FinishReason, Request
 from modelmill.llm import build_engine
 from modelmill.runtime.input_processor import MakeGuide
 from modelmill.text.chat import read_templates
-from modelmill.text_processor import TextProcessor, _with_chat_template
+from modelmill.text_processor import TextProcessor, with_chat_template
 from tests.wait import TIMEOUT_SECONDS
 
 STORY = (
@@ -170,7 +170,7 @@ def test_chat_needs_a_template_and_takes_one(engine: Path, llm: LLM) -> None:
 def test_a_given_template_replaces_those_of_every_file(engine: Path, tmp_path: Path) -> None:
     files = {"additional_chat_templates/tool_use.jinja": b"t", "chat_template.jinja": b"c"}
     (tmp_path / "x.jinja").write_text("mine")
-    replaced = _with_chat_template(files, tmp_path / "x.jinja")
+    replaced = with_chat_template(files, tmp_path / "x.jinja")
     assert read_templates(replaced) == {"default": "mine"}
 
 

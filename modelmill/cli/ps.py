@@ -7,7 +7,9 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from modelmill.cli.options import CommonArgs
 from modelmill.cli.output import emit_json, print_note, print_table
@@ -24,6 +26,8 @@ EPILOG = """Examples:
 HEALTH_SECONDS = 2.0
 """How long a server may take to tell its state."""
 NO_ANSWER = "no answer"
+READY = "ready"
+"""State of a loaded model, which is not shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +37,7 @@ class Args(CommonArgs):
 
 def run(args: Args) -> int:
     """Print a line for each server."""
-    servers = running_servers()
-    facts = [
-        {
-            "models": list(server.models),
-            "url": server.url,
-            "pid": server.pid,
-            "state": server_state(server),
-            "seconds": round(time.time() - server.started),
-            "memory_bytes": server.memory_bytes,
-        }
-        for server in servers
-    ]
+    facts = [server_facts(server) for server in running_servers()]
     if args.json:
         emit_json(facts)
     elif not facts:
@@ -52,11 +45,11 @@ def run(args: Args) -> int:
     else:
         rows = [
             (
-                ", ".join(each["models"]),  # type: ignore[arg-type]
+                model_list(each),
                 each["url"],
                 each["state"],
-                duration(int(each["seconds"])),  # type: ignore[call-overload]
-                format_bytes(int(each["memory_bytes"])),  # type: ignore[call-overload]
+                duration(each["seconds"]),
+                format_bytes(each["memory_bytes"]),
                 str(each["pid"]),
             )
             for each in facts
@@ -65,19 +58,54 @@ def run(args: Args) -> int:
     return 0
 
 
-def server_state(server: ServerRecord) -> str:
-    """Return the state that ``/health`` tells: ok, loading, draining, unavailable or no answer."""
+def server_facts(server: ServerRecord) -> dict[str, Any]:
+    """Return what is shown of a server.
+
+    Its models are those that ``/health`` tells, since they come and go; those that it was started
+    with if it does not answer.
+    """
+    health = server_health(server)
+    engines = health.get("engines")
+    states = {
+        str(each["name"]): str(each["state"])
+        for each in (engines if isinstance(engines, list) else ())
+        if isinstance(each, dict) and {"name", "state"} <= set(each)
+    }
+    return {
+        "models": list(states) if isinstance(engines, list) else list(server.models),
+        "model_states": states,
+        "url": server.url,
+        "pid": server.pid,
+        "state": str(health.get("status", NO_ANSWER)),
+        "seconds": round(time.time() - server.started),
+        "memory_bytes": server.memory_bytes,
+    }
+
+
+def model_list(facts: Mapping[str, Any]) -> str:
+    """Return a server's models in one line; one that is not ready with its state."""
+    states = facts["model_states"]
+    names = (
+        name if states.get(name, READY) == READY else f"{name} ({states[name]})"
+        for name in facts["models"]
+    )
+    return ", ".join(names) or "none now"
+
+
+def server_health(server: ServerRecord) -> dict[str, Any]:
+    """Return what ``/health`` tells; nothing if the server does not answer."""
     try:
         with urllib.request.urlopen(f"{server.url}/health", timeout=HEALTH_SECONDS) as answer:
             body = answer.read()
     except urllib.error.HTTPError as error:  # 503 has a body, too
         body = error.read()
     except (OSError, http.client.HTTPException):
-        return NO_ANSWER
+        return {}
     try:
-        return str(json.loads(body)["status"])
-    except (ValueError, KeyError, TypeError):
-        return NO_ANSWER
+        health = json.loads(body)
+    except ValueError:
+        return {}
+    return health if isinstance(health, dict) else {}
 
 
 def duration(seconds: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from modelmill.core.errors import RequestError
-from modelmill.core.types import Guide, Request, SamplingParams
+from modelmill.core.types import EmbeddingSpan, Guide, Request, SamplingParams
 from modelmill.runtime.beam_search import BeamSearch
 from modelmill.runtime.output_processor import OutputProcessor
 from modelmill.runtime.sampler import derive_seed
@@ -64,10 +64,20 @@ class InputProcessor:
         for rank, i in enumerate(by_length):
             self._enqueue(batch[i], first + rank, first + i, make_guide)
 
-    def page_keys(self, tokens: Seq[int], cache_salt: str, page_size: int) -> list[bytes]:
+    def page_keys(
+        self,
+        tokens: Seq[int],
+        cache_salt: str,
+        page_size: int,
+        spans: Seq[EmbeddingSpan] = (),
+    ) -> list[bytes]:
         """Keys in the prefix cache of the full pages of a prompt, which is not queued."""
         request = Request(
-            id="", prompt=tuple(tokens), params=SamplingParams(), cache_salt=cache_salt
+            id="",
+            prompt=tuple(tokens),
+            params=SamplingParams(),
+            cache_salt=cache_salt,
+            embedding_spans=tuple(spans),
         )
         seq = Sequence(
             request, 0, 0, self._rope_rule, max_length=len(tokens), model_digest=self._digest

@@ -1,4 +1,4 @@
-"""Files of saved sessions: a header in JSON, the pages, and a SHA-256 of all of it.
+"""Files of saved sessions: a header in JSON, pages, recurrent state, and a SHA-256 of all of it.
 
 A file is written beside its place and renamed when it is complete, so no half-written one is ever
 found under its name. Nothing in it is executed.
@@ -12,13 +12,14 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from modelmill.core.errors import UsageError
+from modelmill.core.types import EmbeddingSpan
 from modelmill.runtime.session_pages import SessionPages, saved_pages
 
 MAGIC = b"modelmill session 1\n"
@@ -38,9 +39,13 @@ def write_session(path: Path, layout: Mapping[str, Any], session: SessionPages) 
     Raises:
         OSError: it cannot be written.
     """
-    header = json.dumps({**layout, "tokens": session.tokens, "pages": len(session.data[0])})
+    pages = len(_session_pages(session.tokens, layout))
+    spans = [(each.position, each.length, each.digest) for each in session.spans]
+    images = {"images": spans} if spans else {}
+    header = json.dumps({**layout, "tokens": session.tokens, "pages": pages, **images})
     buffers: list[bytes | memoryview] = [MAGIC, _LENGTH.pack(len(header)), header.encode()]
-    buffers += [np.ascontiguousarray(each).data for each in session.data]
+    parts = session.data if session.state is None else (*session.data, session.state)
+    buffers += [np.ascontiguousarray(each).data for each in parts]
     digest = hashlib.sha256()
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -85,6 +90,8 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
         ("page_size", "page size"),
         ("windows", "version or --max-model-len, so that its layers share other pages"),
         ("tensors", "KV dtype"),
+        ("states", "dtype of the recurrent state"),
+        ("state_bytes", "layout of the recurrent state"),
     ):
         if header.get(key) != layout.get(key):
             raise UsageError(f"the session was saved with another {what}; it cannot be restored")
@@ -109,16 +116,35 @@ def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any
     if not all(type(each) is int and each >= 0 for each in tokens):
         raise _inconsistent()
     sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
-    page_size, windows = layout["page_size"], tuple(layout.get("windows", (None,)))
-    places = saved_pages(len(tokens) // page_size, page_size, windows)
-    whole = len(tokens) % page_size == 0
-    if not whole or count != len(places) or len(body) != count * sum(sizes):
+    state_bytes = layout.get("state_bytes", 0)
+    whole = len(tokens) % layout["page_size"] == 0
+    places = _session_pages(tokens, layout)
+    if not whole or count != len(places) or len(body) != count * sum(sizes) + state_bytes:
         raise _inconsistent()
     data, start = [], 0
     for size in sizes:
         data.append(body[start : start + count * size].reshape(count, size))
         start += count * size
-    return SessionPages(tuple(tokens), tuple(data))
+    state = body[start:] if "state_bytes" in layout else None
+    return SessionPages(tuple(tokens), tuple(data), state, _spans(header, len(tokens)))
+
+
+def _spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, ...]:
+    """The ranges of images; the last one may reach beyond the tokens."""
+    spans = header.get("images", [])
+    if not isinstance(spans, list):
+        raise _inconsistent()
+    for each in spans:
+        if not isinstance(each, list) or [type(field) for field in each] != [int, int, str]:
+            raise _inconsistent()
+        if not (0 <= each[0] < num_tokens and each[1] > 0):
+            raise _inconsistent()
+    return tuple(EmbeddingSpan(*each) for each in spans)
+
+
+def _session_pages(tokens: Sequence[int], layout: Mapping[str, Any]) -> list[tuple[int, int]]:
+    page_size, windows = layout["page_size"], tuple(layout.get("windows", (None,)))
+    return saved_pages(len(tokens) // page_size, page_size, windows)
 
 
 def _page_bytes(shape: list[int], dtype: str) -> int:

@@ -1,9 +1,12 @@
-"""Copies the KV pages of a prefix out of the prefix cache and back into it, bit for bit."""
+"""Copies the KV pages of a prefix out of the prefix cache and back into it, bit for bit.
+
+A model with recurrent state has a snapshot of it, too, behind the last page.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import torch
 
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.core.types import EmbeddingSpan
 from modelmill.core.window_pages import first_page_in_use
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import group_key, resumable_pages
@@ -26,15 +30,21 @@ class SessionPages:
         tokens: of the prefix; they fill the pages.
         data: of each tensor of the KV cache [pages, bytes of a page] uint8; the pages of one page
             group after another, as of ``saved_pages``.
+        state: recurrent state behind the last token [bytes of a slot] uint8; None: the model has
+            none.
+        spans: ranges of tokens whose embeddings come from images, without the images.
     """
 
     tokens: tuple[int, ...]
     data: tuple[np.ndarray, ...]
+    state: np.ndarray | None = None
+    spans: tuple[EmbeddingSpan, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(each.nbytes for each in self.data)
+        """Bytes of all pages, and of the state."""
+        parts = self.data if self.state is None else (*self.data, self.state)
+        return sum(each.nbytes for each in parts)
 
 
 def session_layout(core: EngineCore) -> dict[str, Any]:
@@ -47,6 +57,12 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
             for each in core.model_runner.kv.tensors
         ],
     }
+    states = core.model_runner.states
+    if states is not None:
+        layout["states"] = [
+            [list(each.shape[1:]), str(each.dtype).removeprefix("torch.")] for each in states.states
+        ]
+        layout["state_bytes"] = states.buffer.shape[1]
     windows = _group_windows(core)
     return layout if windows == (None,) else {**layout, "windows": list(windows)}
 
@@ -70,7 +86,11 @@ def saved_pages(count: int, page_size: int, windows: Windows) -> list[tuple[int,
 
 
 def export_session(
-    core: EngineCore, tokens: Seq[int], cache_salt: str, max_bytes: int
+    core: EngineCore,
+    tokens: Seq[int],
+    cache_salt: str,
+    max_bytes: int,
+    spans: Seq[EmbeddingSpan] = (),
 ) -> SessionPages:
     """Copy the cached pages of a prefix.
 
@@ -79,23 +99,25 @@ def export_session(
         tokens: of a prompt; its full pages are copied, as far as they are cached.
         cache_salt: of the request that computed them.
         max_bytes: of the copy.
+        spans: ranges of the prompt whose embeddings come from images.
 
     Raises:
-        UsageError: the engine keeps more than KV pages for a sequence, or nothing is cached.
+        UsageError: the engine has no prefix cache or several ranks, or nothing is cached.
         CapacityError: the copy would be larger than ``max_bytes``.
     """
     _check_supported(core)
-    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size)
+    keys = core.input_processor.page_keys(tokens, cache_salt, core.page_size, spans)
     pool, windows = core.scheduler.pool, _group_windows(core)
-    count = resumable_pages(pool, keys, core.page_size, windows)
+    count = _restorable_pages(core, keys)
     places = saved_pages(count, core.page_size, windows)
     cached = [pool.cached_page_for_key(group_key(keys[page], group)) for group, page in places]
     pages = [page for page in cached if page is not None]
-    if not pages:
+    if not count:
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
         )
-    nbytes = len(pages) * core.page_bytes
+    state = _copy_state(core, keys[count - 1])
+    nbytes = len(pages) * core.page_bytes + (0 if state is None else state.nbytes)
     if nbytes > max_bytes:
         raise CapacityError(
             f"the session takes {format_bytes(nbytes)}, and --session-bytes leaves "
@@ -103,7 +125,28 @@ def export_session(
         )
     index = torch.tensor(pages, device=core.device)
     data = tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
-    return SessionPages(tuple(tokens[: count * core.page_size]), data)
+    end = count * core.page_size
+    inside = tuple(replace(each, handle=None) for each in spans if each.position < end)
+    return SessionPages(tuple(tokens[:end]), data, state, inside)
+
+
+def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
+    """Pages of the longest prefix whose pages are cached, and the state behind it."""
+    pool, states = core.scheduler.pool, core.scheduler.states
+    count = resumable_pages(pool, keys, core.page_size, _group_windows(core))
+    while states is not None and count:
+        with_state = states.longest_prefix(keys[:count])
+        if with_state == count:
+            break
+        count = resumable_pages(pool, keys[:with_state], core.page_size, _group_windows(core))
+    return count
+
+
+def _copy_state(core: EngineCore, key: bytes) -> np.ndarray | None:
+    """The state behind the page with this key, in RAM; None if the model has none."""
+    states, cache = core.scheduler.states, core.model_runner.states
+    slot = None if states is None else states.slot_for_key(key)
+    return None if slot is None or cache is None else cache.buffer[slot].cpu().numpy().copy()
 
 
 def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> int:
@@ -118,12 +161,12 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         The number of tokens that are cached now.
 
     Raises:
-        UsageError: the engine keeps more than KV pages for a sequence.
-        CapacityError: the free pages are too few.
+        UsageError: the engine has no prefix cache or several ranks.
+        CapacityError: the free pages, or the slots of recurrent state, are too few.
     """
     _check_supported(core)
     pool, windows = core.scheduler.pool, _group_windows(core)
-    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size)
+    keys = core.input_processor.page_keys(session.tokens, cache_salt, core.page_size, session.spans)
     places = saved_pages(len(keys), core.page_size, windows)
     group_keys = [group_key(keys[page], group) for group, page in places]
     if sum(pool.cached_page_for_key(key) is None for key in group_keys) > pool.num_available:
@@ -144,19 +187,36 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
             else:
                 pool.incref(page)
             pages.append((position, page))
+        if session.state is not None:
+            _write_state(core, keys[-1], session.state)
     finally:
         # last pages first, so that the beginning is evicted last
         for _, page in sorted(pages, reverse=True):
             pool.decref(page)
-    return resumable_pages(pool, keys, core.page_size, windows) * core.page_size
+    return _restorable_pages(core, keys) * core.page_size
+
+
+def _write_state(core: EngineCore, key: bytes, state: np.ndarray) -> None:
+    """Put a snapshot of recurrent state into the prefix cache, unless it is there."""
+    states, cache = core.scheduler.states, core.model_runner.states
+    assert states is not None, "the layout of the session says so"
+    assert cache is not None, "slots belong to a cache"
+    if states.slot_for_key(key) is not None:
+        return
+    slot = states.add_snapshot(key)
+    if slot is None:
+        raise CapacityError(
+            "the session needs a slot for its recurrent state, and none is free; try again when "
+            "fewer requests run, or raise --state-cache-bytes"
+        )
+    cache.buffer[slot].copy_(torch.from_numpy(state))
 
 
 def _check_supported(core: EngineCore) -> None:
-    if core.state_capacity is not None:
-        raise UsageError("sessions of models with recurrent state cannot be saved")
     if core.model_runner.tp_group.size > 1:
         raise UsageError("sessions of engines with --tp cannot be saved")
-    if not core.model_runner.kv.tensors or not core.config.enable_prefix_caching:
+    has_cache = core.model_runner.kv.tensors or core.model_runner.states is not None
+    if not has_cache or not core.config.enable_prefix_caching:
         raise UsageError("this engine has no prefix cache to save sessions from")
 
 

@@ -118,6 +118,26 @@ class StateSlots:
         """
         return bool(self._free) and end < seq.prompt_len
 
+    def slot_for_key(self, key: bytes) -> int | None:
+        """The slot of the snapshot with this key; None if there is none."""
+        return self._slot_by_key.get(key)
+
+    def add_snapshot(self, key: bytes) -> int | None:
+        """Put a snapshot into the cache that the caller writes at once.
+
+        Returns:
+            Its slot; None if all slots are in use, or are to be copied before the next step.
+        """
+        sources = {source for source, _ in self._copies}
+        if not self._free:
+            unused = (each for each, slot in self._slot_by_key.items() if slot not in sources)
+            oldest = next(unused, None)
+            if oldest is None:
+                return None
+            self._free.append(self._slot_by_key.pop(oldest))
+        self._slot_by_key[key] = slot = self._free.pop()
+        return slot
+
     def _alloc(self) -> int | None:
         """A slot for a snapshot; None if all are being written."""
         if self._free:

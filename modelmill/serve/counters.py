@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.metrics import MetricWrapperBase
 
 from modelmill.serve.segment_client import PREFIX
 
@@ -20,3 +23,14 @@ def make_counter(registry: CollectorRegistry, name: str, text: str, *labels: str
         The counter, registered.
     """
     return Counter(PREFIX + name, text, labels, registry=registry)
+
+
+def remove_series(metric: MetricWrapperBase, *labels: str) -> None:
+    """Show a series no longer; one that is not shown is no error.
+
+    Args:
+        metric: of which it is.
+        labels: values of its labels.
+    """
+    with contextlib.suppress(KeyError):
+        metric.remove(*labels)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics import MetricWrapperBase
 
 from modelmill.core.types import FinishReason, Stats
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve.access.key_limits import KeyMetrics
 from modelmill.serve.catalogue.load_metrics import LoadMetrics
+from modelmill.serve.counters import remove_series
 from modelmill.serve.segment_client import PREFIX, SUBSECOND_BUCKETS, SegmentMetrics
 
 LATENCY_BUCKETS = (0.001, *SUBSECOND_BUCKETS, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -64,6 +66,7 @@ TOKEN_COUNTERS = {
 }
 EMBEDDING_REASON = "embedding"
 """finished_reason of an embedded input: nothing was generated or cut."""
+RESTART_REASONS = ("ended", "hung")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -113,8 +116,27 @@ class ServerMetrics:
                 reason: self._success.labels(model, reason)
                 for reason in (*FinishReason, EMBEDDING_REASON)
             },
-            {reason: self._restarts.labels(model, reason) for reason in ("ended", "hung")},
+            {reason: self._restarts.labels(model, reason) for reason in RESTART_REASONS},
         )
+
+    def remove_model(self, model: str) -> None:
+        """Show an engine no longer."""
+        reasons = {
+            self._success: (*FinishReason, EMBEDDING_REASON),
+            self._restarts: RESTART_REASONS,
+        }
+        segment = self.segment
+        by_model: tuple[MetricWrapperBase, ...] = (
+            *(self._time_to_first_token, self._inter_token_latency, self._e2e_latency),
+            *(self._queue_time, *self._tokens.values()),
+            *(segment.latency, segment.masks, segment.queries, segment.hits),
+        )
+        for metric in by_model:
+            remove_series(metric, model)
+        for counter, values in reasons.items():
+            for reason in values:
+                remove_series(counter, model, reason)
+        self.loads.remove_model(model)
 
     def render(
         self, engine_stats: Iterable[tuple[str, Stats]], more: Iterable[Metric] = ()

@@ -117,6 +117,7 @@ class Service:
             self._record_metrics(engine)
         if self.catalogue is not None:
             self.catalogue.notify_replace(self._replace_engine)
+            self.catalogue.notify_removed(self.metrics.remove_model)
             self.catalogue.set_metrics(self.metrics.loads)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have

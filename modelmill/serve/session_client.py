@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from modelmill.core.errors import RequestError
+from modelmill.core.types import Request
 from modelmill.serve.worker_messages import Message, RestoreSession, SaveSession, SessionReply
 
 
@@ -19,19 +20,24 @@ class SessionClient:
         self._numbers = itertools.count()
         self._futures: dict[int, asyncio.Future[SessionReply]] = {}
 
-    async def save(
-        self, path: Path, tokens: Sequence[int], cache_salt: str, max_bytes: int
-    ) -> SessionReply:
-        """Save the cached pages of a prefix.
+    async def save(self, path: Path, prompt: Request, max_bytes: int) -> SessionReply:
+        """Save the cached pages of a prompt.
+
+        Args:
+            path: of the file.
+            prompt: the request that computed it.
+            max_bytes: that the pages may take.
 
         Raises:
             RequestError: the worker refuses it.
             ModelmillError: the worker is lost.
         """
         number = next(self._numbers)
-        return await self._call(
-            number, SaveSession(number, str(path), list(tokens), cache_salt, max_bytes)
+        images = [(each.position, each.length, each.digest) for each in prompt.embedding_spans]
+        message = SaveSession(
+            number, str(path), list(prompt.prompt), prompt.cache_salt, max_bytes, images
         )
+        return await self._call(number, message)
 
     async def restore(self, path: Path, cache_salt: str) -> SessionReply:
         """Restore a saved session; raises as ``save``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelmill.core.errors import ModelmillError
+from modelmill.core.types import EmbeddingSpan
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.session_file import read_session, write_session
 from modelmill.runtime.session_pages import (
@@ -51,7 +52,11 @@ class SessionWorker:
         """Copy the pages, and write them on the thread."""
         try:
             session = export_session(
-                self._core, message.tokens, message.cache_salt, message.max_bytes
+                self._core,
+                message.tokens,
+                message.cache_salt,
+                message.max_bytes,
+                [EmbeddingSpan(*each) for each in message.images],
             )
         except ModelmillError as error:
             self._refuse(message.number, str(error))

@@ -235,6 +235,7 @@ class SaveSession:
         tokens: of the prefix.
         cache_salt: of the request that computed it.
         max_bytes: that the pages may take.
+        images: position, length and digest of the ranges whose embeddings come from images.
     """
 
     number: int
@@ -242,6 +243,7 @@ class SaveSession:
     tokens: list[int]
     cache_salt: str
     max_bytes: int
+    images: list[tuple[int, int, str]]
 
 
 @dataclass(frozen=True)

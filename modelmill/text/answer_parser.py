@@ -14,7 +14,8 @@ from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
 from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, overlap
-from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
+from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
+from modelmill.text.checked_calls import CheckedCallReader
 from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_calls import ParameterCallReader
@@ -22,7 +23,10 @@ from modelmill.text.pythonic_calls import PythonicCallReader
 from modelmill.text.tag_calls import TagCallReader
 
 MIN_CUT_MARK_CHARS = 3
-"""Where a limit cut an answer off, that many characters of a mark at its end are not content."""
+"""Where a limit cut an answer off, that many characters of a mark at its end are not content.
+
+Directly behind a call one character is enough.
+"""
 READERS: dict[str, type[CallReader]] = {
     "json": JsonCallReader,
     "named": NamedCallReader,
@@ -109,7 +113,7 @@ class MarkedAnswerParser(AnswerParser):
         thinks: bool,
     ) -> None:
         super().__init__(tools, output)
-        self._reader = READERS[syntax.calls.style](syntax.calls, tools, output) if tools else None
+        self._reader = _make_reader(syntax.calls, tools, output) if tools else None
         self._bare = syntax.calls.bare
         self._begun = syntax.begun
         self._first_marks = _first_marks(syntax, tools)
@@ -145,7 +149,8 @@ class MarkedAnswerParser(AnswerParser):
             if self._mode == self._scan_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
             size = overlap(rest, marks)
-            rest = rest[: len(rest) - size] if size >= MIN_CUT_MARK_CHARS else rest
+            is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
+            rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
             self._output.add_reasoning(rest)
         elif self._mode != self._scan_block:
@@ -255,6 +260,13 @@ class MarkedAnswerParser(AnswerParser):
             self._output.add_text(self._buffer[:size])
             self._buffer = self._buffer[size:]
         return True
+
+
+def _make_reader(calls: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> CallReader:
+    reader = READERS[calls.style]
+    if calls.checked:
+        return CheckedCallReader(reader, calls, tools, output)
+    return reader(calls, tools, output)
 
 
 def _first_marks(syntax: ChatSyntax, tools: ToolSchemas) -> tuple[str, ...]:

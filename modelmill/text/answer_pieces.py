@@ -96,7 +96,12 @@ def collect_tool_calls(pieces: Iterable[AnswerPiece]) -> tuple[str, list[ParsedT
 
 
 class PieceCollector:
-    """Collects the pieces of a parser; whitespace beside calls and thinking is not content."""
+    """Collects the pieces of a parser; whitespace beside calls and thinking is not content.
+
+    Attributes:
+        num_calls: calls so far.
+        follows_call: what comes next stands directly behind a call.
+    """
 
     def __init__(self, max_calls: int | None, short_ids: bool, silent: bool = False) -> None:
         """Start an answer.
@@ -115,6 +120,7 @@ class PieceCollector:
         self._has_text = self._has_reasoning = False
         self._reasoning_blank = ""
         self.num_calls = 0
+        self.follows_call = False
 
     def add_text(self, text: str) -> None:
         """Append text to the answer's content."""
@@ -132,6 +138,7 @@ class PieceCollector:
                     kept_text = kept_text.lstrip("\n")
             self._pieces.append(kept_text)
             self._blank, self._has_text = "", True
+            self.follows_call = False
         self._blank += text[len(kept) :]
 
     def add_reasoning(self, text: str) -> None:
@@ -156,6 +163,7 @@ class PieceCollector:
             id = secrets.token_hex(5)[:9] if self._short_ids else f"call_{secrets.token_hex(12)}"
         self._put(ToolCallDelta(self.num_calls, "", id, name))
         self.num_calls += 1
+        self.follows_call = True
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.parameter_types import required_arguments
 from modelmill.text.value_stream import ValueStream, suffix_overlap
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
 MAX_HEAD_CHARS = 256
 """Maximum characters of a call's name with what stands around it."""
-_BLANKS = re.compile(r"\s+")
+MAX_SEARCHES = 1024
+"""Searches for marks that are kept; some have names of a request's tools in them."""
+_BLANKS = re.compile(r"[\s\u0120\u010a]+")
+"""Blanks, also as the letters that stand for them in byte-level vocabularies (broken decoders)."""
 _PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
@@ -34,17 +38,32 @@ def skip_blank(text: str, at: int) -> int:
 
 def find_first(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int, str]:
     """Return position and text of the first mark; (-1, "") if there is none."""
-    best, best_mark = -1, ""
-    for mark in marks:
-        place = text.find(mark, at)
-        if place >= 0 and (best < 0 or place < best):
-            best, best_mark = place, mark
-    return best, best_mark
+    match = _search(marks)(text, at)
+    return (match.start(), match[0]) if match else (-1, "")
 
 
 def overlap(text: str, marks: tuple[str, ...]) -> int:
     """Return how many characters at the end of the text may begin one of the marks."""
+    begins, longest = _search_begins(marks)
+    if begins(text, max(0, len(text) - longest + 1)) is None:
+        return 0
     return max((suffix_overlap(text, mark) for mark in marks), default=0)
+
+
+@lru_cache(MAX_SEARCHES)
+def _search(marks: tuple[str, ...]) -> Callable[[str, int], re.Match[str] | None]:
+    """A search for the first mark; of two at one place for the earlier one in the tuple."""
+    return re.compile("|".join(map(re.escape, marks)) or "(?!)").search
+
+
+@lru_cache(MAX_SEARCHES)
+def _search_begins(
+    marks: tuple[str, ...],
+) -> tuple[Callable[[str, int], re.Match[str] | None], int]:
+    """A search for a character with which a mark begins, and the length of the longest mark."""
+    chars = "".join(sorted({re.escape(mark[0]) for mark in marks if mark}))
+    pattern = re.compile(f"[{chars}]" if chars else "(?!)")
+    return pattern.search, max(map(len, marks), default=0)
 
 
 class CallReader(ABC):
@@ -190,6 +209,7 @@ class CallReader(ABC):
 
     def _pass_on(self, value: ValueStream, at: int, following: Callable[[str, int], int]) -> int:
         """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
+        self._close_at_end(value)
         self._output.add_arguments(value.take())
         self._call_done()
         if value.failed:
@@ -206,6 +226,19 @@ class CallReader(ABC):
             self._call_done()
         self.closed, self.rejected = reader.closed, reader.rejected
         return at
+
+    def _close_at_end(self, value: ValueStream) -> None:
+        """Complete a value that an answer leaves open, unless a limit cut it off.
+
+        JSON that a model writes itself stays as it is: a client sees that it is not complete.
+        """
+        if self._final and not self.cut and not self._syntax.writes_json:
+            value.close()
+
+    def _needs_no_arguments(self, name: str) -> bool:
+        """Whether a tool is known to require none."""
+        schema = self._tools.get(name)
+        return schema is not None and not required_arguments(schema)
 
     def _skip_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""

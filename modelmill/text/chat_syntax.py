@@ -112,6 +112,9 @@ class CallSyntax:
         whole_marks: only a whole mark tells calls from other text, since its parts stand in
             other marks, too.
         id_from_head: the id of a call is its written head.
+        counter_alone: models write a number alone as a head; the call is then that of the one tool
+            that takes its arguments.
+        checked: a call is reported when it is complete and the tool takes it; else it is text.
         short_ids: ids have nine letters and digits.
         one_per_message: earlier calls are given to the template one per message.
         stops: strings that end an answer with calls.
@@ -143,6 +146,8 @@ class CallSyntax:
     openers: tuple[str, ...] = ()
     whole_marks: bool = False
     id_from_head: bool = False
+    counter_alone: bool = False
+    checked: bool = False
     short_ids: bool = False
     one_per_message: bool = False
     stops: tuple[str, ...] = ()

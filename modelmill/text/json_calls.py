@@ -44,6 +44,7 @@ class JsonCallReader(CallReader):
         self._arguments: str | None = None  # complete before the name was known
         self._key: str | None = None
         self._passing = False
+        self._begun = ""  # arguments that are passed on once they have begun as an object does
         self._key_chars = 0
 
     def _scan_open(self, text: str, at: int) -> int:
@@ -61,7 +62,8 @@ class JsonCallReader(CallReader):
         self._state = self._scan_between
         if not count:
             # without a mark, a call stands at the begin of the content or is an inline one
-            return at if self._syntax.bare or text[at:].startswith("{") else self._reject(at)
+            bare = self._syntax.bare or text.startswith(("{", *self._syntax.inline), at)
+            return at if bare else self._reject(at)
         if code and text[at:place].strip() == code and text[place:].lstrip()[:1] not in "{[":
             self._state = self._scan_code
         return place
@@ -129,8 +131,6 @@ class JsonCallReader(CallReader):
             and self._name is not None
             and not self._emitted
         )
-        if self._passing:
-            self._emit_call("")
         self._state = self._scan_value
         return at
 
@@ -139,7 +139,7 @@ class JsonCallReader(CallReader):
         assert value is not None, "a value has begun"
         start = at
         at = value.feed(text, at, self._final)
-        if self._passing:
+        if self._passing and (self._emitted or self._begin_passing(value)):
             return self._pass_on(value, at, self._scan_next)
         if value.failed:
             return self._fail(at)
@@ -150,6 +150,14 @@ class JsonCallReader(CallReader):
         if not value.done:
             return at
         return at if self._value_done(value.take()) else self._fail(at)
+
+    def _begin_passing(self, value: ValueStream) -> bool:
+        """Report the call once its arguments are more than a brace."""
+        self._begun += value.take()
+        if not self._begun[1:].strip():
+            return False
+        self._emit_call(self._begun)
+        return True
 
     def _scan_next(self, text: str, at: int) -> int:
         if at == len(text):
@@ -227,7 +235,7 @@ class JsonCallReader(CallReader):
 
     def _object_done(self, at: int) -> int:
         if not self._emitted:
-            if self._name is None:
+            if self._name is None or not self._needs_no_arguments(self._name):
                 return self._fail(at)
             self._emit_call("{}")
         self._call_done()

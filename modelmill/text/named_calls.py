@@ -16,7 +16,8 @@ from modelmill.text.call_reader import (
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.value_stream import ValueStream
+from modelmill.text.parameter_types import takes_arguments
+from modelmill.text.value_stream import ValueStream, split_object
 
 
 class NamedCallReader(CallReader):
@@ -34,9 +35,9 @@ class NamedCallReader(CallReader):
         empty_ends = (syntax.empty_end,) if syntax.empty_end else ()
         self._head_ends = (*self._name_end[:1], *self._argument_starts(), *empty_ends)
         self._arguments = ValueStream(syntax.string_mark)
-        self._name = ""
+        self._name = self._begun = ""
         self._id: str | None = None
-        self._has_section = False
+        self._has_section = self._is_begun = False
         return self._scan_section
 
     def _argument_starts(self) -> tuple[str, ...]:
@@ -86,10 +87,11 @@ class NamedCallReader(CallReader):
         head = text[start : max(place, 0)].strip()
         match = self._head.fullmatch(head) if place >= 0 else None
         name = "" if match is None else self._unescape(match["name"])
-        if match is None or name not in self._tools or place - start > MAX_HEAD_CHARS:
+        counts = self._syntax.counter_alone and head.isdecimal()
+        if match is None or place - start > MAX_HEAD_CHARS or not (name in self._tools or counts):
             return self._reject(at)
         groups = match.groupdict()
-        self._name = name
+        self._name, self._begun, self._is_begun = "" if counts else name, "", False
         self._id = head if self._syntax.id_from_head else groups.get("id")
         if mark == self._syntax.empty_end:
             return self._end_empty_call(place + len(mark))
@@ -102,9 +104,8 @@ class NamedCallReader(CallReader):
 
     def _end_empty_call(self, at: int) -> int:
         """A call without arguments ends at a position."""
-        self._begin_call(self._name, self._id)
+        self._begin_value()
         self._output.add_arguments("{}")
-        self._call_done()
         self._state = self._scan_next
         return at
 
@@ -117,20 +118,44 @@ class NamedCallReader(CallReader):
         if place == len(text):
             return self._reject(at) if self._final else at
         if text[place] == "{":
-            self._begin_call(self._name, self._id)
-            self._call_done()
+            if self._name:
+                self._begin_value()
             self._state = self._scan_value
             return place
         count, end = self._match(text, at, self._close)
         if end is None:
             return at
-        if not count:
+        if not count or not self._name:
             return self._reject(at)
         return self._end_empty_call(end)
 
     def _scan_value(self, text: str, at: int) -> int:
-        at = self._arguments.feed(text, at, self._final)
-        return self._pass_on(self._arguments, at, self._scan_close)
+        value = self._arguments
+        at = value.feed(text, at, self._final)
+        if self._is_begun:
+            return self._pass_on(value, at, self._scan_close)
+        self._begun += value.take()
+        if value.failed:
+            return self._reject(at)
+        if not value.done:
+            return at
+        self._name = self._tool_of(self._begun)
+        if not self._name:
+            return self._reject(at)
+        self._begin_value()
+        self._output.add_arguments(self._begun)
+        return self._pass_on(value, at, self._scan_close)
+
+    def _begin_value(self) -> None:
+        self._begin_call(self._name, self._id)
+        self._call_done()
+        self._is_begun = True
+
+    def _tool_of(self, arguments: str) -> str:
+        """The one tool that takes these arguments; "" if it is none or not certain."""
+        keys = {key for key, _ in split_object(arguments) or ()}
+        names = [name for name, schema in self._tools.items() if takes_arguments(schema, keys)]
+        return names[0] if len(names) == 1 else ""
 
     def _scan_close(self, text: str, at: int) -> int:
         self._call_done()

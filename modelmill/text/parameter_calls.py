@@ -34,6 +34,7 @@ class ParameterCallReader(NamedCallReader):
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
         self._json, self._json_size = ValueStream(), 0
+        self._has_brace = False
         return super()._first_state()
 
     def _unescape(self, text: str) -> str:
@@ -48,12 +49,31 @@ class ParameterCallReader(NamedCallReader):
         _, place = self._match(text, at, self._name_end)
         if place is None:
             return at
-        self._begin_call(self._name, self._id)
-        self._output.add_arguments("{")
-        self._call_done()
         self._num_arguments, self._object_close = 0, ()
         self._state = self._scan_parameter
         return place
+
+    def _begin_arguments(self) -> None:
+        """Report the call, unless it is: it has an argument, or its end."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._begin_call(self._name, self._id)
+            self._output.add_arguments("{")
+            self._call_done()
+
+    def _drop(self) -> None:
+        """What a call has is no text, once it is reported."""
+        if self._is_begun:
+            super()._drop()
+
+    def _skip_rest(self, at: int) -> int:
+        """A call is broken between two arguments; it is none if it is not reported."""
+        if not self._is_begun:
+            return self._reject(at)
+        if not (self._final and self.cut):
+            self._output.add_arguments("}")
+        self._state = self._skip_call
+        return at
 
     def _scan_parameter(self, text: str, at: int) -> int:
         """An argument, or the end of the call."""
@@ -81,11 +101,11 @@ class ParameterCallReader(NamedCallReader):
             return at
         if not count and not (self._final and not text[at:].strip()):
             rest = skip_blank(text, at)
-            if rest == len(text):
-                return at
-            self._state = self._skip_call
-            return at
+            return at if rest == len(text) else self._skip_rest(at)
+        if not count and not self._is_begun:
+            return self._reject(at)  # the answer ends behind the name
         if count or not self.cut:
+            self._begin_arguments()
             self._output.add_arguments("}")
         self._state = self._scan_next
         return place
@@ -98,11 +118,12 @@ class ParameterCallReader(NamedCallReader):
             return at
         if text[start] == "{":
             return self._begin_object(start)
+        self._begin_arguments()  # its marks say that it is a call
         self._state = self._skip_call
         return at
 
     def _begin_object(self, at: int) -> int:
-        self._json, self._num_arguments = ValueStream(), 0
+        self._json, self._begun, self._has_brace = ValueStream(), "", True
         self._state = self._scan_object
         return at
 
@@ -110,12 +131,17 @@ class ParameterCallReader(NamedCallReader):
         """All arguments as one object, which some models write instead."""
         self._drop()
         at = self._json.feed(text, at, self._final)
-        arguments = self._json.take()
-        if not self._num_arguments and arguments:
-            arguments = arguments.removeprefix("{")  # written at the begin of the call
-            self._num_arguments = 1
-        self._output.add_arguments(arguments)
+        self._close_at_end(self._json)
+        self._begun += self._json.take()
+        if self._has_brace and self._begun[1:].strip():
+            self._begin_arguments()  # with a brace
+            self._begun, self._has_brace = self._begun[1:], False
+        if not self._has_brace:
+            self._output.add_arguments(self._begun)
+            self._begun = ""
         if self._json.failed:
+            if not self._is_begun:
+                return self._reject(at)
             self._state = self._skip_call
         elif self._json.done:
             self._state = self._scan_object_end
@@ -135,9 +161,7 @@ class ParameterCallReader(NamedCallReader):
         mark = self._key_end[0]
         place = text.find(mark, at)
         if place < 0:
-            if self._final or len(text) - at > MAX_HEAD_CHARS:
-                self._state = self._skip_call
-            return at
+            return self._skip_rest(at) if self._final or len(text) - at > MAX_HEAD_CHARS else at
         count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
@@ -152,6 +176,7 @@ class ParameterCallReader(NamedCallReader):
         self._type = parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute
         )
+        self._begin_arguments()
         self._prefix = f'{", " if self._num_arguments else ""}"{escape_text(key)}": '
         self._num_arguments += 1
         wraps = self._num_arguments == 1 and self._is_wrapper(key)
@@ -219,11 +244,19 @@ class ParameterCallReader(NamedCallReader):
             if not self._type.is_string and not self._final:
                 return at
             stop = len(text) - overlap(text[at:], (mark,))
-            if self._type.is_string:
-                self._output.add_arguments(escape_text(text[at:stop]))
-            return len(text) if self._final else stop
+            return self._end_at_text(text, at, stop)
         self._end_value(text[at:place])
         return place + len(mark)
+
+    def _end_at_text(self, text: str, at: int, stop: int) -> int:
+        """Pass a value on that does not end in the text, up to a position."""
+        if self._final and not self.cut:
+            self._end_value(text[at:stop])
+        elif self._type.is_string:
+            self._output.add_arguments(escape_text(text[at:stop]))
+        elif self._final:
+            self._state = self._skip_call
+        return len(text) if self._final else stop
 
     def _end_value(self, value: str) -> None:
         if self._type.is_string:
@@ -242,13 +275,10 @@ class ParameterCallReader(NamedCallReader):
         if place < 0:
             place, _ = find_first(text, marks, at)
         if place < 0:
-            if not self._type.is_string:
-                if self._final:
-                    self._state = self._skip_call
-                return len(text) if self._final else at
+            if not self._type.is_string and not self._final:
+                return at
             stop = len(text) - overlap(text[at:], (self._value_end + self._value_close, *marks))
-            self._output.add_arguments(escape_text(text[at:stop]))
-            return len(text) if self._final else stop
+            return self._end_at_text(text, at, stop)
         value = text[at:place]
         if self._value_end and value.endswith(self._value_end):
             value = value[: -len(self._value_end)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,24 @@ def resolve_pointer(reference: Any, root: Mapping[str, Any]) -> Any:
             return None
         target = target[name]
     return target
+
+
+def takes_arguments(parameters: Mapping[str, Any] | None, keys: Set[str]) -> bool:
+    """Whether a tool declares all these arguments, and requires no other ones.
+
+    Args:
+        parameters: JSON schema of the tool's parameters.
+        keys: names of the arguments.
+    """
+    properties = (parameters or {}).get("properties")
+    declared = set(properties) if isinstance(properties, Mapping) else set[str]()
+    return keys <= declared and required_arguments(parameters) <= keys
+
+
+def required_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
+    """Return the names of the arguments that a schema requires."""
+    names = (parameters or {}).get("required")
+    return frozenset(names if isinstance(names, list) else ())
 
 
 def typed_value(text: str, types: ParameterType) -> str:

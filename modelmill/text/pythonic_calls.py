@@ -103,7 +103,7 @@ class PythonicCallReader(CallReader):
         if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
             return at
         if match is None or text[end : end + 1] != "=":
-            return self._fail(at)
+            return self._end_call(end) if self._started and end == len(text) else self._fail(at)
         self._start_call(f'{", " if self._started else "{"}"{match[0]}": ')
         self._started = True
         self._value = ValueStream()
@@ -117,19 +117,26 @@ class PythonicCallReader(CallReader):
         self._call_done()
 
     def _scan_value(self, text: str, at: int) -> int:
-        at = self._value.feed(text, at)
+        at = self._value.feed(text, at, self._final and not self.cut)
         return self._pass_on(self._value, at, self._scan_comma)
 
     def _scan_comma(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
         if start == len(text):
-            return at
+            return self._end_call(at)
         self._drop()
         if text[start] == ",":
             self._state = self._scan_key
             return start + 1
         self._state = self._scan_key if text[start] == ")" else self._skip_call
         return start
+
+    def _end_call(self, at: int) -> int:
+        """Complete a call that the answer leaves open."""
+        if self._final and not self.cut:
+            self._output.add_arguments("}")
+            self._state = self._scan_next
+        return at
 
     def _scan_next(self, text: str, at: int) -> int:
         """After a call: another one, or the end of the list."""

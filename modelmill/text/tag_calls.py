@@ -132,7 +132,9 @@ class TagCallReader(CallReader):
         whole = self._final and not self.cut
         if place < 0:
             stop = len(text) if whole else len(text) - overlap(text[at:], (self._mark,))
-            self._output.add_arguments(escape_text(text[at:stop]))
+            self._output.add_arguments(escape_text(text[at:stop]) + ('"' if whole else ""))
+            if whole:
+                self._state = self._scan_argument
             return len(text) if self._final else stop
         self._output.add_arguments(escape_text(text[at:place]))
         tag, end = self._next_tag(text, place)
@@ -153,6 +155,8 @@ class TagCallReader(CallReader):
         stop = place if place >= 0 else len(text) - overlap(text[at:], (self._mark,))
         node.texts.append(text[at:stop])
         if place < 0:
+            if self._final and not self.cut:
+                self._close_nodes(0)
             return len(text) if self._final else stop
         tag, end = self._next_tag(text, place)
         if tag is None:

@@ -66,7 +66,8 @@ def prepare_tools(
 def tool_schemas(tools: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The names of tools in OpenAI's form, with the schemas of their parameters."""
     functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") for function in functions}
+    # without parameters a function takes none
+    return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 def with_call_stops(params: SamplingParams, format_name: str) -> SamplingParams:

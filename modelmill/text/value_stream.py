@@ -81,6 +81,23 @@ class ValueStream:
             at = len(text)
         return at
 
+    def close(self) -> None:
+        """Complete the value where its text ended: open strings and brackets are closed."""
+        if self.done or self.failed:
+            return
+        if self._state in (self._string, self._marked_string):
+            self._end_string()
+        if self._state == self._colon:
+            self._out.append(": null")
+        elif self.done:
+            return
+        elif self._state == self._member or not self._stack:
+            self._out.append("null")
+        self._pending = ""
+        while self._stack:
+            self._out.append(_CLOSERS[self._stack.pop()])
+        self.done = True
+
     def take(self) -> str:
         """Return the JSON since the last call."""
         out, self._out = "".join(self._out), []

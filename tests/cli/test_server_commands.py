@@ -113,7 +113,22 @@ def test_a_server_that_does_not_end_in_time(
 
 def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
-    assert ps.server_state(nobody) == ps.NO_ANSWER
+    facts = ps.server_facts(nobody)
+    assert (facts["state"], facts["models"]) == (ps.NO_ANSWER, list(nobody.models))
+
+
+def test_models_that_come_and_go_are_listed_with_their_state(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("first")
+    engines = [{"name": "a", "state": "ready"}, {"name": "b", "state": "unloaded"}]
+    monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": engines})
+    facts = ps.server_facts(server)
+    assert facts["models"] == ["a", "b"]
+    assert facts["model_states"] == {"a": "ready", "b": "unloaded"}
+    assert ps.model_list(facts) == "a, b (unloaded)"
+    monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": []})
+    assert ps.model_list(ps.server_facts(server)) == "none now"
 
 
 @pytest.mark.parametrize(

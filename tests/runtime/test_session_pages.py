@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,83 @@ def test_a_session_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         export_session(core, PROMPT, "", 10)
 
 
-def test_models_with_recurrent_state_are_refused() -> None:
+LONGER = PROMPT + tiny.prompts(1, 20, 20, seed=7)[0]
+
+
+def assert_goes_on(core: EngineCore, make: Callable[[], EngineCore], path: Path) -> SessionPages:
+    """The next turn of a restored conversation is that of the engine that saved it."""
+    answer(core)
+    session = saved(core, path)
+    fresh = make()
+    loaded = read_session(path, session_layout(fresh))
+    assert loaded.state is not None
+    assert loaded.nbytes == session.nbytes
+    assert import_session(fresh, loaded, "") == len(session.tokens)
+    expected = answer(core, LONGER)
+    assert expected[1] == len(session.tokens)
+    assert answer(fresh, LONGER) == expected
+    assert fresh.stats().restored_states == 1
+    tiny.assert_idle(fresh)
+    return session
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 16}])
+@pytest.mark.parametrize("recurrent", [(0, 2), (0, 1, 2)])
+def test_a_recurrent_state_goes_on_bit_for_bit(
+    tmp_path: Path, options: dict[str, Any], recurrent: tuple[int, ...]
+) -> None:
+    def make() -> EngineCore:
+        return tiny.make_engine(tiny.hybrid(recurrent=recurrent), **options)
+
+    session = assert_goes_on(make(), make, tmp_path / "s")
+    # the latest state in front of the prompt's last token
+    size = options.get("page_size", 8)
+    assert len(session.tokens) == (len(PROMPT) - 1) // size * size
+
+
+def test_restoring_a_state_twice_takes_no_more_slots(tmp_path: Path) -> None:
+    core = tiny.make_engine(tiny.hybrid())
+    session = assert_goes_on(core, lambda: tiny.make_engine(tiny.hybrid()), tmp_path / "s")
+    fresh = tiny.make_engine(tiny.hybrid())
+    for _ in range(3):
+        import_session(fresh, session, "")
+        assert fresh.scheduler.states is not None
+        assert fresh.scheduler.states.num_cached == 1
+
+
+def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine(tiny.hybrid())
     answer(core)
-    with pytest.raises(UsageError, match="recurrent state cannot be saved"):
-        export_session(core, PROMPT, "", MANY)
+    session = saved(core, tmp_path / "s")
+    fresh = tiny.make_engine(tiny.hybrid())
+    states = fresh.scheduler.states
+    assert states is not None
+    for number in range(states.count):
+        slot = states.add_snapshot(b"%d" % number)
+        assert slot is not None
+        states.fork(slot, 0)  # to be copied before the next step
+    with pytest.raises(CapacityError, match="a slot for its recurrent state, and none is free"):
+        import_session(fresh, session, "")
+    states.drop_copies_into(0)
+    assert import_session(fresh, session, "") == len(session.tokens)
+
+
+def test_a_file_of_another_state_is_refused(tmp_path: Path) -> None:
+    core = tiny.make_engine(tiny.hybrid())
+    answer(core)
+    saved(core, tmp_path / "s")
+    layout = session_layout(core)
+    shape, _ = layout["states"][0]
+    for key, value, what in (
+        ("states", [[shape, "bfloat16"], *layout["states"][1:]], "dtype of the recurrent state"),
+        ("state_bytes", 64, "layout of the recurrent state"),
+    ):
+        with pytest.raises(UsageError, match=f"saved with another {what}; it cannot be restored"):
+            read_session(tmp_path / "s", {**layout, key: value})
+    data = (tmp_path / "s").read_bytes()
+    (tmp_path / "s").write_bytes(data[:-40])
+    with pytest.raises(UsageError, match="is damaged"):
+        read_session(tmp_path / "s", layout)
 
 
 def test_another_engine_is_refused(tmp_path: Path) -> None:
@@ -131,7 +204,11 @@ def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}],
+    [
+        *({"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}),
+        *({"images": 1}, {"images": [[0, 4]]}, {"images": [[40, 4, "x"]]}),
+        *({"images": [[0, 0, "x"]]}, {"images": [[0, True, "x"]]}, {"images": [[0, 4, None]]}),
+    ],
 )
 def test_a_forged_header_with_the_right_digest_is_refused(
     tmp_path: Path, change: dict[str, Any]

@@ -219,3 +219,29 @@ def test_tokenize_counts_the_places(image_service: ServiceThread) -> None:
         "/tokenize", {"model": "stories", "messages": image_messages("What?")}
     ).json
     assert with_one["count"] > without["count"] + 8
+
+
+def test_a_session_with_pictures_goes_on_bit_for_bit(
+    image_service: ServiceThread, tmp_path: Path
+) -> None:
+    def messages(seed: int) -> list[dict[str, Any]]:
+        picture = data_url(encode_image(random_photo(seed)))
+        return image_messages(picture, "What is in the picture, and what is behind it?")
+
+    def ask(salt: str, seed: int) -> tuple[Any, int]:
+        body = {**ASK, "messages": messages(seed), "logprobs": True, "cache_salt": salt}
+        answer = image_service.post("/v1/chat/completions", body).json
+        details = answer["usage"]["prompt_tokens_details"]
+        return answer["choices"], details["cached_tokens"]
+
+    client = image_service.limited_client(session_dir=tmp_path)
+    body = {"model": "stories", "name": "photo", "messages": messages(0), "cache_salt": "before"}
+    saved = image_service.run(client.post("/v1/sessions/save", body))
+    assert saved.status == 200, saved.body
+    expected, cached = ask("before", 0)
+    assert cached == saved.json["tokens"] > 32  # more than the picture's places
+    restore = {"model": "stories", "name": "photo", "cache_salt": "after"}
+    restored = image_service.run(client.post("/v1/sessions/restore", restore))
+    assert restored.json["tokens"] == cached
+    assert ask("after", 0) == (expected, cached)
+    assert ask("after", 1)[1] < cached  # another picture

@@ -42,7 +42,14 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     (HERMES, '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [F]),
     (HERMES, '<tool_call>{"id": 7, "name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "",
     [F]),
-    (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    # without arguments: a call only if the tool is known to require none
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    # arguments that do not even begin
+    (HERMES, '<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {x: 1}}</tool_call>', []),
+    (LLAMA, f'{{"name": "f", "parameters": {{{{"name": "f", "parameters": {X1}}}',
+    '{"name": "f", "parameters": {', [F]),
+    (MISTRAL, f"[TOOL_CALLS] so: {LIST} it is", "[TOOL_CALLS] so: it is", [F, ("g", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": null, "t": 0.5}</tool_call>', "",
     [("f", "{}")]),
     (HERMES, f"<tool_call>{LIST}</tool_call>", "", [F, ("g", "{}")]),

@@ -67,6 +67,14 @@ def test_a_mark_that_a_limit_cuts_off_is_no_content(text: str) -> None:
     assert not answer.calls
 
 
+def test_one_character_of_a_mark_behind_a_call_is_no_content() -> None:
+    parser = make_answer_parser(load_format("functionary_v32"), ["f"])
+    pieces = parser.push("all\nso >>>>>f\n{}>>") + parser.flush(cut=True)
+    answer = collect_answer(pieces)
+    assert answer.content == "so >>"
+    assert [call.name for call in answer.calls] == ["f"]
+
+
 def test_an_answer_is_written_without_what_the_prompt_writes() -> None:
     call = ParsedToolCall("1", "f", '{"n": 1}')
     syntax = load_format(NAME)

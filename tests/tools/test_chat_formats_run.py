@@ -58,3 +58,22 @@ def test_an_interrupted_run_keeps_its_progress(
     words = ["--format", "hermes", "--progress", str(path), "--count", "50"]
     assert command.main(words) == command.INTERRUPTED
     assert json.loads(path.read_text())["hermes"]["checked"] == 15
+
+
+def test_several_formats_at_once_are_the_same_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "progress.json"
+    words = ["--format", "hermes", "glm47", "json", "--progress", str(path), "--jobs", "2"]
+    assert command.main([*words, "--count", "20"]) == 0
+    assert command.main([*words, "--count", "30"]) == 0
+    assert {run["checked"] for run in json.loads(path.read_text()).values()} == {30}
+    lines = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(lines[:3]) == ["glm47: 20 answers", "hermes: 20 answers", "json: 20 answers"]
+    assert len(lines) == 6
+
+
+def test_no_process_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--jobs", "0"])
+    assert "--jobs must be at least 1, not 0" in capsys.readouterr().err

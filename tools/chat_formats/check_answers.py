@@ -13,6 +13,9 @@ from modelmill.text.answer_writer import write_answer
 from modelmill.text.chat_syntax import ChatSyntax
 from tools.chat_formats.random_answers import RandomCase, forbidden_texts, random_case, random_cuts
 
+ENDED_SHARE = 0.25
+"""Share of the answers that are also checked with an end of the model in the middle."""
+
 
 def parse_pieces(
     syntax: ChatSyntax, case: RandomCase, texts: Iterable[str], cut: bool = False
@@ -44,6 +47,8 @@ def check_answer(syntax: ChatSyntax, rng: random.Random) -> None:
     )
     assert back == text, (back, text)
     _check_cut(syntax, case, text[: rng.randint(0, len(text))], rng)
+    if rng.random() < ENDED_SHARE:
+        _check_ended(syntax, case, text[: rng.randint(0, len(text))], rng)
 
 
 def _check_cut(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Random) -> None:
@@ -60,6 +65,25 @@ def _check_cut(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Rand
     for mark in forbidden_texts(syntax):
         assert mark not in whole.content, (mark, text, whole)
         assert mark not in whole.reasoning, (mark, text, whole)
+
+
+def _check_ended(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Random) -> None:
+    """An answer that the model itself ends early: the same however it comes, arguments are JSON."""
+    whole = parse_pieces(syntax, case, [text])
+    streamed = parse_pieces(syntax, case, random_cuts(text, rng))
+    assert _meaning(syntax, streamed) == _meaning(syntax, whole), (text, streamed, whole)
+    for call in whole.calls:
+        # JSON that the model writes itself is passed on as it is
+        is_json = is_json_prefix if syntax.calls.writes_json else _is_json
+        assert is_json(call.arguments), (text, whole)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_json_prefix(text: str) -> bool:

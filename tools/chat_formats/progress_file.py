@@ -26,6 +26,10 @@ class ProgressFile:
             run = self._runs[name] = FormatRun(name, first_seed)
         return run
 
+    def put(self, run: FormatRun) -> None:
+        """Replace the run of a format."""
+        self._runs[run.name] = run
+
     def save(self) -> None:
         """Write the file; a crash leaves the old one."""
         if self._path is None:

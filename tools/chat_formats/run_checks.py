@@ -38,7 +38,7 @@ class FormatRun:
 def run_format(run: FormatRun, count: int) -> Iterator[None]:
     """Check answers until there are ``count``; yields after every CHUNK of them."""
     syntax = load_format(run.name)
-    while run.checked < count and len(run.failures) < MAX_FAILURES:
+    while not is_complete(run, count):
         start = time.process_time()
         for seed in range(run.first_seed + run.checked, _end_of_chunk(run, count)):
             try:
@@ -48,6 +48,11 @@ def run_format(run: FormatRun, count: int) -> Iterator[None]:
             run.checked += 1
         run.cpu_seconds += time.process_time() - start
         yield
+
+
+def is_complete(run: FormatRun, count: int) -> bool:
+    """Whether a format is checked no further."""
+    return run.checked >= count or len(run.failures) >= MAX_FAILURES
 
 
 def _end_of_chunk(run: FormatRun, count: int) -> int:

@@ -95,7 +95,7 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "ResponsesRequest": records.ChatCompletionRequest,
             "Tool": records.ChatCompletionToolsParam,
             "AutoTokenizer": plain_tokenizer.PlainTokenizer,
-            "MistralTokenizer": plain_tokenizer.OtherTokenizer,
+            "MistralTokenizer": plain_tokenizer.EncoderTokenizer,
             "ensure_json": lambda text, *_: text,
             "TokenizerLike": plain_tokenizer.PlainTokenizer,
             "get_tokenizer": plain_tokenizer.PlainTokenizer.from_pretrained,

@@ -9,6 +9,7 @@ from modelmill.text.chat_format_files import load_format
 from tools.peer_parsers import peer_names
 from tools.peer_parsers.loose_text import LooseJson, LooseText
 from tools.peer_parsers.peer_parser import PeerInternalError, PeerParser, schemas
+from tools.peer_parsers.plain_tokenizer import EncoderTokenizer
 from tools.peer_parsers.records import (
     DeltaFunctionCall,
     DeltaMessage,
@@ -24,6 +25,8 @@ END_OF_TEXT = "</s>"
 
 COMPARES_NAMES = ("minicpm5",)
 """Formats where vLLM, too, takes only declared names for calls."""
+OLDER_FORMATS = {"mistral_v13": "mistral_v1"}
+"""Formats that vLLM, as modelmill, chooses by the tokenizer."""
 
 
 class ToolParser:
@@ -38,6 +41,8 @@ class ToolParser:
     def __init__(self, tokenizer: Any = None, tools: Any = None, **_: Any) -> None:
         if self.format_name is None:
             raise PeerInternalError("no chat format stands for this parser")
+        if self.format_name in OLDER_FORMATS and not isinstance(tokenizer, EncoderTokenizer):
+            self.format_name = OLDER_FORMATS[self.format_name]
         self.model_tokenizer = tokenizer
         self._tools = schemas(tools)
         self._parser: PeerParser | None = None
@@ -56,7 +61,8 @@ class ToolParser:
     @property
     def bot_token(self) -> str:
         """Return the mark that begins calls, which Mistral's tests look for in the tokens."""
-        return load_format(str(self.format_name)).calls.call[0]
+        calls = load_format(str(self.format_name)).calls
+        return calls.call[0] or calls.section[0].partition(" ")[0]
 
     @property
     def bot_token_id(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from modelmill.serve.counters import make_counter
+from modelmill.serve.counters import make_counter, remove_series
 from modelmill.serve.segment_client import PREFIX
 
 LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
@@ -40,6 +40,13 @@ class LoadMetrics:
         self._failures.labels(name)
         for reason in UNLOAD_REASONS:
             self._unloads.labels(name, reason)
+
+    def remove_model(self, name: str) -> None:
+        """Show a model no longer."""
+        remove_series(self._seconds, name)
+        remove_series(self._failures, name)
+        for reason in UNLOAD_REASONS:
+            remove_series(self._unloads, name, reason)
 
     def record_load(self, name: str, seconds: float) -> None:
         """Record a load."""

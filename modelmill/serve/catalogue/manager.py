@@ -59,6 +59,7 @@ class ModelManager:
     max_waiting: int
     make_engine: Callable[[ManagedModel, Manifest], EngineClient]
     on_replace: Callable[[EngineClient, EngineClient], None] = lambda _, __: None
+    on_removed: Callable[[str], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     call_later: CallLater | None = None
     _waiters: list[_Waiter] = field(default_factory=list, init=False)
@@ -77,6 +78,10 @@ class ModelManager:
     def notify_replace(self, on_replace: Callable[[EngineClient, EngineClient], None]) -> None:
         """Call ``on_replace`` with the old and the new client of a model that was reloaded."""
         self.on_replace = on_replace
+
+    def notify_removed(self, on_removed: Callable[[str], None]) -> None:
+        """Call ``on_removed`` with the name of a model that is gone, after its last request."""
+        self.on_removed = on_removed
 
     # -- start and end
 
@@ -287,8 +292,12 @@ class ModelManager:
         self.loader.forget(model)
         model.cancel_timer()
         self._refuse(model, ModelLoadFailed(f"the model {model.name} was removed"))
-        if model.instance is not None:
-            self._start(self.loader.unload(model, "removed"))
+        self._start(self._end_removed(model))
+
+    async def _end_removed(self, model: ManagedModel) -> None:
+        await self.loader.unload(model, "removed")
+        if all(each.name != model.name for each in self.models):  # not there again
+            self.on_removed(model.name)
 
     # -- administration
 

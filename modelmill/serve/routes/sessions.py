@@ -16,7 +16,7 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.common import acquire_engine, get_service, has_images, submit_requests
-from modelmill.serve.routes.tokenize import encode_prompt
+from modelmill.serve.routes.tokenize import encode_prompt, template_input
 from modelmill.serve.service import POLICY_KEY
 from modelmill.serve.session_schema import RestoreSessionRequest, SaveSessionRequest
 from modelmill.serve.stream import run_while_connected, wait_or_disconnect
@@ -41,9 +41,8 @@ async def save(body: SaveSessionRequest, request: Request) -> Any:
     left = await service.run_in_thread(
         _free_bytes, service.limits.session_dir, path, service.limits.session_bytes
     )
-    tokens, salt = states[0].request.prompt, states[0].request.cache_salt
     reply = await run_while_connected(
-        request.receive, engine.session_client.save(path, tokens, salt, left)
+        request.receive, engine.session_client.save(path, states[0].request, left)
     )
     return _response(body.name, engine, reply)
 
@@ -103,13 +102,23 @@ def _prompt_states(
     prompts = (body.prompt, body.content, body.messages)
     if body.tokens is not None and any(each is not None for each in prompts):
         raise RequestError("prompt, messages or tokens: give one of them")
-    ids = encode_prompt(text_processor, body, max_model_len) if body.tokens is None else body.tokens
+    params = SamplingParams(max_tokens=0)
     if any(has_images(each) for each in body.messages or ()):
-        raise RequestError("messages with pictures cannot be saved as a session")
+        if body.prompt is not None or body.content is not None:
+            raise RequestError("prompt or messages: give one of them")
+        _, messages, template = template_input(text_processor, body, max_model_len)
+        begins = body.add_generation_prompt is not False
+        salt = body.cache_salt or ""
+        return [
+            text_processor.chat_request(
+                messages, params, cache_salt=salt, add_generation_prompt=begins, **template
+            )
+        ]
+    ids = encode_prompt(text_processor, body, max_model_len) if body.tokens is None else body.tokens
     if not ids:
         raise RequestError("the session has no tokens; give at least one")
     prompt = {"prompt_token_ids": ids, "cache_salt": body.cache_salt}
-    return [text_processor.request(prompt, SamplingParams(max_tokens=0))]
+    return [text_processor.request(prompt, params)]
 
 
 def _response(name: str, engine: EngineClient, reply: SessionReply) -> Utf8JsonResponse:

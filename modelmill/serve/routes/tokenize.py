@@ -109,11 +109,11 @@ def encode_prompt(
             parse_special=bool(body.parse_special),
             add_special=body.adds_special_tokens,
         )
-    chat_format, messages, template = _template_input(text_processor, body, max_model_len)
+    chat_format, messages, template = template_input(text_processor, body, max_model_len)
     return chat_format.encode(messages, body.add_generation_prompt is not False, **template)
 
 
-def _template_input(
+def template_input(
     text_processor: TextProcessor, body: TemplateRequest, max_model_len: int
 ) -> tuple[ChatFormat, Sequence[Mapping[str, Any]], dict[str, Any]]:
     """What the chat format renders: the conversation with its tools.
@@ -137,7 +137,7 @@ def _render(
 ) -> Utf8JsonResponse:
     if body.messages is None:
         raise RequestError("messages: field required")
-    chat_format, messages, template = _template_input(text_processor, body, max_model_len)
+    chat_format, messages, template = template_input(text_processor, body, max_model_len)
     text = chat_format.render(messages, body.add_generation_prompt is not False, **template)
     return Utf8JsonResponse({"prompt": text})
 

@@ -16,6 +16,7 @@ FORMAT = ChatSyntax(
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         call=("<|tool_call_begin|>", "<|tool_call_end|>"),
         id_from_head=True,
+        counter_alone=True,
         head="functions.{name}:{index}",
         head_pattern=r"(?:functions\.)?(?P<name>[^\s:<>{}]+?)(?::[0-9]+)?",
         name_end="<|tool_call_argument_begin|>",

@@ -12,5 +12,6 @@ FORMAT = ChatSyntax(
         parameter=ParameterSyntax('<param name="', '">', "</param>", verbatim=("<![CDATA[", "]]>")),
         separator="\n",
         content_end="\n",
+        checked=True,
     ),
 )

@@ -8,5 +8,8 @@ FORMAT = ChatSyntax(
     title="Mistral tokenizers v1 to v3: Mistral 7B v0.3, Mixtral, Nemo, Large 2407",
     tokens=("[TOOL_CALLS]",),
     thinking=ThinkingSyntax("[THINK]", "[/THINK]"),
-    calls=replace(json_list("[TOOL_CALLS] [", content_end=""), short_ids=True),
+    # a list whose mark the model leaves out, or with other text between
+    calls=replace(
+        json_list("[TOOL_CALLS] [", content_end=""), inline=('[{"name"',), short_ids=True
+    ),
 )

@@ -113,6 +113,33 @@ def test_a_removed_engine_ends_its_requests_first(stories: Path, tmp_path: Path)
     run(stories, tmp_path, check)
 
 
+def test_the_metrics_of_a_removed_engine_go_with_its_last_request(
+    stories: Path, tmp_path: Path
+) -> None:
+    async def series(watched: WatchedFolder) -> set[str]:
+        text = (await watched.client.get("/metrics")).body.decode()
+        return {line for line in text.splitlines() if 'model_name="a"' in line}
+
+    async def check(watched: WatchedFolder) -> None:
+        assert await watched.complete("a") == 200
+        lease = await watched.models.acquire("a")
+        model = watched.models["a"]
+        shutil.rmtree(tmp_path / "a")
+        watched.look()
+        assert any("generation_tokens" in line for line in await series(watched))
+        lease.release()
+        await watched.models.until(lambda: model.instance is None)
+        await asyncio.sleep(0)
+        assert await series(watched) == set()
+        shutil.copytree(stories, tmp_path / "a")
+        watched.look()
+        assert await watched.complete("a") == 200
+        counted = [line for line in await series(watched) if "generation_tokens_total" in line]
+        assert [line.split()[-1] for line in counted] == ["4.0"]
+
+    run(stories, tmp_path, check)
+
+
 def test_requests_that_wait_for_a_removed_engine_are_refused(stories: Path, tmp_path: Path) -> None:
     async def check(watched: WatchedFolder) -> None:
         launcher = watched.models.launchers["a"]

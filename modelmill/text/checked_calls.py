@@ -1,0 +1,85 @@
+"""Calls that are reported when they are complete and their tool takes them; else they are text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelmill.text.answer_pieces import PieceCollector, collect_answer
+from modelmill.text.call_reader import CallReader, ToolSchemas
+from modelmill.text.chat_syntax import CallSyntax
+from modelmill.text.parameter_types import required_arguments
+
+
+class CheckedCallReader(CallReader):
+    """Reads one call to its end by another reader, and then reports it.
+
+    A call is taken if its end is written, each argument comes once, and none that the tool requires
+    is missing. Arguments that the tool does not declare are dropped.
+
+    Args:
+        reader: class of the other reader; its blocks have one call each.
+        syntax: how calls are written.
+        tools: of the request.
+        output: the pieces of the answer.
+    """
+
+    def __init__(
+        self,
+        reader: type[CallReader],
+        syntax: CallSyntax,
+        tools: ToolSchemas,
+        output: PieceCollector,
+    ) -> None:
+        self._call = PieceCollector(None, syntax.short_ids)
+        self._reader = reader(syntax, tools, self._call)
+        super().__init__(syntax, tools, output)
+
+    def _first_state(self) -> Callable[[str, int], int]:
+        self._reader.begin()
+        self._call.drain()
+        self._read: list[str] = []
+        return self._scan_call
+
+    def end(self, cut: bool) -> None:
+        """See ``CallReader.end``."""
+        super().end(cut)
+        self._reader.end(cut)
+
+    def _scan_call(self, text: str, at: int) -> int:
+        end = self._reader.feed(text, at, self._final)
+        self._read.append(text[at:end])
+        if self._reader.closed and self._report("".join(self._read)):
+            self._call_done()
+            return self._end_block(end)
+        self.rejected = self._reader.closed or self._reader.rejected
+        return end
+
+    def _report(self, text: str) -> bool:
+        """Pass a call on that was read to its end; returns whether its tool takes it."""
+        calls = collect_answer(self._call.drain()).calls
+        if not calls or not text.rstrip().endswith(self._ends):
+            return False
+        arguments = _checked_arguments(calls[0].arguments, self._tools.get(calls[0].name))
+        if arguments is None:
+            return False
+        self._begin_call(calls[0].name, calls[0].id)
+        self._output.add_arguments(arguments)
+        return True
+
+
+def _checked_arguments(text: str, parameters: Mapping[str, Any] | None) -> str | None:
+    """Return the declared arguments as JSON; None if the tool does not take them."""
+    try:
+        pairs: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=list)
+        values = json.loads(text)
+    except ValueError:
+        return None
+    if len(values) < len(pairs) or not required_arguments(parameters) <= set(values):
+        return None
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, Mapping) or (parameters or {}).get("additionalProperties"):
+        return text
+    declared = {key: value for key, value in values.items() if key in properties}
+    return text if len(declared) == len(values) else json.dumps(declared, ensure_ascii=False)
