@@ -220,6 +220,7 @@ class CallReader(ABC):
 
     def _feed_to(self, reader: CallReader, text: str, at: int) -> int:
         """Let a reader of another style read the whole block; its calls are this one's."""
+        reader.end(self.cut)
         at = reader.feed(text, at, self._final)
         self.num_calls = reader.num_calls
         if self.num_calls:
