@@ -127,7 +127,10 @@ def engine_facts(path: Path) -> dict[str, Any]:
 
 def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     """How many layers keep the KV pages of how many tokens, at the engine's longest sequence."""
+    import torch
+
     from modelmill.loader.model_loader import build_rank_model
+    from modelmill.nn.kv import kv_cache_dtype
     from modelmill.nn.model_kv import model_kv_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
@@ -136,7 +139,11 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     target = manifest.build["target"]
     decode_op = registry.select_backends("cpu").decode if target == "cpu" else None
     model = build_rank_model(artifact, SINGLE_RANK)
-    shape = model_kv_shape(model, manifest.max_model_len, decode_op)
+    kv_dtype = kv_cache_dtype(
+        manifest.build.get("kv_cache_dtype", "auto"), getattr(torch, manifest.build["dtype"])
+    )
+    formats = manifest.weight_formats.values()
+    shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
     layers: dict[int | None, int] = {}
     for group in shape.groups:
         layers[group.window] = layers.get(group.window, 0) + len(group.layers)
