@@ -27,6 +27,20 @@ def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> 
     check_gguf(CASES[name], tmp_path)
 
 
+def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
+    """As llama.cpp tells 13B; the rows of q and k are in interleaved order there, too."""
+    case = CASES["baichuan"]
+    assert case.gguf is not None
+    changes = {"max_position_embeddings": None, "model_max_length": 256, "num_hidden_layers": 40}
+
+    def facts(raw: dict[str, Any]) -> dict[str, Any]:
+        return {"attention.layer_norm_rms_epsilon": 1e-6, "context_length": raw["model_max_length"]}
+
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes, facts=facts)), tmp_path)
+    config = open_checkpoint(tmp_path / "model.gguf").config
+    assert (config["model_type"], config["model_max_length"]) == ("baichuan", 256)
+
+
 def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None:
     case = CASES["deepseek_v2"]
     assert case.gguf is not None
