@@ -8,8 +8,9 @@ experts. On a GPU a step is a CUDA graph of all layers. The floor is the larger 
 bytes of the chosen experts, each once, over the bandwidth of a copy, and the products over the rate
 of torch's own, both measured in the same run. On a CPU the bandwidth is that of a read in turn with
 the steps, and each step has other states, so that its experts are in no cache. Columns: the step,
-its routing alone (router, top-k), the floor, their ratio, distinct experts of a layer, and the
-largest difference from the torch reference of the ops in units of the output's root mean square.
+its routing alone (router, top-k), the first part of the floor (bytes), the floor, their ratio,
+distinct experts of a layer, and the largest difference from the torch reference of the ops in units
+of the output's root mean square.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of w
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
 ROUNDS = 9
 CPU_STATES = 16
+HEADER = "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
 MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each
 
 
@@ -74,6 +76,7 @@ class MoEStepTiming:
     tokens: int
     step_ms: float
     routing_ms: float
+    memory_ms: float
     floor_ms: float
     experts_per_layer: float
     error: float
@@ -170,7 +173,8 @@ def measure(
     operations = 6 * tokens * shape.top_k * shape.hidden * shape.inner * shape.layers
     floor = roofline.min_seconds(moved, operations, "bfloat16")
     return MoEStepTiming(
-        name, tokens, 1e3 * times[0], 1e3 * times[1], 1e3 * floor,
+        name, tokens, 1e3 * times[0], 1e3 * times[1],
+        1e3 * moved / roofline.memory_bandwidth, 1e3 * floor,
         sum(counts) / len(counts), reference_error(layers[0], x[:MAX_CHECKED], device),
     )  # fmt: skip
 
@@ -193,7 +197,8 @@ def line(timing: MoEStepTiming) -> str:
     """A line of the table."""
     return (
         f"{timing.weight_format:11} {timing.tokens:6} {timing.step_ms:10.4f} "
-        f"{timing.routing_ms:10.4f} {timing.floor_ms:10.4f} {timing.ratio:7.2f} "
+        f"{timing.routing_ms:10.4f} {timing.memory_ms:10.4f} {timing.floor_ms:10.4f} "
+        f"{timing.ratio:7.2f} "
         f"{timing.experts_per_layer:8.1f} {timing.error:9.4f}"
     )
 
@@ -224,7 +229,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     }
     device, command = device_name(options.device), shlex.join(["python", *sys.argv])
     print(json.dumps({"device": device, **facts}), flush=True)
-    print("format      tokens    step ms routing ms   floor ms   ratio  experts     error")
+    print(
+        "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
+    )
     timings, rows = [], []
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)
