@@ -40,7 +40,7 @@ def write_gguf(
     tensors = load_file(folder / "model.safetensors")
     if case.tensors is not None:
         tensors = case.tensors(raw, tensors)
-    heads = raw["num_attention_heads"]
+    heads = raw.get("num_attention_heads", 0)
     kv_heads = raw.get("num_key_value_heads", raw.get("num_kv_heads", heads))
     writer = gguf.GGUFWriter(str(path), case.architecture)
     facts = {
@@ -51,6 +51,8 @@ def write_gguf(
         "rope.freq_base": float(raw.get("rope_theta", 10000.0)), **case.facts(raw),
     }  # fmt: skip
     for key, value in facts.items():
+        if value is None:  # a key that the architecture has not
+            continue
         add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add = writer.add_bool if isinstance(value, bool) else add
         add = writer.add_string if isinstance(value, str) else add

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.errors import CorruptCheckpoint
+from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 from tests.models.all_families import CASES
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
@@ -39,6 +39,42 @@ def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
     check_gguf(replace(case, gguf=replace(case.gguf, changes=changes, facts=facts)), tmp_path)
     config = open_checkpoint(tmp_path / "model.gguf").config
     assert (config["model_type"], config["model_max_length"]) == ("baichuan", 256)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_bias": True, "use_conv_bias": False, "n_groups": 1},
+        {"expand": 4, "head_dim": 24, "conv_kernel": 3, "tie_word_embeddings": True},
+    ],
+)
+def test_a_mamba2_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
+    case = CASES["mamba2"]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.inner_size", 100, "no multiple of embedding_length 48"),
+        ("ssm.time_step_rank", 7, "and of the 7 heads"),
+        ("ssm.state_size", 0, "ssm.state_size is 0"),
+        ("ssm.conv_kernel", None, "ssm.conv_kernel is missing"),
+    ],
+)
+def test_sizes_of_a_state_that_do_not_fit(
+    key: str, value: int | None, words: str, tmp_path: Path
+) -> None:
+    case = CASES["mamba2"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    broken = replace(case.gguf, facts=lambda raw: {**facts(raw), key: value})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, broken)
+    with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None:

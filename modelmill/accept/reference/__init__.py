@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import decoder, gguf_gemma4
+from modelmill.accept.reference import decoder, gguf_gemma4, gguf_mamba2
 from modelmill.accept.reference.base import (
     Affine,
     HeadTrace,
@@ -78,6 +78,11 @@ def _open_gguf(
 ) -> ReferenceModel:
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf(container, dtype, device)
+    if container.metadata["general.architecture"] == gguf_mamba2.ARCHITECTURE:
+        config = gguf_mamba2.mamba2_config(container)
+        tensors = gguf_mamba2.Mamba2GgufSource(container, dtype, config, device=device)
+        model: ReferenceModel = _family(config).REFERENCE(tensors, config)
+        return model
     config = gguf_config(container)
     family = _family(config)
     source = GgufSource(container, dtype, config, device=device)
