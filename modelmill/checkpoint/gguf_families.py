@@ -192,11 +192,13 @@ def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
-    channels = head_dim(keys)
+    return {**read_rms_config(keys), **_biases(keys), **granite_factors(keys)}
+
+
+def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Granite's factors, each 1 without its key but for that of the scores."""
     return {
-        **read_rms_config(keys),
-        **_biases(keys),
-        "attention_multiplier": keys.get_positive_float("attention.scale", channels**-0.5),
+        "attention_multiplier": keys.get_positive_float("attention.scale", head_dim(keys) ** -0.5),
         "embedding_multiplier": keys.get_positive_float("embedding_scale", 1.0),
         "residual_multiplier": keys.get_positive_float("residual_scale", 1.0),
         "logits_scaling": keys.get_positive_float("logit_scale", 1.0),

@@ -56,6 +56,33 @@ def test_a_mamba2_with_other_switches(changes: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False},
+        {"position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True},
+    ],
+)
+def test_a_granite_4_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
+    case = CASES["granitemoehybrid"]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+
+
+@pytest.mark.parametrize("kv_heads", [2, [2, 2], [0, 0], [0, 2, 0]])
+def test_kv_heads_of_a_hybrid_that_do_not_fit(kv_heads: Any, tmp_path: Path) -> None:
+    case = CASES["granitemoehybrid"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    broken = {"attention.head_count_kv": kv_heads}
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises(CorruptCheckpoint, match="head_count_kv must have a number for each"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
     ("key", "value", "words"),
     [
         ("ssm.inner_size", 100, "no multiple of embedding_length 48"),

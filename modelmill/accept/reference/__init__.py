@@ -78,9 +78,11 @@ def _open_gguf(
 ) -> ReferenceModel:
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf(container, dtype, device)
-    if container.metadata["general.architecture"] == gguf_mamba2.ARCHITECTURE:
-        config = gguf_mamba2.mamba2_config(container)
-        tensors = gguf_mamba2.Mamba2GgufSource(container, dtype, config, device=device)
+    architecture = container.metadata["general.architecture"]
+    if architecture in gguf_mamba2.READERS:
+        read_config, source_class = gguf_mamba2.READERS[architecture]
+        config = read_config(container)
+        tensors = source_class(container, dtype, config, device=device)
         model: ReferenceModel = _family(config).REFERENCE(tensors, config)
         return model
     config = gguf_config(container)

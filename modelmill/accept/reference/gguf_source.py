@@ -82,14 +82,16 @@ LATENT = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
+GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.input_linear": "ffn_gate_exps",
+    "block_sparse_moe.up_linear": "ffn_up_exps",  # the second half of input_linear
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
     "baichuan": {"self_attn.W_pack": "attn_q"},  # and two more
-    "granitemoe": {
-        "block_sparse_moe.router.layer": "ffn_gate_inp",
-        "block_sparse_moe.input_linear": "ffn_gate_exps",
-        "block_sparse_moe.up_linear": "ffn_up_exps",  # the second half of input_linear
-        "block_sparse_moe.output_linear": "ffn_down_exps",
-    },
+    "granitemoe": GRANITE_EXPERTS,
+    "granitemoehybrid": GRANITE_EXPERTS,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
     "gemma3_text": GEMMA_NORMS,
@@ -174,7 +176,17 @@ LAYERS = {
     "mpt": "transformer.blocks.",
 }
 # families with rows of q and k in interleaved order
-PERMUTED = ("llama", "mixtral", "granite", "granitemoe", "baichuan", "minicpm", "smollm3", "xverse")
+PERMUTED = (
+    "llama",
+    "mixtral",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "baichuan",
+    "minicpm",
+    "smollm3",
+    "xverse",
+)
 
 
 def gguf_name(name: str) -> str:
@@ -238,7 +250,7 @@ class GgufSource(TensorSource):
         if ".W_pack." in name:
             parts = (name.replace("W_pack", f"{part}_proj") for part in "qkv")
             return torch.cat([self.stored_tensor(part) for part in parts])
-        if name.endswith(("input_linear.weight", "output_linear.weight")):
+        if ".block_sparse_moe." in name and name.endswith("put_linear.weight"):
             return self._granite_experts(name)
         tensor = super().stored_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
