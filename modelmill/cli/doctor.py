@@ -139,9 +139,8 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     target = manifest.build["target"]
     decode_op = registry.select_backends("cpu").decode if target == "cpu" else None
     model = build_rank_model(artifact, SINGLE_RANK)
-    kv_dtype = kv_cache_dtype(
-        manifest.build.get("kv_cache_dtype", "auto"), getattr(torch, manifest.build["dtype"])
-    )
+    # which other dtype pages have makes no difference to how layers share them
+    kv_dtype = kv_cache_dtype(manifest.build.get("kv_cache_dtype", "auto"), torch.float32)
     formats = manifest.weight_formats.values()
     shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
     layers: dict[int | None, int] = {}

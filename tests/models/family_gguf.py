@@ -81,7 +81,8 @@ def write_gguf(
 def add_tensor(writer: Any, name: str, tensor: torch.Tensor, *, quantized: bool) -> None:
     """Add a tensor in float32, or in Q8_0 a matrix of a layer."""
     values, q8 = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
-    if quantized and name.startswith("blk.") and values.ndim > 1 and "gate_inp" not in name:
+    in_float = any(part in name for part in ("gate_inp", "ssm_a", "ssm_d", "conv1d", "norm"))
+    if quantized and name.startswith("blk.") and values.ndim > 1 and not in_float:
         writer.add_tensor(name, gguf.quants.quantize(values, q8), raw_dtype=q8)
     else:
         writer.add_tensor(name, values)

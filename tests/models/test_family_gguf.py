@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
+from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
@@ -25,6 +27,24 @@ WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
     check_gguf(CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "granitemoehybrid"])
+def test_integers_of_experts_that_are_apart_are_kept(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    assert case.gguf is not None
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **case.gguf.changes}
+    if name == "granitemoehybrid":
+        sizes |= {"shared_intermediate_size": 64, "num_hidden_layers": 2}
+    case.save(tmp_path / "hf", **sizes)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(tmp_path / "e").manifest.weight_formats
+    quantized = {name for name, each in formats.items() if each != "dense"}
+    experts = {f"layers.1.mlp.experts.2.{part}_proj" for part in ("gate_up", "down")}
+    assert experts <= quantized
 
 
 def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
