@@ -6,9 +6,11 @@
 Every layer has its own random weights and reads the same random states, so that each chooses other
 experts. On a GPU a step is a CUDA graph of all layers. The floor is the larger of two times: the
 bytes of the chosen experts, each once, over the bandwidth of a copy, and the products over the rate
-of torch's own, both measured in the same run. Columns: the step, its routing alone (router, top-k),
-the floor, their ratio, distinct experts of a layer, and the largest difference from the torch
-reference of the ops in units of the output's root mean square.
+of torch's own, both measured in the same run. On a CPU the bandwidth is that of a read in turn with
+the steps, and each step has other states, so that its experts are in no cache. Columns: the step,
+its routing alone (router, top-k), the first part of the floor (bytes), the floor, their ratio,
+distinct experts of a layer, and the largest difference from the torch reference of the ops in units
+of the output's root mean square.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,11 +44,13 @@ from modelmill.nn.moe import Expert, MoE, RouterConfig  # noqa: E402
 from modelmill.nn.moe_spec import MoESpec  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
-from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
+from modelmill.ops.timing import capture_graph, memory_read, time_interleaved  # noqa: E402
 
 FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of weight_formats
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
 ROUNDS = 9
+CPU_STATES = 16
+HEADER = "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
 MAX_CHECKED = 64  # tokens that the reference computes: it runs every expert on each
 
 
@@ -71,6 +76,7 @@ class MoEStepTiming:
     tokens: int
     step_ms: float
     routing_ms: float
+    memory_ms: float
     floor_ms: float
     experts_per_layer: float
     error: float
@@ -106,9 +112,9 @@ def random_matrix(n: int, k: int, dtype: torch.dtype, draw: torch.Generator) -> 
     return matrix.normal_(0, k**-0.5, generator=draw)
 
 
-def states(tokens: int, shape: MoEShape, device: str) -> torch.Tensor:
+def states(tokens: int, shape: MoEShape, device: str, seed: int = 0) -> torch.Tensor:
     """Seeded states [T, H] of unit spread."""
-    draw = torch.Generator(device).manual_seed(tokens)
+    draw = torch.Generator(device).manual_seed(tokens + 1009 * seed)
     return random_matrix(tokens, shape.hidden, torch.bfloat16, draw) * shape.hidden**0.5
 
 
@@ -122,24 +128,38 @@ def measure(
 ) -> MoEStepTiming:
     """Time one step of all layers, and of their routers alone."""
     device = roofline.device
-    x, step = states(tokens, shape, device), make_step(device)
+    step, on_cpu = make_step(device), device == "cpu"
+    inputs = [states(tokens, shape, device, seed) for seed in range(CPU_STATES if on_cpu else 1)]
+    x = inputs[0]
     moes = [cast(MoE, layer.plain) for layer in layers]
 
-    def run_layers() -> None:
+    def run_layers(turns: Iterator[torch.Tensor]) -> None:
+        x = next(turns)
         for layer in layers:
             layer(x, step)
 
-    def run_routers() -> None:
+    def run_routers(turns: Iterator[torch.Tensor]) -> None:
+        x = next(turns)
         for moe in moes:
             route(moe, x, step)
 
-    calls: list[Callable[[], Any]] = [run_layers, run_routers]
+    calls: list[Callable[[], Any]] = [
+        functools.partial(run, cycle(inputs)) for run in (run_layers, run_routers)
+    ]
+    if on_cpu:
+        read, size = memory_read()
+        calls.append(read)
     for call in calls:
         call()  # compiles
     if device.startswith("cuda"):
         calls = [capture_graph(call) for call in calls]
     times = [statistics.median(each) for each in time_interleaved(calls, rounds, 1, device)]
-    chosen = [int(route(moe, x, step)[1].unique().numel()) for moe in moes]
+    if on_cpu:
+        roofline = replace(roofline, memory_bandwidth=size / times[2])
+    counts = [
+        statistics.mean(int(route(moe, x, step)[1].unique().numel()) for x in inputs)
+        for moe in moes
+    ]
     expert = cast(Expert, moes[0].experts[0])
     expert_bytes = sum(
         tensor.nbytes
@@ -147,14 +167,15 @@ def measure(
         for suffix, tensor in linear.weight.tensors().items()
         if suffix != "sizes"
     )
-    moved = sum(chosen) * expert_bytes + shape.layers * (
+    moved = sum(counts) * expert_bytes + shape.layers * (
         moes[0].router.weight.nbytes + 2 * x.nbytes
     )
     operations = 6 * tokens * shape.top_k * shape.hidden * shape.inner * shape.layers
     floor = roofline.min_seconds(moved, operations, "bfloat16")
     return MoEStepTiming(
-        name, tokens, 1e3 * times[0], 1e3 * times[1], 1e3 * floor,
-        sum(chosen) / len(chosen), reference_error(layers[0], x[:MAX_CHECKED], device),
+        name, tokens, 1e3 * times[0], 1e3 * times[1],
+        1e3 * moved / roofline.memory_bandwidth, 1e3 * floor,
+        sum(counts) / len(counts), reference_error(layers[0], x[:MAX_CHECKED], device),
     )  # fmt: skip
 
 
@@ -176,7 +197,8 @@ def line(timing: MoEStepTiming) -> str:
     """A line of the table."""
     return (
         f"{timing.weight_format:11} {timing.tokens:6} {timing.step_ms:10.4f} "
-        f"{timing.routing_ms:10.4f} {timing.floor_ms:10.4f} {timing.ratio:7.2f} "
+        f"{timing.routing_ms:10.4f} {timing.memory_ms:10.4f} {timing.floor_ms:10.4f} "
+        f"{timing.ratio:7.2f} "
         f"{timing.experts_per_layer:8.1f} {timing.error:9.4f}"
     )
 
@@ -207,7 +229,9 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     }
     device, command = device_name(options.device), shlex.join(["python", *sys.argv])
     print(json.dumps({"device": device, **facts}), flush=True)
-    print("format      tokens    step ms routing ms   floor ms   ratio  experts     error")
+    print(
+        "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
+    )
     timings, rows = [], []
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)

@@ -43,7 +43,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.generation_defaults import GenerationDefaults, read_generation
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
-from modelmill.nn.kv import KVShape
+from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_input import layer_input_size
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.model_kv import model_kv_shape
@@ -337,7 +337,7 @@ def make_plan(
     aliases = {"head.weight": "embed.weight"} if sizes.tied else {}
     if sizes.tied and "head" in quantized_modules(model, config):
         tensors, aliases = (*tensors, _quantized_head(checkpoint, config, recipe, tensors)), {}
-    kv = model_kv_shape(model, length, ops.decode if config.target == "cpu" else None)
+    kv = _plan_kv(model, config, ops, length, tensors)
     calibration, chosen_on = (
         source if calibrated else None,
         source if auto_result is not None else None,
@@ -347,6 +347,22 @@ def make_plan(
         calibration, auto_result, chosen_on,
         (*warnings, *tied_warnings), kv, state_shape(model.layers), layer_input_size(model),
     )  # fmt: skip
+
+
+def _plan_kv(
+    model: Any,
+    config: BuildConfig,
+    ops: registry.Ops,
+    length: int,
+    tensors: Sequence[PlannedTensor],
+) -> KVShape:
+    return model_kv_shape(
+        model,
+        length,
+        ops.decode if config.target == "cpu" else None,
+        kv_cache_dtype(config.kv_cache_dtype, getattr(torch, config.dtype)),
+        formats={each.weight_format for each in tensors if each.weight_format is not None},
+    )
 
 
 def _make_recipe(config: BuildConfig, model_config: Any) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""GGUF architectures without a rotation, BLOOM and MPT, and Baichuan's 7B models."""
+"""GGUF architectures without a rotation, BLOOM, MPT and Baichuan 13B, and Baichuan 7B."""
 
 from __future__ import annotations
 
@@ -73,19 +73,26 @@ def _mpt(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _baichuan(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read Baichuan 7B, which is a LLaMA there: q, k and v apart, the head as it is multiplied."""
-    if keys.get_count("block_count") == BAICHUAN_13B_LAYERS:
-        raise UnknownArchitecture(
-            f"{keys.raw.path}: is a Baichuan 13B; use its Hugging Face folder"
-        )
+    """Read Baichuan: q, k and v apart, the head as it is multiplied; 7B is a LLaMA there."""
     keys.view.get(f"{keys.arch}.tensor_data_layout")  # how q and k are ordered, which is known
-    return {**read_rms_config(keys), "attention_bias": False, "mlp_bias": False}
+    config = {**read_rms_config(keys), "attention_bias": False, "mlp_bias": False}
+    if keys.get_count("block_count") != BAICHUAN_13B_LAYERS:
+        return {"model_type": "llama", **config}
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {
+        "model_type": "baichuan",
+        **{name: config[name] for name in (*kept, "num_key_value_heads", "rms_norm_eps")},
+        "model_max_length": config["max_position_embeddings"],
+    }
 
 
 ALIBI_ARCHITECTURES = {
     "bloom": GgufArchitecture(BLOOM_NAMES, "transformer.h", grouped_qkv=True, read_config=_bloom),
     "mpt": GgufArchitecture(MPT_NAMES, "transformer.blocks", read_config=_mpt),
     "baichuan": GgufArchitecture(
-        LLAMA_NAMES, has_permuted_qk=True, model_type="llama", read_config=_baichuan
+        LLAMA_NAMES,
+        has_permuted_qk=True,
+        read_config=_baichuan,
+        chosen_types=("llama", "baichuan"),
     ),
 }

@@ -84,6 +84,15 @@ GPT_OSS_NAMES = {
     "blk.ffn_up_exps": "mlp.experts.*.up_proj",
     "blk.ffn_down_exps": "mlp.experts.*.down_proj",
 }
+GRANITE_MOE_NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if not gguf.startswith("blk.ffn_")},
+    "blk.ffn_norm": "post_attention_layernorm",
+    "blk.ffn_gate_inp": "block_sparse_moe.router.layer",
+    # of a folder's stacks the experts one by one
+    "blk.ffn_gate_exps": "block_sparse_moe.input_linear.*.gate",
+    "blk.ffn_up_exps": "block_sparse_moe.input_linear.*.up",
+    "blk.ffn_down_exps": "block_sparse_moe.output_linear.*",
+}
 GLM4_NAMES = {
     **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "blk.ffn_gate"},
     "blk.ffn_up": "mlp.gate_up_proj",
@@ -183,14 +192,24 @@ def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
-    channels = head_dim(keys)
+    return {**read_rms_config(keys), **_biases(keys), **granite_factors(keys)}
+
+
+def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Granite's factors, each 1 without its key but for that of the scores."""
     return {
-        **read_rms_config(keys),
-        **_biases(keys),
-        "attention_multiplier": keys.get_positive_float("attention.scale", channels**-0.5),
+        "attention_multiplier": keys.get_positive_float("attention.scale", head_dim(keys) ** -0.5),
         "embedding_multiplier": keys.get_positive_float("embedding_scale", 1.0),
         "residual_multiplier": keys.get_positive_float("residual_scale", 1.0),
         "logits_scaling": keys.get_positive_float("logit_scale", 1.0),
+    }
+
+
+def _granitemoe(keys: ArchitectureKeys) -> dict[str, Any]:
+    return {
+        **_granite(keys),
+        "num_local_experts": keys.get_count("expert_count"),
+        "num_experts_per_tok": keys.get_count("expert_used_count"),
     }
 
 
@@ -387,6 +406,9 @@ FURTHER_ARCHITECTURES = {
         GEMMA_NAMES, norms_plus_one=True, model_type="gemma3_text", read_config=_gemma3
     ),
     "granite": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_granite),
+    "granitemoe": GgufArchitecture(
+        GRANITE_MOE_NAMES, has_permuted_qk=True, read_config=_granitemoe
+    ),
     "minicpm": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_minicpm),
     "smollm3": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=_smollm3),
     "xverse": GgufArchitecture(LLAMA_NAMES, has_permuted_qk=True, read_config=read_rms_config),

@@ -7,6 +7,7 @@ rotary pairs, GPT-2's Conv1D weights are transposed, and names and config keys a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from modelmill.checkpoint.gguf_families import (
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_mamba import MAMBA_ARCHITECTURES, RESTORED_TENSORS
 from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
@@ -88,6 +90,7 @@ ARCHITECTURES = {
     **ALIBI_ARCHITECTURES,
     **GROUPED_EXPERT_ARCHITECTURES,
     **GEMMA4_ARCHITECTURES,
+    **MAMBA_ARCHITECTURES,
 }
 
 
@@ -231,6 +234,13 @@ class GgufAsHf:
         if base == "blk.ffn_gate_inp_shexp" and len(shape) == 1:  # a matrix of one row
             self._add_entry(target, _HfTensor(name, (1, *shape), lambda tensor: tensor[None]))
             return
+        if base in RESTORED_TENSORS and not name.endswith(".bias"):
+            restored = RESTORED_TENSORS[base]
+            before = restored.shape(shape)
+            values = restored.values
+            entry = _HfTensor(name, before, lambda tensor: values(tensor).reshape(before), True)
+            self._add_entry(target, entry)
+            return
         if base == "blk.attn_k_b":
             self._add_latent(target, name, shape)
             return
@@ -273,6 +283,10 @@ def _hf_name(name: str, architecture: GgufArchitecture) -> tuple[str, str]:
 
     An unknown tensor keeps its name.
     """
+    bare = re.fullmatch(r"blk\.([0-9]{1,6})\.(\w+)", name)
+    if bare and f"blk.{bare[2]}" in architecture.names:  # a tensor that is no module's
+        base = f"blk.{bare[2]}"
+        return f"{architecture.layer_prefix}.{int(bare[1])}.{architecture.names[base]}", base
     stem, _, suffix = name.rpartition(".")
     parts = stem.split(".", 2)
     layer = ""

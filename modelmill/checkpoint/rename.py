@@ -52,12 +52,15 @@ class Rule:
         "depthwise"   a convolution of each channel by itself as a matrix: [c, 1, w] -> [c, w]; a bias as it is
         so "transpose+part0:0/3" takes q out of GPT-2's c_attn; `STEPS` is the list.
     optional: sources that are all absent make no target instead of an error.
+    apart: the target's rows one after another under names of their own, which are read where the
+    file has none of the sources (GGUFs of matrices that are one in a Hugging Face folder).
     """  # noqa: E501
 
     target: str
     sources: tuple[str, ...]
     how: str = "copy"
     optional: bool = False
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,10 @@ def plan_renames(
     missing: list[str] = []
     for rule in rules:
         names = [find_source_name(source, available, prefixes) for source in rule.sources]
+        apart = [find_source_name(source, available, prefixes) for source in rule.apart]
+        if not any(names) and any(apart):
+            how = "cat0" if len(apart) > 1 else "copy"
+            rule, names = Rule(rule.target, rule.apart, how), apart
         if rule.optional and not any(names):
             continue
         if all(names):

@@ -129,7 +129,10 @@ def engine_facts(path: Path) -> dict[str, Any]:
 
 def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     """How many layers keep the KV pages of how many tokens, at the engine's longest sequence."""
+    import torch
+
     from modelmill.loader.model_loader import build_rank_model
+    from modelmill.nn.kv import kv_cache_dtype
     from modelmill.nn.model_kv import model_kv_shape
     from modelmill.ops import registry
     from modelmill.parallel.tp_group import SINGLE_RANK
@@ -138,7 +141,10 @@ def _kv_windows(artifact: Artifact) -> list[dict[str, int | None]]:
     target = manifest.build["target"]
     decode_op = registry.select_backends("cpu").decode if target == "cpu" else None
     model = build_rank_model(artifact, SINGLE_RANK)
-    shape = model_kv_shape(model, manifest.max_model_len, decode_op)
+    # which other dtype pages have makes no difference to how layers share them
+    kv_dtype = kv_cache_dtype(manifest.build.get("kv_cache_dtype", "auto"), torch.float32)
+    formats = manifest.weight_formats.values()
+    shape = model_kv_shape(model, manifest.max_model_len, decode_op, kv_dtype, formats=formats)
     layers = [len(group.layers) for group in shape.groups] or [shape.layers]
     by_window = sum_by_window(shape.group_windows, layers)
     return [{"window": window, "layers": count} for window, count in by_window.items() if count]

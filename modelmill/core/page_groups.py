@@ -5,10 +5,16 @@ group*. Groups have as many layers each, so that a page of any of them takes the
 all come from one pool, which follows the sequences: short ones use as many pages in every group,
 long ones mostly those of full attention. A kind of layers with more members than a group has
 several groups; a group with fewer members leaves a part of its pages unused.
+
+Layers whose keys differ in size (Gemma 4) are of different groups. A page is divided into *places*,
+each with room for one layer of the one size, or for two or more of another: so many pages of such a
+layer stand in the place, and the page tables of its group have numbers that are as many times as
+large.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,18 +33,28 @@ class PageGroup:
     Attributes:
         layers: Their places among the layers with a cache.
         window: Tokens that a query attends to in them; None: all.
+        per_place: Layers at a place of a page, which has room for so many of this group's.
     """
 
     layers: tuple[int, ...]
     window: int | None
+    per_place: int = 1
+
+    @property
+    def places(self) -> int:
+        """Places of a page that the layers take."""
+        return -(-len(self.layers) // self.per_place)
 
 
-def plan_page_groups(windows: Sequence[int | None], max_tokens: int) -> tuple[PageGroup, ...]:
+def plan_page_groups(
+    windows: Sequence[int | None], max_tokens: int, sizes: Sequence[int] = ()
+) -> tuple[PageGroup, ...]:
     """Divide layers into page groups.
 
     Args:
         windows: Of each layer with a cache; None: full attention.
         max_tokens: Of the longest sequence.
+        sizes: Channels of each layer's keys; empty: all have as many.
 
     Returns:
         Groups of equal size but for the last of each window, those that keep most pages first;
@@ -47,17 +63,23 @@ def plan_page_groups(windows: Sequence[int | None], max_tokens: int) -> tuple[Pa
     sized = [window for window in windows if window is not None]
     if not sized or len(set(windows)) == 1:
         return ()
-    layers_by_window: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        layers_by_window.setdefault(window, []).append(layer)
+    sizes = sizes or (1,) * len(windows)
+    place = math.lcm(*sizes)
+    alike: dict[tuple[int | None, int], list[int]] = {}
+    for layer, each in enumerate(zip(windows, sizes, strict=True)):
+        alike.setdefault(each, []).append(layer)
     tokens = min(max_tokens, PLANNED_WINDOWS * max(sized))
-    in_order = sorted(layers_by_window.items(), key=lambda item: -_kept_tokens(item[0], 1 << 62))
+    in_order = sorted(alike.items(), key=lambda item: -_kept_tokens(item[0][0], 1 << 62))
+    members = [(layers, window, place // size) for (window, size), layers in in_order]
     choices = [
-        _groups_of_size(in_order, size)
-        for size in range(1, max(map(len, layers_by_window.values())) + 1)
+        _groups_of_places(members, places)
+        for places in range(1, max(-(-len(layers) // per) for layers, _, per in members) + 1)
     ]
     memory_and_groups = [
-        (page_layers(groups) * sum(_kept_tokens(g.window, tokens) for g in groups), len(groups))
+        (
+            place * page_places(groups) * sum(_kept_tokens(g.window, tokens) for g in groups),
+            len(groups),
+        )
         for groups in choices
     ]
     best = min(
@@ -65,14 +87,14 @@ def plan_page_groups(windows: Sequence[int | None], max_tokens: int) -> tuple[Pa
         key=lambda index: memory_and_groups[index],
         default=None,
     )
-    if best is None or memory_and_groups[best][0] > MAX_MEMORY_SHARE * len(windows) * tokens:
+    if best is None or memory_and_groups[best][0] > MAX_MEMORY_SHARE * sum(sizes) * tokens:
         return ()
     return choices[best]
 
 
-def page_layers(groups: Sequence[PageGroup]) -> int:
-    """Layers that a page has room for: those of the largest group."""
-    return max(len(group.layers) for group in groups)
+def page_places(groups: Sequence[PageGroup]) -> int:
+    """Places of a page: those of the largest group."""
+    return max(group.places for group in groups)
 
 
 def sum_by_window(windows: Iterable[int | None], counts: Iterable[int]) -> dict[int | None, int]:
@@ -92,11 +114,12 @@ def _kept_tokens(window: int | None, tokens: int) -> int:
     return tokens if window is None else min(window, tokens)
 
 
-def _groups_of_size(
-    layers_by_window: Iterable[tuple[int | None, list[int]]], size: int
+def _groups_of_places(
+    members: Iterable[tuple[list[int], int | None, int]], places: int
 ) -> tuple[PageGroup, ...]:
+    """Groups that take at most so many places, of (layers that are alike, window, per place)."""
     return tuple(
-        PageGroup(tuple(layers[start : start + size]), window)
-        for window, layers in layers_by_window
-        for start in range(0, len(layers), size)
+        PageGroup(tuple(layers[start : start + places * per_place]), window, per_place)
+        for layers, window, per_place in members
+        for start in range(0, len(layers), places * per_place)
     )

@@ -84,7 +84,7 @@ def num_kv_pages(
     else:
         free = cache_budget(model, ops, config, tp_group, graph_bytes)
         free -= 0 if state is None else state.nbytes
-    shape = model_kv_shape(model, max_model_len, ops.decode)
+    shape = model_kv_shape(model, max_model_len, ops.decode, kv_dtype, ranks=tp_group.size)
     pages = kv_pages_for_bytes(shape, kv_dtype, config, max_model_len, free, weights, tp_group)
     if device == "cpu":
         _check_fits_in_ram(

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from torch import nn
@@ -213,7 +214,7 @@ class CheckpointLayout:
                 tensors=self.tensors,
                 steps=steps,
             )
-        return out
+        return [_with_expert_apart(rule) for rule in out] if self.experts_stacked else out
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
         """Unused tensors: buffers, and the copy of a tied head."""
@@ -256,6 +257,16 @@ class CheckpointLayout:
                 if ("norm" in path or "post" in path) and path not in self.whole_norms
             }
         return out
+
+
+def _with_expert_apart(rule: Rule) -> Rule:
+    """The rule of one expert of a stack, for files that have each of them by itself."""
+    step = re.fullmatch(r"copy\+expert:(\d+)/\d+", rule.how)
+    if step is None:
+        return rule
+    stem, _, leaf = rule.sources[0].rpartition(".")
+    parts = ("gate.", "up.") if rule.target.endswith(f"gate_up_proj.{leaf}") else ("",)
+    return replace(rule, apart=tuple(f"{stem}.{step[1]}.{part}{leaf}" for part in parts))
 
 
 def _kind(module: ModuleSpec | WholeSpec) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from modelmill.checkpoint.rename import Rule
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
@@ -20,7 +21,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "model_max_length", "_from_model_config")
 BAICHUAN2_VOCAB = 125696
 
@@ -38,6 +39,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(
         config, rope=None, alibi=AlibiConfig(), max_len=longest, max_extended_len=MAX_SIZE
     )
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the model; in GGUFs q, k and v are apart."""
+    out = []
+    for rule in LAYOUT.rules(config):
+        stem, pack, leaf = rule.sources[0].partition("W_pack.")
+        apart = tuple(f"{stem}{part}_proj.{leaf}" for part in "qkv") if pack else ()
+        out.append(replace(rule, apart=apart))
+    return out
 
 
 class Model(Decoder):

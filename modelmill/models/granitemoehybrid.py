@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.models import granite
 from modelmill.models._hf_config import boolean, positive_int, require_value
@@ -32,7 +33,7 @@ LAYOUT = CheckpointLayout(
     },
     experts_stacked=True,
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "init_method", "num_experts_per_tok")
 
 
@@ -68,6 +69,17 @@ def _mamba(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
         boolean(raw, "mamba_proj_bias", False), boolean(raw, "mamba_conv_bias", True),
         time_step_limit(raw),
     )  # fmt: skip
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor of the model; in GGUFs gate and up of the MLP are apart."""
+    out = []
+    for rule in LAYOUT.rules(config):
+        stem, linear, leaf = rule.sources[0].partition("shared_mlp.input_linear.")
+        parts = ("gate.", "up.") if linear else ()
+        own = tuple(f"{stem}{linear}{part}{leaf}" for part in parts)
+        out.append(replace(rule, apart=own or rule.apart))
+    return out
 
 
 class Model(Decoder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import cast
 
@@ -25,8 +25,8 @@ from modelmill.ops.decode import (
 
 # Tokens of a step up to which one call is worth it: beyond, the time goes into the products.
 MAX_FUSED_TOKENS = 16
-# The weight formats that the op reads.
-_SUPPORTED_FORMATS = ("dense", "int8", "int4", "int8_group")
+SUPPORTED_FORMATS = frozenset(("dense", "int8", "int4", "int8_group"))
+"""The weight formats that the op reads."""
 
 
 class StackedWeights:
@@ -45,17 +45,25 @@ class StackedWeights:
         weights: list[object] = [m.weight for m in self._linears]
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
             self._weights = weights
-            readable = all(
-                m.weight.format in _SUPPORTED_FORMATS and "perm" not in m.weight.tensors()
-                for m in self._linears
-            )
-            self._stack = _stack_weights(*self._modules) if readable else None
+            self._stack = _stack_weights(*self._modules) if _can_read(self._linears) else None
         return self._stack
 
 
 def can_stack(model: CausalLM) -> bool:
     """Whether the op computes what this model's layers compute."""
     return isinstance(model.norm, RMSNorm) and all(map(_computes_layer, model.layers))
+
+
+def has_readable_weights(model: CausalLM) -> bool:
+    """Whether the op reads the weights of a loaded model."""
+    parts = (model.layers, model.head)
+    return _can_read(m for part in parts for m in part.modules() if isinstance(m, Linear))
+
+
+def _can_read(linears: Iterable[Linear]) -> bool:
+    return all(
+        m.weight.format in SUPPORTED_FORMATS and "perm" not in m.weight.tensors() for m in linears
+    )
 
 
 def _computes_layer(layer: nn.Module) -> bool:

@@ -15,7 +15,11 @@ from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
 from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.fused_topk import FusedTopkInputs
+
+MAX_SINGLE_THREAD_TOKENS = 16
+"""Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
 
 
 class FusedMoE(nn.Module):
@@ -40,6 +44,12 @@ class FusedMoE(nn.Module):
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
+        if x.device.type == "cpu" and len(x) <= MAX_SINGLE_THREAD_TOKENS:
+            with single_thread_torch():
+                return self._run(x, step, router_input)
+        return self._run(x, step, router_input)
+
+    def _run(self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None) -> torch.Tensor:
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.serves(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)

@@ -5,7 +5,9 @@ page_size, head_dim] for keys and the same for values, so that the keys of one h
 side by side. A slot is page · page_size + offset.
 
 Where layers are divided into page groups (``core.page_groups``), a page is of one group: the layers
-at the same place in their groups share a tensor, and each reads its own pages of it.
+at the same place in their groups share memory, and each reads its own pages of it. Where a place
+has room for several of a group's layers, the pages of these are neighbours: layer i of n sees them
+from its own first page on, and its page p is number n · p there.
 
 Keys and values are kept in the activations' dtype, or in 8 bits (int8, or fp8 e4m3) with a float32
 scale for each
@@ -18,12 +20,13 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
-from modelmill.core.page_groups import PageGroup, page_layers, plan_page_groups
+from modelmill.core.page_groups import PageGroup, page_places, plan_page_groups
 
 QUANTIZED_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE_DTYPE = torch.float32
@@ -32,6 +35,23 @@ _SCALE_DTYPE = torch.float32
 def kv_cache_dtype(name: str, activation_dtype: torch.dtype) -> torch.dtype:
     """What ``--kv-cache-dtype`` means: auto is the activations' dtype."""
     return QUANTIZED_KV_DTYPES.get(name, activation_dtype)
+
+
+@dataclass(frozen=True)
+class PagePlace:
+    """Where in a page the keys and values of a layer are.
+
+    Attributes:
+        place: The place of the page.
+        index: Which of the layers that have their pages there.
+        per_place: How many of them the place has room for.
+        group: The page group of the layer.
+    """
+
+    place: int
+    index: int = 0
+    per_place: int = 1
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,8 @@ class KVShape:
         sizes: (KV heads, channels of a head) of each layer; empty: all are alike.
         read_later: Layers whose pages are read by later layers, too, which have none of their own.
         layer_windows: Of each layer the window or None, where some layers have one and others not.
+        caches: Of each layer of the model the place, among those with a cache, of the one that it
+            reads; empty: every layer has its own.
         groups: Layers that share a page table; empty: all do.
     """
 
@@ -58,6 +80,7 @@ class KVShape:
     sizes: tuple[tuple[int, int], ...] = ()
     read_later: frozenset[int] = frozenset()
     layer_windows: tuple[int | None, ...] = ()
+    caches: tuple[int, ...] = ()
     groups: tuple[PageGroup, ...] = ()
 
     @property
@@ -71,9 +94,8 @@ class KVShape:
         Args:
             max_tokens: Of the longest sequence.
         """
-        groups = plan_page_groups(self.layer_windows, max_tokens)
-        assert not (groups and self.sizes), "layers of page groups share tensors of one size"
-        return replace(self, groups=groups)
+        sizes = [math.prod(size) for size in self.sizes]
+        return replace(self, groups=plan_page_groups(self.layer_windows, max_tokens, sizes))
 
     @property
     def group_windows(self) -> tuple[int | None, ...]:
@@ -81,16 +103,53 @@ class KVShape:
         return tuple(group.window for group in self.groups) if self.groups else (self.window,)
 
     @property
+    def table_steps(self) -> tuple[int, ...]:
+        """Of each page group, how far apart the numbers of two pages are in its page tables."""
+        return tuple(group.per_place for group in self.groups) if self.groups else (1,)
+
+    @property
+    def layer_places(self) -> tuple[PagePlace, ...]:
+        """Where in a page each layer's keys and values are."""
+        if not self.groups:
+            return tuple(map(PagePlace, range(self.layers)))
+        places = {
+            layer: PagePlace(*divmod(number, group.per_place), group.per_place, index)
+            for index, group in enumerate(self.groups)
+            for number, layer in enumerate(group.layers)
+        }
+        return tuple(places[layer] for layer in range(self.layers))
+
+    @property
+    def page_groups(self) -> tuple[int, ...]:
+        """The page group of each layer of the model; empty: all layers share one page table."""
+        places = self.layer_places
+        return tuple(places[i].group for i in self.caches or range(self.layers) if self.groups)
+
+    @property
     def page_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(KV heads, channels of a head) of each layer that a page has room for."""
+        """(KV heads, channels of a head) of each place of a page."""
         if not self.groups:
             return self.layer_sizes
-        return ((self.kv_heads, self.head_dim),) * page_layers(self.groups)
+        size = self.kv_heads, self.head_dim
+        if self.sizes:  # several layers of one size, or one of another
+            size = 1, math.lcm(*map(math.prod, self.sizes))
+        return (size,) * page_places(self.groups)
+
+    @property
+    def scale_heads(self) -> dict[tuple[int, tuple[int, int]], int]:
+        """KV heads with a scale in 8-bit pages, by the place and the size of a layer.
+
+        Layers of different sizes have scales of their own at a place, since these do not take the
+        same memory where the keys and values do.
+        """
+        pairs = zip(self.layer_places, self.layer_sizes, strict=True)
+        return {(at.place, size): size[0] * at.per_place for at, size in pairs}
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over the layers of a group, with the scales of 8-bit pages."""
-        scale = _SCALE_DTYPE.itemsize if dtype in QUANTIZED_KV_DTYPES.values() else 0
-        token = sum(heads * (dim * dtype.itemsize + scale) for heads, dim in self.page_sizes)
+        token = sum(map(math.prod, self.page_sizes)) * dtype.itemsize
+        if dtype in QUANTIZED_KV_DTYPES.values():
+            token += sum(self.scale_heads.values()) * _SCALE_DTYPE.itemsize
         return (1 if self.shares_values else 2) * page_size * token
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -111,8 +170,9 @@ class KVCache:
     k_scale, v_scale: [pages, kv_heads, page_size] float32 of each layer where the pages hold 8
     bits, else empty.
 
-    layer_groups: The page group of each layer; empty: all layers share one page table. Layers of
-    different groups share tensors.
+    layer_groups: The page group of each layer of the model; empty: all layers share one page table.
+
+    stored: What these are views of, [pages, …] each; empty: of nothing else.
     """
 
     k: tuple[torch.Tensor, ...]
@@ -121,6 +181,7 @@ class KVCache:
     k_scale: tuple[torch.Tensor, ...] = ()
     v_scale: tuple[torch.Tensor, ...] = ()
     layer_groups: tuple[int, ...] = ()
+    stored: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
     def allocate(
@@ -130,35 +191,46 @@ class KVCache:
 
         In RAM they are backed once they are written.
         """
-        sizes = [(pages, heads, page_size, dim) for heads, dim in shape.page_sizes]
-        places, layer_groups = _places_in_pages(shape)
-
-        def zeros(sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-            stored = [zeros_without_writing(size, dtype, device) for size in sizes]
-            return tuple(stored[place] for place in places) if stored else ()
-
-        def pair(
-            sizes: Sequence[tuple[int, ...]], dtype: torch.dtype
-        ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-            keys = zeros(sizes, dtype)
-            return keys, keys if shape.shares_values else zeros(sizes, dtype)
-
         quantized = dtype in QUANTIZED_KV_DTYPES.values()
-        scales = [size[:3] for size in sizes] if quantized else []
-        k_scale, v_scale = pair(scales, _SCALE_DTYPE)
-        return KVCache(*pair(sizes, dtype), page_size, k_scale, v_scale, layer_groups)
+        sides = range(1 if shape.shares_values else 2)
+
+        def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return zeros_without_writing(size, dtype, device)
+
+        rooms = [
+            [zeros((pages, heads, page_size, dim), dtype) for heads, dim in shape.page_sizes]
+            for _ in sides
+        ]
+        scales = [
+            {
+                key: zeros((pages, heads, page_size), _SCALE_DTYPE)
+                for key, heads in (shape.scale_heads.items() if quantized else ())
+            }
+            for _ in sides
+        ]
+        keys, *values = [_layer_pages(shape, side, page_size) for side in rooms]
+        key_scales, *value_scales = [_layer_scales(shape, side, page_size) for side in scales]
+        return KVCache(
+            keys,
+            values[0] if values else keys,
+            page_size,
+            key_scales,
+            value_scales[0] if value_scales else key_scales,
+            shape.page_groups,
+            (*chain(*rooms), *chain(*(side.values() for side in scales))),
+        )
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Everything that pages hold, each [pages, …]: what copying a page copies."""
-        stored = (*self.k, *self.v, *self.k_scale, *self.v_scale)
-        # layers of different page groups share tensors, and keys may be the values
+        stored = self.stored or (*self.k, *self.v, *self.k_scale, *self.v_scale)
+        # keys may be the values
         return tuple({id(tensor): tensor for tensor in stored}.values())
 
     @property
     def pages(self) -> int:
         """Number of KV pages per layer."""
-        return self.k[0].shape[0] if self.k else 0
+        return self.tensors[0].shape[0] if self.k else 0
 
     @property
     def nbytes(self) -> int:
@@ -170,17 +242,26 @@ class KVCache:
         return (self.k_scale[layer], self.v_scale[layer]) if self.k_scale else (None, None)
 
 
-def _places_in_pages(shape: KVShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each layer its place in a page, and its page group (none where all share a table)."""
-    if not shape.groups:
-        return tuple(range(shape.layers)), ()
-    where = {
-        layer: (place, number)
-        for number, group in enumerate(shape.groups)
-        for place, layer in enumerate(group.layers)
-    }
-    places, groups = zip(*(where[layer] for layer in range(shape.layers)), strict=True)
-    return places, groups
+def _layer_pages(
+    shape: KVShape, rooms: Sequence[torch.Tensor], page_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's keys (or values) in the memory of the places."""
+    return tuple(
+        rooms[at.place].view(-1, heads, page_size, dim)[at.index :]
+        for at, (heads, dim) in zip(shape.layer_places, shape.layer_sizes, strict=True)
+    )
+
+
+def _layer_scales(
+    shape: KVShape, rooms: Mapping[tuple[int, tuple[int, int]], torch.Tensor], page_size: int
+) -> tuple[torch.Tensor, ...]:
+    """Each layer's scales, by place and size of a layer; none without any."""
+    if not rooms:
+        return ()
+    return tuple(
+        rooms[at.place, size].view(-1, size[0], page_size)[at.index :]
+        for at, size in zip(shape.layer_places, shape.layer_sizes, strict=True)
+    )
 
 
 def zeros_without_writing(size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

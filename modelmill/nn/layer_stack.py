@@ -6,8 +6,9 @@ A decoder has one. A model that reads images has further ones for its vision enc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import NamedTuple
 
 from torch import nn
@@ -126,15 +127,25 @@ def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     # a hybrid's prefix cache goes by the snapshots of its states
     is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
     all_windows = len(windows) == len(caches) and not is_hybrid
-    # page groups are by layer: every layer needs a cache of its own, and pages have one size
-    own_pages = len(caches) == len(specs) and len(set(sizes)) == 1
-    mixed = bool(windows) and not all_windows and own_pages and not is_hybrid
+    mixed = bool(windows) and not all_windows and not is_hybrid
     shape = KVShape(
         0, 0, 0, shares_values.pop(), max(windows) if all_windows else None,
         read_later=read_later,
         layer_windows=tuple(cache.window for cache in caches) if mixed else (),
+        caches=_caches_of_layers(specs) if read_later and mixed else (),
     )  # fmt: skip
     return kv_shape_of_sizes(shape, sizes)
+
+
+def _caches_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Of each layer the place, among those with a cache, of the one that it reads."""
+    own = count()
+    return tuple(
+        module.cache if isinstance(module, SharedCacheSpec) else next(own)
+        for spec in specs
+        for module in spec.modules
+        if isinstance(module, (CacheSpec, SharedCacheSpec))
+    )
 
 
 def kv_shape_of_sizes(shape: KVShape, sizes: tuple[tuple[int, int], ...]) -> KVShape:

@@ -9,6 +9,7 @@ a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import cast
 
@@ -45,12 +46,10 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
         return
     alignment_for = _common_alignment(model, alignment_for)
     heads = [
-        count
+        each
         for stack in layer_stacks(model)
         for index, layer in enumerate(model.get_submodule(stack.path).children())
-        for count in _shard_layer(
-            layer, tp_group, _prefixed(f"{stack.path}.{index}", alignment_for)
-        )
+        for each in _shard_layer(layer, tp_group, _prefixed(f"{stack.path}.{index}", alignment_for))
     ]
     for name, module in model.named_modules():
         if isinstance(module, LMHead):
@@ -59,7 +58,11 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     assert isinstance(shape, KVShape)
     if heads:
         dims = (dim for _, dim in shape.layer_sizes)
-        model.kv = kv_shape_of_sizes(shape, tuple(zip(heads, dims, strict=True)))  # type: ignore[assignment]
+        if shape.sizes and not all(each.even for each in heads):
+            # the ranks share page tables, in which the sizes of layers are to one another as here
+            shape = replace(shape, layer_windows=())
+        sizes = zip((each.count for each in heads), dims, strict=True)
+        model.kv = kv_shape_of_sizes(shape, tuple(sizes))  # type: ignore[assignment]
     if model_state_shape(model):
         layers = model.get_submodule("layers").children()
         model.state = state_shape(layers)  # type: ignore[assignment]
@@ -91,10 +94,18 @@ def _common_alignment(
     return lambda name: common if name in linears else alignment_for(name)
 
 
+@dataclass(frozen=True)
+class _RankHeads:
+    """How many KV heads of an attention a rank has, and whether every rank has as many."""
+
+    count: int
+    even: bool
+
+
 def _shard_layer(
     layer: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]
-) -> list[int]:
-    """Shard a layer by its spec; return the rank's KV heads of each attention."""
+) -> list[_RankHeads]:
+    """Shard a layer by its spec; return the KV heads of each attention with a cache."""
     spec, rank, size = layer_spec(layer), tp_group.rank, tp_group.size
     ranges: dict[str, Range] = {}
     kv_heads = []
@@ -105,7 +116,9 @@ def _shard_layer(
             attention = cast(SplitsHeads, layer.get_submodule(part.module))
             attention.take_heads(*part.heads(rank, size, alignment))
             if any(spec.of_type(CacheSpec)):
-                kv_heads.append(attention.kv_heads)
+                ranges_by_rank = [part.heads(r, size, alignment)[1] for r in range(size)]
+                even = len({end - first for first, end in ranges_by_rank}) == 1
+                kv_heads.append(_RankHeads(attention.kv_heads, even))
         elif isinstance(part, StateHeadPartition):
             mixer = cast(SplitsHeads, layer.get_submodule(part.module))
             mixer.take_heads(*part.rank_heads(rank, size, alignment))

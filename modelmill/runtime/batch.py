@@ -329,7 +329,7 @@ class Packer:
             (0, seq.table_row) if uses_last_ids else (seq.tokens[at], -1)
         )
         out.positions[0] = at
-        out.slots[0] = seq.pages[at // size] * size + at % size
+        out.slots[0] = int(self.tables.table[seq.table_row, at // size]) * size + at % size
         keys = seq.rope_keys(at, at + 1)
         out.rope_keys[0] = keys if isinstance(keys, int) else keys[0]
         out.context_lens[0] = at + 1

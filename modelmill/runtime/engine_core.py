@@ -104,7 +104,8 @@ class EngineCore:
         self.max_model_len = capacity.max_sequence_len(model, config, max_model_len)
         self.page_size = config.page_size
         self.rope_length_source = RopeRule.from_model(model)
-        self.kv_shape = model_kv_shape(model, self.max_model_len, self.ops.decode)
+        decode, ranks = self.ops.decode, tp_group.size
+        self.kv_shape = model_kv_shape(model, self.max_model_len, decode, self.kv_dtype, ranks)
         self.state_capacity, self.num_pages = self._cache_sizes(tp_group)
         config = self.config
         self.request_limits = self._make_request_limits()
@@ -182,6 +183,7 @@ class EngineCore:
         limits = replace(
             scheduler_limits(self.model, self.config, on_gpu=self.device.startswith("cuda")),
             windows=self.kv_shape.group_windows,
+            table_steps=self.kv_shape.table_steps,
         )
         max_idle_pages = capacity.max_idle_pages(
             self.config, self.num_pages, self.page_bytes, self.device

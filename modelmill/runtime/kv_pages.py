@@ -197,12 +197,21 @@ class PageTables:
     """Page tables of the running sequences.
 
     Attributes:
-        tables: Of each page group [rows, pages] int32.
+        tables: Of each page group [rows, pages] int32: numbers of pages, times the group's step.
         table: Of the first group.
     """
 
-    def __init__(self, rows: int, width: int, groups: int = 1) -> None:
-        self.tables = tuple(np.zeros((rows, width), dtype=np.int32) for _ in range(groups))
+    def __init__(self, rows: int, width: int, steps: Seq[int] = (1,)) -> None:
+        """Make them.
+
+        Args:
+            rows: Most running sequences.
+            width: Pages of the longest.
+            steps: Of each page group, how far apart the numbers of two pages are in its tables
+                (``KVShape.table_steps``).
+        """
+        self._steps = tuple(steps)
+        self.tables = tuple(np.zeros((rows, width), dtype=np.int32) for _ in self._steps)
         self.table = self.tables[0]
         self._rows = list(range(rows - 1, -1, -1))
 
@@ -216,8 +225,13 @@ class PageTables:
         row = self._rows.pop()
         for group, pages in enumerate(group_pages):
             self.tables[group][row, : len(pages)] = pages
+            self.tables[group][row, : len(pages)] *= self._steps[group]
             self.fill_freed(row, pages, pages.count(NO_PAGE), group)
         return row
+
+    def set_page(self, row: int, index: int, page: int, group: int = 0) -> None:
+        """Write one page of a sequence."""
+        self.tables[group][row, index] = page * self._steps[group]
 
     def fill_freed(self, row: int, pages: list[int], freed: int, group: int = 0) -> None:
         """Name a page of the sequence in the places of those that were freed, which are not read.
@@ -225,7 +239,7 @@ class PageTables:
         An implementation may read them all the same, with a weight of 0 for each of their tokens.
         """
         if freed:
-            self.tables[group][row, :freed] = pages[freed]
+            self.tables[group][row, :freed] = pages[freed] * self._steps[group]
 
     def free_row(self, row: int) -> None:
         """Return a row of the table to the free list."""

@@ -63,6 +63,8 @@ class SchedulerLimits:
             can run now and their outputs end at about the same time.
         windows: Of each page group: pages behind it are freed; None: full attention. The first
             group keeps its pages longest.
+        table_steps: Of each page group, how far apart the numbers of two pages are in its page
+            tables; empty: 1.
     """
 
     max_tokens: int
@@ -75,6 +77,7 @@ class SchedulerLimits:
     reserve_until_finish: bool = True
     prefill_all_first: bool = False
     windows: tuple[int | None, ...] = (None,)
+    table_steps: tuple[int, ...] = ()
 
     def pages_in_use(self, tokens: int) -> int:
         """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
@@ -153,7 +156,8 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.states = states
-        self.tables = PageTables(limits.max_seqs, width, len(limits.windows))
+        steps = limits.table_steps or (1,) * len(limits.windows)
+        self.tables = PageTables(limits.max_seqs, width, steps)
         self._windowed_groups = [
             (group, window) for group, window in enumerate(limits.windows) if window is not None
         ]
@@ -524,7 +528,7 @@ class Scheduler:
         first = seq.computed // size
         last = (seq.computed + count - 1) // size
         for group in self._groups_backwards:
-            pages, table = seq.group_pages[group], self.tables.tables[group]
+            pages = seq.group_pages[group]
             for index in range(first, last + 1):
                 if index < len(pages) and self.pool.refs[pages[index]] == 1:
                     continue
@@ -542,7 +546,7 @@ class Scheduler:
                     pages[index] = page
                 else:
                     pages.append(page)
-                table[seq.table_row, index] = page
+                self.tables.set_page(seq.table_row, index, page, group)
         return True
 
     def extend_pages(self, seq: Sequence, count: int) -> None:
@@ -563,7 +567,7 @@ class Scheduler:
             self.pool.incref(old)
             self.pool.decref(page)
             seq.group_pages[group][index] = old
-            self.tables.tables[group][seq.table_row, index] = old
+            self.tables.set_page(seq.table_row, index, old, group)
 
     def _preempt_for(self, seq: Sequence, schedule: Schedule, picked: dict[Sequence, int]) -> bool:
         """Preempt the latest arrival to get pages for ``seq``.

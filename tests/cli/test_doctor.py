@@ -51,7 +51,7 @@ def test_an_engine_says_which_layers_keep_which_pages(monkeypatch: pytest.Monkey
     raw.pop("layer_types", None)
     model = gemma2.Model(gemma2.config_from_hf(raw | {"sliding_window": 20}))
     monkeypatch.setattr(model_loader, "build_rank_model", lambda *_: model)
-    manifest = SimpleNamespace(build={"target": "cpu"}, max_model_len=512)
+    manifest = SimpleNamespace(build={"target": "cpu"}, max_model_len=512, weight_formats={})
     engine = cast(Artifact, SimpleNamespace(manifest=manifest))
     expected = [{"window": None, "layers": 3}, {"window": 20, "layers": 3}]
     assert doctor._kv_windows(engine) == expected

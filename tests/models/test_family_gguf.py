@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.errors import CorruptCheckpoint
+from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
+from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
@@ -25,6 +27,101 @@ WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
     check_gguf(CASES[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "granitemoehybrid"])
+def test_integers_of_experts_that_are_apart_are_kept(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    assert case.gguf is not None
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **case.gguf.changes}
+    if name == "granitemoehybrid":
+        sizes |= {"shared_intermediate_size": 64, "num_hidden_layers": 2}
+    case.save(tmp_path / "hf", **sizes)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(tmp_path / "e").manifest.weight_formats
+    quantized = {name for name, each in formats.items() if each != "dense"}
+    experts = {f"layers.1.mlp.experts.2.{part}_proj" for part in ("gate_up", "down")}
+    assert experts <= quantized
+
+
+def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
+    """As llama.cpp tells 13B; the rows of q and k are in interleaved order there, too."""
+    case = CASES["baichuan"]
+    assert case.gguf is not None
+    changes = {"max_position_embeddings": None, "model_max_length": 256, "num_hidden_layers": 40}
+
+    def facts(raw: dict[str, Any]) -> dict[str, Any]:
+        return {"attention.layer_norm_rms_epsilon": 1e-6, "context_length": raw["model_max_length"]}
+
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes, facts=facts)), tmp_path)
+    config = open_checkpoint(tmp_path / "model.gguf").config
+    assert (config["model_type"], config["model_max_length"]) == ("baichuan", 256)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_bias": True, "use_conv_bias": False, "n_groups": 1},
+        {"expand": 4, "head_dim": 24, "conv_kernel": 3, "tie_word_embeddings": True},
+    ],
+)
+def test_a_mamba2_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
+    case = CASES["mamba2"]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 0, "mamba_n_groups": 2, "mamba_conv_bias": False},
+        {"position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True},
+    ],
+)
+def test_a_granite_4_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
+    case = CASES["granitemoehybrid"]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+
+
+@pytest.mark.parametrize("kv_heads", [2, [2, 2], [0, 0], [0, 2, 0]])
+def test_kv_heads_of_a_hybrid_that_do_not_fit(kv_heads: Any, tmp_path: Path) -> None:
+    case = CASES["granitemoehybrid"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    broken = {"attention.head_count_kv": kv_heads}
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises(CorruptCheckpoint, match="head_count_kv must have a number for each"):
+        open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.inner_size", 100, "no multiple of embedding_length 48"),
+        ("ssm.time_step_rank", 7, "and of the 7 heads"),
+        ("ssm.state_size", 0, "ssm.state_size is 0"),
+        ("ssm.conv_kernel", None, "ssm.conv_kernel is missing"),
+    ],
+)
+def test_sizes_of_a_state_that_do_not_fit(
+    key: str, value: int | None, words: str, tmp_path: Path
+) -> None:
+    case = CASES["mamba2"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    broken = replace(case.gguf, facts=lambda raw: {**facts(raw), key: value})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, broken)
+    with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
+        open_checkpoint(tmp_path / "model.gguf")
 
 
 def test_an_older_gguf_of_deepseek_has_one_up_projection(tmp_path: Path) -> None:

@@ -47,6 +47,36 @@ def test_layers_of_several_sizes_cost_what_each_takes(name: str) -> None:
     assert SHAPE.layer_sizes == ((2, 64),) * 3
 
 
+@pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
+@pytest.mark.parametrize("full", [(1, 32), (1, 64), (1, 16)])
+def test_pages_of_groups_whose_layers_differ_are_apart(full: tuple[int, int], name: str) -> None:
+    """Each layer writes all of its pages; a page of the pool is one group's, and no other's."""
+    windows = (5, 5, None, 5, None)
+    sizes = tuple((2, 16) if window else full for window in windows)
+    shape = KVShape(5, 2, 16, sizes=sizes, layer_windows=windows, caches=(0, 1, 2, 3, 4, 3, 4))
+    shape = shape.grouped(1000)
+    dtype = kv_cache_dtype(name, torch.float32)
+    count = len(shape.groups)
+    cache = KVCache.allocate(shape, 3 * count, 8, dtype, "cpu")
+    assert cache.pages == 3 * count
+    assert cache.nbytes == cache.pages * shape.page_bytes(8, dtype)
+    assert [tuple(each.shape[1:]) for each in cache.k] == [(h, 8, dim) for h, dim in sizes]
+    group_of = cache.layer_groups[:5]
+    assert cache.layer_groups[5:] == group_of[3:]
+
+    def pages(group: int) -> list[int]:  # as its page tables name them
+        return [page * shape.table_steps[group] for page in range(group, cache.pages, count)]
+
+    sides = (cache.k, cache.v, cache.k_scale, cache.v_scale)
+    written = [pair for side in sides if side for pair in zip(side, group_of, strict=True)]
+    for value, (tensor, group) in enumerate(written, 1):
+        tensor[pages(group)] = value
+    for value, (tensor, group) in enumerate(written, 1):
+        assert (tensor[pages(group)].float() == value).all()
+    used = sum(tensor[pages(group)].numel() for tensor, group in written)
+    assert sum(int(each.float().count_nonzero()) for each in cache.tensors) == used
+
+
 @pytest.mark.skipif(not PAGES.exists(), reason="only Linux tells which pages are backed by memory")
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
 def test_pages_in_ram_are_backed_by_memory_once_they_are_written(name: str) -> None:

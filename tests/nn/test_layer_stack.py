@@ -158,6 +158,8 @@ def test_the_cache_of_layers_that_differ() -> None:
     assert shape.layers == 4
     assert shape.sizes == ((2, 16), (1, 32), (2, 16), (1, 32))
     assert shape.read_later == {2, 3}
+    assert shape.caches == (0, 1, 2, 3, 2, 3)
+    assert shape.layer_windows == (20, None, 20, None)
     alike = build_model("gemma3_text", CASES["gemma3_text"].raw())
     shape = kv_shape(alike.get_submodule("layers").children())
     assert (shape.sizes, shape.read_later) == ((), frozenset())

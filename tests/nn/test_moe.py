@@ -16,6 +16,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, SOFTMAX, MoE, RouterConfig, TopKRouting
 from modelmill.nn.moe_spec import MoESpec
+from modelmill.ops.cpu.common import build
 from modelmill.ops.registry import select_backends
 from modelmill.weights.base import pack
 
@@ -89,6 +90,29 @@ def test_grouped_tokens_give_what_single_experts_do(tokens: int, weight_format: 
     moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER), shared, shared_gate=True), weight_format)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
     torch.testing.assert_close(FusedMoE(moe)(x, STEP), moe(x, STEP), rtol=1e-5, atol=1e-6)
+
+
+def test_torch_computes_a_small_step_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has its threads again behind it, with the same values."""
+    moe = filled(MoESpec(RouterConfig(EXPERTS, 2), MLPSpec(HIDDEN, INNER)), "int8")
+    module, counts = FusedMoE(moe), []
+    forward = TopKRouting.forward
+
+    def counting(*args: Any) -> torch.Tensor:
+        counts.append(torch.get_num_threads())
+        return forward(*args)
+
+    monkeypatch.setattr(TopKRouting, "forward", counting)
+    before = torch.get_num_threads()
+    outputs = []
+    for tokens in (1, 16, 17):
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+        outputs.append((module(x, STEP), module._run(x, STEP, None)))
+        assert torch.get_num_threads() == before
+    compiled = build.available("cpu") is None
+    small = 1 if compiled else before
+    assert counts == [small, before, small, before, before, before]
+    assert all(torch.equal(a, b) for a, b in outputs)
 
 
 def test_an_expert_without_tokens_is_not_read() -> None:

@@ -184,8 +184,13 @@ def test_layers_that_share_pages_have_the_same_heads_on_a_rank() -> None:
         assert heads[4:] == heads[2:4]
         assert [kv_heads for kv_heads, _ in shape.layer_sizes] == heads[:4]
         assert [dim for _, dim in shape.layer_sizes] == [16, 32, 16, 32]
+        # page groups need the same layers' sizes on every rank
+        assert bool(shape.layer_windows) == (raw["num_key_value_heads"] % 2 == 0)
         return shape
 
     for rank in range(2):
         rank_shape(rank, lambda _: 1)
         rank_shape(rank, lambda name: 64 if name == "layers.4.attn.o_proj" else 1)
+    raw = CASES["gemma4_text"].raw(num_attention_heads=6, num_key_value_heads=3)
+    for rank in range(2):
+        rank_shape(rank, lambda _: 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from modelmill.core.page_groups import (
     MAX_PAGE_GROUPS,
-    page_layers,
+    page_places,
     plan_page_groups,
     sum_by_window,
 )
@@ -180,13 +180,15 @@ def test_every_query_reads_what_its_tokens_wrote(
 
 
 LAYERS = st.lists(st.sampled_from([None, 128, 1024]), min_size=1, max_size=80)
+SIZES = st.sampled_from([{}, {None: 512, 128: 256}, {None: 1024, 1024: 2048}, {None: 3, 128: 7}])
 
 
-@given(windows=LAYERS, max_tokens=st.integers(1, 1 << 18))
+@given(windows=LAYERS, max_tokens=st.integers(1, 1 << 18), size_by_window=SIZES)
 def test_groups_have_every_layer_once_and_save_memory(
-    windows: list[int | None], max_tokens: int
+    windows: list[int | None], max_tokens: int, size_by_window: dict[int | None, int]
 ) -> None:
-    groups = plan_page_groups(windows, max_tokens)
+    sizes = [size_by_window.get(window, 256) for window in windows] if size_by_window else []
+    groups = plan_page_groups(windows, max_tokens, sizes)
     if not groups:
         return
     assert sorted(layer for group in groups for layer in group.layers) == [*range(len(windows))]
@@ -194,8 +196,14 @@ def test_groups_have_every_layer_once_and_save_memory(
     assert 2 <= len(groups) <= MAX_PAGE_GROUPS
     tokens = [1 << 20 if group.window is None else group.window for group in groups]
     assert tokens == sorted(tokens, reverse=True)
-    per_sequence = page_layers(groups) * sum(min(each, max_tokens) for each in tokens)
-    assert per_sequence < len(windows) * max_tokens
+    sizes = sizes or [1] * len(windows)
+    place = {sizes[layer] * group.per_place for group in groups for layer in group.layers}
+    assert len(place) == 1, "a page of every group takes the same memory"
+    per_token = place.pop() * page_places(groups)
+    for group in groups:
+        assert sum(sizes[layer] for layer in group.layers) <= per_token
+    per_sequence = per_token * sum(min(each, max_tokens) for each in tokens)
+    assert per_sequence < sum(sizes) * max_tokens
 
 
 def test_groups_of_published_models() -> None:
@@ -207,6 +215,15 @@ def test_groups_of_published_models() -> None:
     gpt_oss = [None if layer % 2 else 128 for layer in range(24)]
     assert [len(group.layers) for group in plan_page_groups(gpt_oss, 32768)] == [12, 12]
     assert plan_page_groups(gemma3_27b, 1024) == ()
+    # Gemma 4 E2B's layers with a cache, and 31B's, in which full attention has the smaller keys
+    e2b = [None if (layer + 1) % 5 == 0 else 512 for layer in range(15)]
+    groups = plan_page_groups(e2b, 32768, [256 if window else 512 for window in e2b])
+    assert [(len(group.layers), group.per_place) for group in groups] == [(3, 1), (6, 2), (6, 2)]
+    big = [None if (layer + 1) % 6 == 0 else 1024 for layer in range(60)]
+    groups = plan_page_groups(big, 32768, [4096 if window else 2048 for window in big])
+    assert [(len(group.layers), group.per_place) for group in groups] == [
+        (10, 2), *[(8, 1)] * 6, (2, 1),
+    ]  # fmt: skip
     assert plan_page_groups([4096] * 32, 32768) == plan_page_groups([None] * 32, 32768) == ()
 
 

@@ -18,6 +18,7 @@ from modelmill.core.errors import UsageError
 from modelmill.core.types import Request
 from modelmill.loader.model_loader import fill_weights
 from modelmill.nn.decoder import Decoder
+from modelmill.nn.model_kv import model_kv_shape
 from modelmill.runtime import cuda_graphs
 from modelmill.runtime.batch import reserve_step_buffers
 from modelmill.runtime.engine_core import EngineCore
@@ -30,6 +31,7 @@ from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
 PAGE, WINDOW, MAX_LEN = 8, 20, 512
 Events = tiny.Events
+GEMMA4 = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4},
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window_pattern": 3},
@@ -37,16 +39,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "olmo3": {"num_hidden_layers": 4},
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
-}
+    "gemma4_text": {"num_hidden_layers": 7, "num_kv_shared_layers": 2, "layer_types": GEMMA4},
+    # a page of one layer with full attention has room for two with a window, and the other way
+    "gemma4_text:wide": {
+        "num_hidden_layers": 7, "num_kv_shared_layers": 2, "layer_types": GEMMA4,
+        "global_head_dim": 64,
+    },
+    "gemma4_text:narrow": {
+        "num_hidden_layers": 7, "num_kv_shared_layers": 0, "layer_types": GEMMA4,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+SIZES_DIFFER = [name for name in FAMILIES if name.startswith("gemma4")]
+TABLE_STEPS = {"gemma4_text:wide": (1, 2), "gemma4_text:narrow": (2, 1)}
 
 
 def model(family: str = "gemma2", *, groups: bool = True) -> Decoder:
     """A seeded model of a family; all layers share a page table unless it has ``groups``."""
-    raw = CASES[family].raw(**FAMILIES[family]) | {
+    name = family.partition(":")[0]
+    raw = CASES[name].raw(**FAMILIES[family]) | {
         "sliding_window": WINDOW, "max_position_embeddings": MAX_LEN, "vocab_size": tiny.VOCAB,
     }  # fmt: skip
-    raw.pop("layer_types", None)
-    module = import_module(f"modelmill.models.{family}")
+    if "layer_types" not in FAMILIES[family]:
+        raw.pop("layer_types", None)
+    module = import_module(f"modelmill.models.{name}")
     made: Decoder = module.Model(module.config_from_hf(raw))
     tensors = tiny.random_tensors(made)
     fill_weights(made, tensors.__getitem__, tensors, {}, {}, "cpu")
@@ -64,6 +81,8 @@ def engine(family: str = "gemma2", *, groups: bool = True, **options: Any) -> En
         options["kv_cache_bytes"] = (pages + 1) * shape.page_bytes(PAGE, torch.float32)
     core = tiny.make_engine(made, **options)
     assert (len(core.kv_shape.groups) > 1) == groups
+    if groups:
+        assert core.kv_shape.table_steps[:2] == TABLE_STEPS.get(family, (1, 1))
     return core
 
 
@@ -115,12 +134,30 @@ def test_every_family_answers_the_same_with_fewer_pages(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("decode_from", [None, 40])
 def test_logits_are_the_same_bit_for_bit(family: str, decode_from: int | None) -> None:
+    """Whole prompts and decodes."""
     ids = [list(prompt) for prompt in tiny.prompts(3, low=90, high=140, seed=2)]
     grouped, plain = engine(family), engine(family, groups=False)
     logits = TokenScorer(grouped).logits(ids, decode_from=decode_from)
     expected = TokenScorer(plain).logits(ids, decode_from=decode_from)
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
     tiny.assert_idle(grouped)
+
+
+@pytest.mark.parametrize("family", SIZES_DIFFER)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_8_bit_pages_of_layers_that_differ(family: str, kv_dtype: str) -> None:
+    """Scales stand beside the pages of each size; copies on write and cached prefixes take them."""
+    grouped, plain = (
+        engine(family, groups=groups, kv_cache_dtype=kv_dtype) for groups in (True, False)
+    )
+    assert grouped.model_runner.kv.k_scale
+    requests = long_requests(2, n=2, temperature=1.0, seed=5)
+    for _ in range(2):
+        outputs, most = run_counting_pages(grouped, requests)
+        expected, plain_most = run_counting_pages(plain, requests)
+        assert outputs == expected
+        assert most < 0.9 * plain_most
+    assert grouped.stats().cached_tokens == plain.stats().cached_tokens > 200
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -141,7 +178,7 @@ def test_the_longest_sequence_runs_in_the_pages_that_capacity_asks_for(
     tiny.assert_idle(small)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", *SIZES_DIFFER])
 @pytest.mark.parametrize("options", [{"n": 3, "temperature": 1.0, "seed": 5}, {"num_beams": 3}])
 def test_forks_and_beams(options: dict[str, Any], family: str) -> None:
     prompts = tiny.prompts(2, low=60, high=90, seed=7)
@@ -152,7 +189,7 @@ def test_forks_and_beams(options: dict[str, Any], family: str) -> None:
     assert most < plain_most
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", *SIZES_DIFFER])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preempted_sequences_answer_the_same(overlap: bool, family: str) -> None:
     prompts = tiny.prompts(6, low=5, high=8, seed=4)
@@ -175,7 +212,7 @@ def test_prefill_graphs_read_every_groups_table_at_its_address() -> None:
     assert capturer.replayed > 2
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", *SIZES_DIFFER])
 def test_decode_graphs_read_every_groups_table_at_its_address(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,11 +279,39 @@ def test_layers_with_one_op_for_all_of_them_share_a_page_table() -> None:
     fill_weights(mixed, tensors.__getitem__, tensors, {}, {}, "cpu")
     core = tiny.make_engine(mixed, max_model_len=512)
     assert (core.ops.decode is None) == bool(core.kv_shape.groups)
+    op = core.ops.decode or object()
+    assert not model_kv_shape(mixed, 512, op, torch.float32).groups
+    assert model_kv_shape(mixed, 512, op, torch.int8).groups, "the op reads no 8-bit pages"
+    assert model_kv_shape(mixed, 512, op, torch.float32, ranks=2).groups, "it runs on one rank"
+    assert model_kv_shape(mixed, 512, op, torch.float32, formats=["dense", "rptq"]).groups
+    assert not model_kv_shape(mixed, 512, op, torch.float32, formats=["dense", "int4"]).groups
     short = tiny.make_engine(model(), max_model_len=WINDOW)
     assert not short.kv_shape.groups
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_layers_that_the_op_cannot_compute_answer_the_same_in_groups(kv_cache_dtype: str) -> None:
+    """Its op would compute these layers, but reads no 8-bit pages."""
+    config = replace(tiny.decoder(max_len=512).config, windows=(20, None))
+    cores = []
+    for groups in (True, False):
+        made = Decoder(config)
+        tensors = tiny.random_tensors(made)
+        fill_weights(made, tensors.__getitem__, tensors, {}, {}, "cpu")
+        if not groups:
+            made.kv = replace(made.kv, layer_windows=())
+        options: dict[str, Any] = {"max_num_batched_tokens": 24, "max_model_len": 512}
+        cores.append(tiny.make_engine(made, kv_cache_dtype=kv_cache_dtype, **options))
+    grouped, plain = cores
+    assert [len(core.kv_shape.groups) for core in cores] == [2, 0]
+    for _ in range(2):
+        outputs, most = run_counting_pages(grouped, long_requests())
+        expected, plain_most = run_counting_pages(plain, long_requests())
+        assert outputs == expected
+        assert most < 0.8 * plain_most
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", *SIZES_DIFFER])
 def test_a_saved_session_has_the_pages_of_the_window_only(tmp_path: Path, family: str) -> None:
     prompt = tiny.prompts(1, low=121, high=121, seed=3)[0]
     request = tiny.requests([prompt], tiny.params(max_tokens=20))[0]

@@ -126,11 +126,18 @@ def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ..
 
 @pytest.mark.parametrize(
     ("name", "tp"),
-    [("llama", 2), ("gpt2", 3), ("qwen2-tied-int8", 2), ("qwen3_5_text", 2), ("gemma2", 2)],
+    [
+        ("llama", 2),
+        ("gpt2", 3),
+        ("qwen2-tied-int8", 2),
+        ("qwen3_5_text", 2),
+        ("gemma2", 2),
+        ("gemma4_text", 2),
+    ],
 )
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
     alone = open_engine(engines(name), 1)
-    assert bool(alone.kv_shape.groups) == (name == "gemma2")
+    assert bool(alone.kv_shape.groups) == (name in ("gemma2", "gemma4_text"))
     expected, logits = (
         run_requests(alone),
         TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0],

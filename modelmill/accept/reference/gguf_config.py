@@ -19,6 +19,7 @@ FURTHER_ARCHITECTURES = {
     "glm4moe": "glm4_moe",
     "deepseek2": "deepseek_v2",
     "granite": "granite",
+    "granitemoe": "granitemoe",
     "minicpm": "minicpm",
     "smollm3": "smollm3",
     "xverse": "xverse",
@@ -42,6 +43,7 @@ FURTHER_ARCHITECTURES = {
 SCALED = {"gemma3": "linear", "gpt-oss": "yarn", "deepseek2": "yarn"}
 # depth of the 27B models, whose scores are divided by the root of width / heads
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+BAICHUAN_13B = 40  # layers of the models with ALiBi
 
 
 def _facts_of(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
@@ -161,6 +163,8 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
+        **(_router(fact) if architecture == "granitemoe" else {}),
+        **(_baichuan(layers) if architecture == "baichuan" else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
         **(_grouped_experts(fact, names) if architecture in ("glm4moe", "deepseek2") else {}),
@@ -168,12 +172,24 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
     }
 
 
-def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
-    """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
-    experts = {
+def _router(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return the numbers of experts."""
+    return {
         "num_local_experts": int(fact("expert_count")),
         "num_experts_per_tok": int(fact("expert_used_count")),
     }
+
+
+def _baichuan(layers: int) -> dict[str, Any]:
+    """Return what the models with ALiBi have otherwise: no bound of positions."""
+    if layers != BAICHUAN_13B:
+        return {}
+    return {"model_type": "baichuan", "max_position_embeddings": None}
+
+
+def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
+    """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
+    experts = _router(fact)
     if fact("rope.scaling.type", "none") != "yarn":
         return experts | {"rope_parameters": {"rope_type": "default"}}
     return experts | {"rope_scaling": {"truncate": False, **_yarn(fact)}}

@@ -82,7 +82,16 @@ LATENT = {
     "self_attn.k_b_proj": "attn_k_b",
     "self_attn.v_b_proj": "attn_v_b",
 }
+GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.input_linear": "ffn_gate_exps",
+    "block_sparse_moe.up_linear": "ffn_up_exps",  # the second half of input_linear
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+}
 FAMILY_NAMES: dict[str, dict[str, str]] = {
+    "baichuan": {"self_attn.W_pack": "attn_q"},  # and two more
+    "granitemoe": GRANITE_EXPERTS,
+    "granitemoehybrid": GRANITE_EXPERTS,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
     "gemma3_text": GEMMA_NORMS,
@@ -167,7 +176,17 @@ LAYERS = {
     "mpt": "transformer.blocks.",
 }
 # families with rows of q and k in interleaved order
-PERMUTED = ("llama", "mixtral", "granite", "minicpm", "smollm3", "xverse")
+PERMUTED = (
+    "llama",
+    "mixtral",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "baichuan",
+    "minicpm",
+    "smollm3",
+    "xverse",
+)
 
 
 def gguf_name(name: str) -> str:
@@ -228,6 +247,11 @@ class GgufSource(TensorSource):
             keys = super().stored_tensor(name.replace("kv_b_proj", "k_b_proj"))
             values = super().stored_tensor(name.replace("kv_b_proj", "v_b_proj"))
             return torch.cat((keys.mT, values), dim=1).reshape(-1, keys.shape[1])
+        if ".W_pack." in name:
+            parts = (name.replace("W_pack", f"{part}_proj") for part in "qkv")
+            return torch.cat([self.stored_tensor(part) for part in parts])
+        if ".block_sparse_moe." in name and name.endswith("put_linear.weight"):
+            return self._granite_experts(name)
         tensor = super().stored_tensor(name)
         if ".shared_expert_gate." in name and tensor.ndim == 1:
             return tensor[None]
@@ -243,6 +267,16 @@ class GgufSource(TensorSource):
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
             return tensor.T
         return tensor
+
+    def _granite_experts(self, name: str) -> Tensor:
+        """Return all experts' matrices, gate above up; the last that were read are kept."""
+        if self._stack is None or self._stack[0] != name:
+            stack = super().stored_tensor(name)
+            if "input_linear" in name:
+                up = super().stored_tensor(name.replace("input_linear", "up_linear"))
+                stack = torch.cat((stack, up), dim=1)
+            self._stack = name, stack
+        return self._stack[1]
 
     def _expert(self, name: str) -> Tensor:
         """Return one expert's matrix; the last stack that was read is kept."""

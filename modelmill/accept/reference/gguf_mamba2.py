@@ -1,0 +1,147 @@
+"""The config and the tensors of GGUFs with Mamba2, alone or in Granite 4, as they are converted.
+
+llama.cpp's converter stores A = −exp(A_log) and D as columns, the weight of the gated norm by
+group, and the convolution as a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.tensor_source import RawContainer
+
+ARCHITECTURE, HYBRID = "mamba2", "granitehybrid"
+TOP = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
+MODULES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+WHOLE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+FACTORS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def mixer_name(mixer_tensor: str) -> str:
+    """Return GGUF's name of a recurrence's tensor, as "conv1d.weight"."""
+    module, _, leaf = mixer_tensor.rpartition(".")
+    return f"{MODULES[module]}.{leaf}" if module else WHOLE[mixer_tensor]
+
+
+def before_conversion(name: str, tensor: Tensor) -> Tensor:
+    """Return a recurrence's tensor as it was before the conversion."""
+    if name.endswith(".A_log"):
+        return (-tensor.float()).log().flatten()
+    if name.endswith((".D", ".norm.weight")):
+        return tensor.flatten()
+    return tensor[:, None] if name.endswith(".conv1d.weight") else tensor
+
+
+def mamba2_config(container: RawContainer) -> dict[str, Any]:
+    """Return a config in Hugging Face keys, as far as the reference reads it."""
+    facts, names = container.metadata, container.names()
+    heads, inner = (
+        int(facts[f"{ARCHITECTURE}.ssm.{key}"]) for key in ("time_step_rank", "inner_size")
+    )
+    return {
+        "model_type": "mamba2",
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": int(facts[f"{ARCHITECTURE}.embedding_length"]),
+        "num_hidden_layers": int(facts[f"{ARCHITECTURE}.block_count"]),
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "state_size": int(facts[f"{ARCHITECTURE}.ssm.state_size"]),
+        "n_groups": int(facts[f"{ARCHITECTURE}.ssm.group_count"]),
+        "layer_norm_epsilon": float(facts[f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"]),
+        "use_bias": "blk.0.ssm_in.bias" in names,
+        "use_conv_bias": "blk.0.ssm_conv1d.bias" in names,
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
+class Mamba2GgufSource(GgufSource):
+    """Such a container under Hugging Face names."""
+
+    def raw_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        stem, _, suffix = name.rpartition(".")
+        if stem in TOP:
+            return f"{TOP[stem]}.{suffix}"
+        index, _, part = name.removeprefix("backbone.layers.").partition(".")
+        if part.startswith("mixer."):
+            return f"blk.{index}.{mixer_name(part.removeprefix('mixer.'))}"
+        return f"blk.{index}.attn_norm.weight" if part == "norm.weight" else name
+
+    def stored_tensor(self, name: str) -> Tensor:
+        """Return the tensor as it was before the conversion."""
+        tensor = super().stored_tensor(name)
+        return before_conversion(name, tensor) if ".mixer." in name else tensor
+
+
+def hybrid_config(container: RawContainer) -> dict[str, Any]:
+    """Return Granite 4's config in Hugging Face keys, as far as the reference reads it."""
+    facts, names = container.metadata, container.names()
+
+    def fact(key: str, default: Any = None) -> Any:
+        return facts.get(f"{HYBRID}.{key}", default)
+
+    kv_heads = [int(each) for each in fact("attention.head_count_kv")]
+    attention, mamba = kv_heads.index(max(kv_heads)), kv_heads.index(0)
+    return {
+        "model_type": "granitemoehybrid",
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": int(fact("embedding_length")),
+        "num_hidden_layers": len(kv_heads),
+        "num_attention_heads": int(fact("attention.head_count")),
+        "num_key_value_heads": max(kv_heads),
+        "max_position_embeddings": int(fact("context_length")),
+        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(fact("rope.freq_base", 10000.0)),
+        "position_embedding_type": "rope" if fact("rope.scaling.finetuned") else "nope",
+        "attention_bias": f"blk.{attention}.attn_q.bias" in names,
+        "layer_types": ["attention" if each else "mamba" for each in kv_heads],
+        "num_local_experts": int(fact("expert_count", 0)),
+        "num_experts_per_tok": int(fact("expert_used_count", 0)),
+        **{name: float(fact(key)) for name, key in FACTORS.items()},
+        "mamba_expand": int(fact("ssm.inner_size")) // int(fact("embedding_length")),
+        "mamba_n_heads": int(fact("ssm.time_step_rank")),
+        "mamba_d_state": int(fact("ssm.state_size")),
+        "mamba_n_groups": int(fact("ssm.group_count")),
+        "mamba_proj_bias": f"blk.{mamba}.ssm_in.bias" in names,
+        "mamba_conv_bias": f"blk.{mamba}.ssm_conv1d.bias" in names,
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
+class HybridGgufSource(GgufSource):
+    """Granite 4's container under Hugging Face names."""
+
+    def raw_name(self, name: str) -> str:
+        """Return the name that the tensor has in the file."""
+        index, _, part = name.removeprefix("model.layers.").partition(".")
+        if part.startswith("mamba."):
+            return f"blk.{index}.{mixer_name(part.removeprefix('mamba.'))}"
+        for linear, matrix in (("input_linear", "gate"), ("up_linear", "up"), ("", "down")):
+            if part.startswith(f"shared_mlp.{linear}"):
+                beside = f"blk.{index}.ffn_{matrix}_shexp.weight"
+                return beside if beside in self._names else f"blk.{index}.ffn_{matrix}.weight"
+        return super().raw_name(name)
+
+    def stored_tensor(self, name: str) -> Tensor:
+        """Return the tensor as it was before the conversion."""
+        tensor = super().stored_tensor(name)
+        if ".shared_mlp.input_linear." in name:
+            up = super().stored_tensor(name.replace("input_linear", "up_linear"))
+            return torch.cat((tensor, up))
+        return before_conversion(name, tensor) if ".mamba." in name else tensor
+
+
+READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
+    ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
+    HYBRID: (hybrid_config, HybridGgufSource),
+}

@@ -1,0 +1,173 @@
+"""GGUF architectures with Mamba2: their keys, and tensors with other values or shapes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from modelmill.checkpoint.gguf_config import ArchitectureKeys
+from modelmill.checkpoint.gguf_families import GRANITE_MOE_NAMES, GgufArchitecture, granite_factors
+from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
+
+Shape = tuple[int, ...]
+
+
+def _mixer_names(stem: str) -> dict[str, str]:
+    return {
+        "blk.ssm_in": f"{stem}.in_proj",
+        "blk.ssm_conv1d": f"{stem}.conv1d",
+        "blk.ssm_dt.bias": f"{stem}.dt_bias",
+        "blk.ssm_a": f"{stem}.A_log",
+        "blk.ssm_d": f"{stem}.D",
+        "blk.ssm_norm": f"{stem}.norm",
+        "blk.ssm_out": f"{stem}.out_proj",
+    }
+
+
+MAMBA2_NAMES = {
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "blk.attn_norm": "norm",
+    **_mixer_names("mixer"),
+}
+GRANITE_HYBRID_NAMES = {
+    **GRANITE_MOE_NAMES,
+    **_mixer_names("mamba"),
+    # the MLP beside the experts, or alone; a folder has gate and up in one matrix
+    **{
+        f"blk.ffn_{part}{suffix}": f"shared_mlp.{name}"
+        for suffix in ("", "_shexp")
+        for part, name in (
+            ("gate", "input_linear.gate"), ("up", "input_linear.up"), ("down", "output_linear"),
+        )
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RestoredTensor:
+    """How a tensor was before the converter changed it.
+
+    Attributes:
+        shape: Its shape there, from that in the file.
+        values: Its values, from those in the file, in either shape.
+    """
+
+    shape: Callable[[Shape], Shape]
+    values: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _flat(shape: Shape) -> Shape:
+    return (torch.Size(shape).numel(),)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+RESTORED_TENSORS: Mapping[str, RestoredTensor] = MappingProxyType(
+    {
+        # A itself, a column; a value that is no decay becomes NaN, which a build refuses
+        "blk.ssm_a": RestoredTensor(_flat, lambda tensor: (-tensor.float()).log()),
+        "blk.ssm_d": RestoredTensor(_flat, _unchanged),
+        "blk.ssm_norm": RestoredTensor(_flat, _unchanged),
+        "blk.ssm_conv1d": RestoredTensor(
+            lambda shape: (shape[0], 1, shape[1]) if len(shape) == 2 else shape, _unchanged
+        ),
+    }
+)
+"""By GGUF's name without the layer's number."""
+
+
+def _mixer_sizes(keys: ArchitectureKeys) -> tuple[int, int, int]:
+    """Read how often the inner channels are the width, the heads, and the channels of each."""
+    hidden, inner = keys.get_count("embedding_length"), keys.get_count("ssm.inner_size")
+    heads = keys.get_count("ssm.time_step_rank")
+    if inner % hidden or inner % heads:
+        raise UnknownArchitecture(
+            f"{keys.raw.path}: has ssm.inner_size {inner}, which is no multiple of "
+            f"embedding_length {hidden} and of the {heads} heads of ssm.time_step_rank"
+        )
+    return inner // hidden, heads, inner // heads
+
+
+def _mamba2(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Mamba2; the file has no bound of the time steps."""
+    expand, heads, dim = _mixer_sizes(keys)
+    for idle in ("feed_forward_length", "attention.head_count", "attention.head_count_kv"):
+        keys.view.get(f"{keys.arch}.{idle}")  # the model has none
+    return {
+        "hidden_size": keys.get_count("embedding_length"),
+        "num_hidden_layers": keys.get_count("block_count"),
+        "expand": expand,
+        "num_heads": heads,
+        "head_dim": dim,
+        "state_size": keys.get_count("ssm.state_size"),
+        "n_groups": keys.get_count("ssm.group_count", 1),
+        "conv_kernel": keys.get_count("ssm.conv_kernel"),
+        "layer_norm_epsilon": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
+        "use_bias": keys.has_tensor("blk.0.ssm_in.bias"),
+        "use_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
+    }
+
+
+def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Granite 4: layers without KV heads are recurrences."""
+    layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
+    stored = keys.view.get(key)
+    kv_heads = [int(each) for each in stored] if isinstance(stored, np.ndarray | list) else []
+    counts = set(kv_heads) - {0}
+    if len(counts) != 1 or len(kv_heads) != layers or 0 not in kv_heads:
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: the key {key} must have a number for each of the {layers} layers, "
+            f"0 for a recurrence and else always the same; it is {str(stored)[:60]}"
+        )
+    expand, heads, dim = _mixer_sizes(keys)
+    first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
+    experts = keys.get_count("expert_count", 0)
+    keys.view.get(f"{keys.arch}.rope.dimension_count")  # all channels, where they rotate
+    rotates = keys.get_flag("rope.scaling.finetuned", False)
+    config = {
+        "hidden_size": keys.get_count("embedding_length"),
+        "intermediate_size": keys.get_count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": keys.get_count("attention.head_count"),
+        "num_key_value_heads": max(kv_heads),
+        "max_position_embeddings": keys.get_count("context_length"),
+        "rms_norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
+        "position_embedding_type": "rope" if rotates else "nope",
+        "attention_bias": keys.has_tensor(f"blk.{attention}.attn_q.bias"),
+        "layer_types": ["attention" if each else "mamba" for each in kv_heads],
+        "num_local_experts": experts,
+        "shared_intermediate_size": keys.get_count("expert_shared_feed_forward_length"),
+        **granite_factors(keys),
+        "mamba_expand": expand,
+        "mamba_n_heads": heads,
+        "mamba_d_head": dim,
+        "mamba_d_state": keys.get_count("ssm.state_size"),
+        "mamba_n_groups": keys.get_count("ssm.group_count"),
+        "mamba_d_conv": keys.get_count("ssm.conv_kernel"),
+        "mamba_proj_bias": keys.has_tensor(f"blk.{first}.ssm_in.bias"),
+        "mamba_conv_bias": keys.has_tensor(f"blk.{first}.ssm_conv1d.bias"),
+    }
+    if experts:
+        config["num_experts_per_tok"] = keys.get_count("expert_used_count")
+    return config
+
+
+MAMBA_ARCHITECTURES = {
+    "mamba2": GgufArchitecture(MAMBA2_NAMES, "backbone.layers", read_config=_mamba2),
+    "granitehybrid": GgufArchitecture(
+        GRANITE_HYBRID_NAMES,
+        has_permuted_qk=True,
+        model_type="granitemoehybrid",
+        read_config=_granite_hybrid,
+    ),
+}
