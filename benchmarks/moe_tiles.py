@@ -133,8 +133,8 @@ def grouped(
     with (
         mock.patch.dict(table, {tokens: tiles}),
         mock.patch.object(module, "_tokens_per_tile", return_value=tokens),
-        mock.patch.object(experts, "computes_pairs", return_value=False),
-        mock.patch.object(int4_fused_moe, "computes_pairs", return_value=False),
+        mock.patch.object(experts, "uses_pair_kernel", return_value=False),
+        mock.patch.object(int4_fused_moe, "uses_pair_kernel", return_value=False),
     ):
         yield
 
@@ -151,8 +151,8 @@ def candidates(name: str, tokens: int, shape: MoEShape) -> Iterator[tuple[str, A
             for tile in few_tiles if tokens <= 2 else few_tiles[:3]:
                 yield f"pairs {constant} {tile}", _both(
                     few, mock.patch.object(decode, constant, tile),
-                    mock.patch.object(experts, "computes_pairs", return_value=True),
-                    mock.patch.object(int4_fused_moe, "computes_pairs", return_value=True),
+                    mock.patch.object(experts, "uses_pair_kernel", return_value=True),
+                    mock.patch.object(int4_fused_moe, "uses_pair_kernel", return_value=True),
                 )  # fmt: skip
     average = tokens * shape.top_k / shape.experts
     module: Any = grouped_gemm_int4 if name in FOUR_BITS else grouped_gemm

@@ -30,7 +30,7 @@ from modelmill.request_state import RequestState
 from modelmill.text import grammar as grammars
 from modelmill.text.allowed_tokens import AllowedTokensGuide
 from modelmill.text.answer_grammar import PromptThinking, answer_grammar
-from modelmill.text.answer_history import AnswerHistory, PromptTail, make_past_answer
+from modelmill.text.answer_history import AnswerHistory, PromptTail, record_past_answer
 from modelmill.text.answer_pieces import ParsedAnswer
 from modelmill.text.answer_splice import AnswerSplicer, prompt_tail
 from modelmill.text.call_reader import ToolSchemas
@@ -291,7 +291,7 @@ class TextProcessor:
         ids = token_ids[:-1] if token_ids[-1] in state.request.eos_ids else token_ids
         thinks = state.prompt_thinking == "open"
         self._answer_history.add(
-            make_past_answer(answer, ids, state.prompt_tail, thinks), state.request.cache_salt
+            record_past_answer(answer, ids, state.prompt_tail, thinks), state.request.cache_salt
         )
 
     def _prompt_tail(self, pieces: Sequence[str | int]) -> PromptTail | None:

@@ -44,9 +44,9 @@ from modelmill.core.generation_defaults import GenerationDefaults, read_generati
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.core.progress import Progress
 from modelmill.nn.kv import KVShape, kv_cache_dtype
-from modelmill.nn.layer_input import layer_input_size
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.model_kv import model_kv_shape
+from modelmill.nn.per_layer_input import layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
 from modelmill.quant.keep import EXPANDED, KEEP, has_scaled_fp8, resolve_keep

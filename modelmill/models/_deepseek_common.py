@@ -15,7 +15,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
     boolean,
-    check_pairs,
+    check_rotary_pairs,
     positive_int,
     require_value,
 )
@@ -89,7 +89,7 @@ def decoder_config(
     heads, act = positive_int(raw, "num_attention_heads"), activation(raw, "hidden_act", "silu")
     require_value(raw, "num_key_value_heads", (heads, None), None)
     rope_dim = positive_int(raw, "qk_rope_head_dim", default=64)
-    check_pairs("qk_rope_head_dim", rope_dim, rope_dim)
+    check_rotary_pairs("qk_rope_head_dim", rope_dim, rope_dim)
     sizes = {"head_dim": rope_dim, "num_key_value_heads": heads}
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes), positions=positions, activation=act

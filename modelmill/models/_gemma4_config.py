@@ -14,7 +14,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     boolean,
     check_multiple,
-    check_pairs,
+    check_rotary_pairs,
     config_object,
     positive_float,
     positive_int,
@@ -25,13 +25,13 @@ from modelmill.models._moe_config import MAX_EXPERTS
 from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.expert_branch import ExpertBranchSpec
-from modelmill.nn.layer_input import LayerInputConfig, LayerInputSpec
 from modelmill.nn.layer_parts import LayerParts
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.per_layer_input import PerLayerInputConfig, PerLayerInputSpec
 from modelmill.nn.rotary import RopeSpec
-from modelmill.nn.shared_attention import SharedAttentionSpec
+from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.value_norm import ValueNormConfig
 
 ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ class Gemma4Config(DecoderConfig):
     values_are_keys: bool = False
     shared_layers: int = 0
     double_wide: bool = False
-    inputs: LayerInputConfig | None = None
+    inputs: PerLayerInputConfig | None = None
 
     @property
     def first_shared(self) -> int:
@@ -81,7 +81,7 @@ class Gemma4Config(DecoderConfig):
         """By whether a layer has a window, the layer whose keys and values later ones read."""
         return {self.windows[i] is not None: i for i in range(self.first_shared)}
 
-    def attention_spec(self, layer: int) -> AttentionSpec | SharedAttentionSpec:
+    def attention_spec(self, layer: int) -> AttentionSpec | SharedKVAttentionSpec:
         """The attention of layer ``layer``."""
         window = self.windows[layer]
         full = window is None
@@ -101,7 +101,7 @@ class Gemma4Config(DecoderConfig):
         )
         if layer < self.first_shared:
             return spec
-        return SharedAttentionSpec(spec, self.shared_caches[not full])
+        return SharedKVAttentionSpec(spec, self.shared_caches[not full])
 
     def mlp_spec(self, layer: int) -> MLPSpec:
         """The MLP of layer ``layer``."""
@@ -119,7 +119,7 @@ class Gemma4Config(DecoderConfig):
             experts=None if self.moe is None else ExpertBranchSpec(self.moe, norm),
             layer_input=None
             if inputs is None
-            else LayerInputSpec(layer, inputs.width, self.activation, norm),
+            else PerLayerInputSpec(layer, inputs.width, self.activation, norm),
         )
 
 
@@ -199,7 +199,7 @@ def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int
 def check_full_heads(heads: int, kv_heads: int, head_dim: int, window_head_dim: int) -> None:
     """Raise CheckpointError for heads of layers with full attention that do not fit."""
     check_multiple("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
-    check_pairs("global_head_dim", head_dim, head_dim)
+    check_rotary_pairs("global_head_dim", head_dim, head_dim)
     if head_dim < window_head_dim:  # the rotation of both is padded to the windowed layers' heads
         raise CheckpointError(
             f"config.json: global_head_dim={head_dim} below head_dim={window_head_dim} is not "
@@ -297,7 +297,7 @@ def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec
 
 def layer_input_config(
     raw: Mapping[str, Any], layers: int, hidden: int, eps: float
-) -> LayerInputConfig | None:
+) -> PerLayerInputConfig | None:
     """What layers read beside the stream; None for ``hidden_size_per_layer_input`` of 0.
 
     Raises:
@@ -314,4 +314,4 @@ def layer_input_config(
             f"config.json: vocab_size_per_layer_input={rows} is less than vocab_size={vocab}: "
             "every token needs a row"
         )
-    return LayerInputConfig(rows, layers, width, hidden, eps)
+    return PerLayerInputConfig(rows, layers, width, hidden, eps)

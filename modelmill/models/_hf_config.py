@@ -90,7 +90,7 @@ def derived_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> dict[st
     return {"head_dim": None}
 
 
-def check_pairs(key: str, value: int, rotated: int) -> int:
+def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
     """Return the number of rotated channels, that ``key`` decides, if they form pairs."""
     if rotated < 2 or rotated % 2:
         raise CheckpointError(

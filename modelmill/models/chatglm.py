@@ -11,7 +11,7 @@ from typing import Any
 from modelmill.models._hf_config import (
     boolean,
     check_multiple,
-    check_pairs,
+    check_rotary_pairs,
     non_negative_float,
     num_layers,
     positive_float,
@@ -67,7 +67,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         vocab=positive_int(raw, "padded_vocab_size", "vocab_size"),
         eps=non_negative_float(raw, "layernorm_epsilon", default=1e-5),
         max_len=length,
-        rope=RopeSpec(check_pairs("kv_channels", dim, dim // 2), base, length),
+        rope=RopeSpec(check_rotary_pairs("kv_channels", dim, dim // 2), base, length),
         norm=RMS_NORM if boolean(raw, "rmsnorm", True) else LAYER_NORM,
         qkv_bias=boolean(raw, "add_qkv_bias", False) or bias,
         out_bias=bias,

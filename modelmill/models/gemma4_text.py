@@ -28,8 +28,8 @@ from modelmill.models._hf_config import (
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder
-from modelmill.nn.layer_input import LayerInputs
 from modelmill.nn.layer_spec import linear_tensors
+from modelmill.nn.per_layer_input import PerLayerInputs
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
@@ -141,7 +141,7 @@ class Model(Decoder):
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__(config)
-        self.layer_inputs = None if config.inputs is None else LayerInputs(config.inputs)
+        self.layer_inputs = None if config.inputs is None else PerLayerInputs(config.inputs)
 
     def with_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
         """The step with what layers read beside the stream; x: the embeddings [T, H]."""

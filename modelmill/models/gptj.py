@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import activation, check_pairs, positive_int
+from modelmill.models._hf_config import activation, check_rotary_pairs, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -44,7 +44,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         head_bias=True,
     )
     rotated = positive_int(raw, "rotary_dim", default=64, max_value=config.head_dim)
-    dim = check_pairs("rotary_dim", rotated, rotated)
+    dim = check_rotary_pairs("rotary_dim", rotated, rotated)
     return replace(config, rope=RopeSpec(dim, 1e4, positions))
 
 

@@ -32,7 +32,7 @@ from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKVNormConfig
 from modelmill.nn.rotary import RopeSpec, Rotary
-from modelmill.nn.shared_attention import SharedAttentionSpec
+from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
 
 LayerClass = type[MixerLayer | PostNormLayer]
@@ -126,7 +126,7 @@ class DecoderConfig:
 
     def attention_spec(
         self, layer: int
-    ) -> AttentionSpec | SharedAttentionSpec | LatentAttentionSpec:
+    ) -> AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec:
         """The attention of layer ``layer``."""
         if self.latent_attention is not None:
             return self.latent_attention

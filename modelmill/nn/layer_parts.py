@@ -11,16 +11,16 @@ from modelmill.nn.attention import AttentionSpec
 from modelmill.nn.expert_branch import ExpertBranchSpec
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.layer_input import LayerInputSpec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
-from modelmill.nn.shared_attention import SharedAttentionSpec
+from modelmill.nn.per_layer_input import PerLayerInputSpec
+from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 
 RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
-MixerSpec = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | RecurrenceConfig
+MixerSpec = AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | RecurrenceConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayerParts:
     branch_scale: float | None = None
     mlp_norm: bool = False
     experts: ExpertBranchSpec | None = None
-    layer_input: LayerInputSpec | None = None
+    layer_input: PerLayerInputSpec | None = None
 
 
 def layer_of(

@@ -243,14 +243,14 @@ def _forward_module(block: QuantizableLayer, batch: CalibrationBatch) -> None:
     results = output if len(module.writes) > 1 else (output,)
     if isinstance(module, RoutingSpec):
         batch.expert_tokens = (results[0] != 0).sum(0).tolist()
-        results = (with_more_tokens(results[0]),)
+        results = (ensure_tokens_per_expert(results[0]),)
     batch.num_done += 1
     needed = {*spec.outputs, *(name for m in spec.modules[batch.num_done :] for name in m.reads)}
     batch.values |= zip(module.writes, results, strict=True)
     batch.values = {name: value for name, value in batch.values.items() if name in needed}
 
 
-def with_more_tokens(routing: torch.Tensor) -> torch.Tensor:
+def ensure_tokens_per_expert(routing: torch.Tensor) -> torch.Tensor:
     """The choice of experts, in which each has enough tokens to be calibrated on.
 
     An expert that fewer than MIN_EXPERT_TOKENS of the batch's tokens have gets all of them, with

@@ -427,7 +427,7 @@ class Scheduler:
             key = seq.page_key(page, size)
             for group, pages in enumerate(seq.group_pages):
                 self.pool.cache(pages[page], group_key(key, group))
-        seq.note_cached_pages(full)
+        seq.note_registered_pages(full)
         if self.states is not None:
             self.states.publish(seq, full * size)
 

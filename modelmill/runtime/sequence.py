@@ -336,7 +336,7 @@ class Sequence:
         """Store the key of the cached snapshot that the next one replaces."""
         self.latest_snapshot = key
 
-    def note_cached_pages(self, count: int) -> None:
+    def note_registered_pages(self, count: int) -> None:
         """Record that the prefix cache knows the first ``count`` pages."""
         self.num_cached_pages = count
 

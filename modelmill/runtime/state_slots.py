@@ -169,8 +169,3 @@ class StateSlots:
         """Free the slots that a sequence, which stops, was to write."""
         self._free += [snapshot.slot for snapshot in seq.take_snapshots(None)]
         self.drop_copies_into(seq.table_row)
-
-    def clear(self) -> None:
-        """Empty the prefix cache of states."""
-        self._free += self._slot_by_key.values()
-        self._slot_by_key.clear()

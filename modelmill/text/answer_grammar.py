@@ -14,7 +14,7 @@ from modelmill.core.errors import RequestError
 from modelmill.core.types import TOKEN_IDS, Grammar
 from modelmill.text import harmony
 from modelmill.text.argument_grammar import ArgumentGrammar
-from modelmill.text.call_reader import mark_parts
+from modelmill.text.call_reader import split_mark
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.chat_syntax import NO_MARKS, CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.lark_builder import ANY_TEXT, LarkBuilder
@@ -182,7 +182,7 @@ def _optional_calls(
     if calls.style == "harmony":
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
         return f"({final} {builder.free_text(())} | {body})"
-    parts = mark_parts(prefix)
+    parts = split_mark(prefix)
     if calls.whole_marks:
         parts = tuple(filter(None, (calls.section[0].strip(), calls.call[0].strip())))
     opener = parts[0] if parts and len(parts[0]) > 1 else ""

@@ -76,7 +76,7 @@ class PastAnswer:
         return self.ids.itemsize * len(self.ids) + RECORD_BYTES
 
 
-def make_past_answer(
+def record_past_answer(
     answer: ParsedAnswer, ids: Sequence[int], tail: PromptTail, thinks: bool
 ) -> PastAnswer:
     """Return the record of an answer; ids: its tokens without the one that ended it."""

@@ -25,7 +25,7 @@ _PARTS = re.compile(r"<[|｜][^<>\s]*[|｜]>|<[^<\s]*|[^<\s]+")
 
 
 @cache
-def mark_parts(mark: str) -> tuple[str, ...]:
+def split_mark(mark: str) -> tuple[str, ...]:
     """Split a mark at blanks, before "<" and behind control tokens, where whitespace may differ."""
     return tuple(_PARTS.findall(mark))
 
@@ -85,8 +85,8 @@ class CallReader(ABC):
 
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         self._syntax, self._tools, self._output = syntax, tools, output
-        self._section, self._section_close = map(mark_parts, syntax.section)
-        self._open, self._close = map(mark_parts, syntax.call)
+        self._section, self._section_close = map(split_mark, syntax.section)
+        self._open, self._close = map(split_mark, syntax.call)
         whole = syntax.whole_marks
         beginnings = (each[0].strip() for each in (syntax.section, syntax.call))
         first = [*beginnings] if whole else [*self._section[:1], *self._open[:1]]

@@ -75,17 +75,17 @@ def detect_thinking(syntax: ChatSyntax, template: str) -> ThinkingSyntax | None:
 
 def text_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterable[str]:
     """Return the texts that the parser needs in an answer without calls."""
-    from modelmill.text.call_reader import mark_parts
+    from modelmill.text.call_reader import split_mark
 
     marks = [] if thinking is None else [*thinking.marks]
     if syntax.content != NO_MARKS:
         marks += [*syntax.content, *syntax.dropped]
-    return {part for mark in marks for part in (mark, *mark_parts(mark))}
+    return {part for mark in marks for part in (mark, *split_mark(mark))}
 
 
 def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterable[str]:
     """Return the texts that the parser needs in the answer, though they may be control tokens."""
-    from modelmill.text.call_reader import mark_parts
+    from modelmill.text.call_reader import split_mark
 
     calls = syntax.calls
     marks = [*calls.section, *calls.call, *calls.optional, *syntax.content]
@@ -94,5 +94,5 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]
     if thinking is not None:
         marks += [thinking.open, thinking.close]
-    parts = {part for mark in marks for part in (mark.strip(), *mark_parts(mark))}
+    parts = {part for mark in marks for part in (mark.strip(), *split_mark(mark))}
     return parts | set(syntax.control_tokens) | set(calls.openers)

@@ -10,8 +10,8 @@ from modelmill.text.call_reader import (
     MAX_HEAD_CHARS,
     CallReader,
     find_first,
-    mark_parts,
     overlap,
+    split_mark,
 )
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.value_stream import ValueStream, clean_json
@@ -28,7 +28,7 @@ class JsonCallReader(CallReader):
         # a list's brackets are optional: what is between objects is read by _between
         self._opening = tuple(
             part[:-1] if part.endswith("[") and len(part) > 1 else part
-            for part in (*self._section, *mark_parts(code), *self._open, *self._syntax.openers)
+            for part in (*self._section, *split_mark(code), *self._open, *self._syntax.openers)
             if part != "["
         )
         closing = (part.removeprefix("]") for part in (*self._close, *self._section_close))

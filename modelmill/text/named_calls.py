@@ -11,8 +11,8 @@ from modelmill.text.call_reader import (
     CallReader,
     ToolSchemas,
     find_first,
-    mark_parts,
     skip_blank,
+    split_mark,
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
@@ -31,7 +31,7 @@ class NamedCallReader(CallReader):
     def _first_state(self) -> Callable[[str, int], int]:
         syntax = self._syntax
         self._head = re.compile(syntax.head_pattern)
-        self._name_end = mark_parts(syntax.name_end)
+        self._name_end = split_mark(syntax.name_end)
         empty_ends = (syntax.empty_end,) if syntax.empty_end else ()
         self._head_ends = (*self._name_end[:1], *self._argument_starts(), *empty_ends)
         self._arguments = ValueStream(syntax.string_mark)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from modelmill.text.call_reader import MAX_HEAD_CHARS, find_first, mark_parts, overlap, skip_blank
+from modelmill.text.call_reader import MAX_HEAD_CHARS, find_first, overlap, skip_blank, split_mark
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_types import ParameterType, parameter_type, typed_value
 from modelmill.text.value_stream import ValueStream, escape_text
@@ -21,14 +21,14 @@ class ParameterCallReader(NamedCallReader):
         parameter = self._syntax.parameter
         assert parameter is not None, "this style has marks of an argument"
         self._parameter = parameter
-        self._param_open = mark_parts(parameter.open)
-        self._key_end = mark_parts(parameter.key_end)
+        self._param_open = split_mark(parameter.open)
+        self._key_end = split_mark(parameter.key_end)
         # line breaks around a value belong to the marks
         self._value_start = parameter.key_end[len(parameter.key_end.rstrip()) :]
         self._value_end = parameter.close[: len(parameter.close) - len(parameter.close.lstrip())]
         whole = self._syntax.whole_marks
-        self._value_close = parameter.close.strip() if whole else mark_parts(parameter.close)[0]
-        self._whole_open = mark_parts(parameter.whole[0])
+        self._value_close = parameter.close.strip() if whole else split_mark(parameter.close)[0]
+        self._whole_open = split_mark(parameter.whole[0])
         self._object_close: tuple[str, ...] = ()
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
@@ -92,7 +92,7 @@ class ParameterCallReader(NamedCallReader):
             if place is None:
                 return at
             if count > 1:
-                self._object_close = mark_parts(self._parameter.whole[1])
+                self._object_close = split_mark(self._parameter.whole[1])
                 self._state = self._scan_whole
                 return place
         ends = self._close or self._section_close
@@ -206,7 +206,7 @@ class ParameterCallReader(NamedCallReader):
         if text[start : start + 1] != "{":
             self._state = self._scan_value_start
             return at
-        self._object_close = mark_parts(self._parameter.close)
+        self._object_close = split_mark(self._parameter.close)
         return self._begin_object(start)
 
     def _scan_value_start(self, text: str, at: int) -> int:
@@ -314,7 +314,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_value_close(self, text: str, at: int) -> int:
         self._drop()
-        return self._pass_marks(text, at, mark_parts(self._parameter.close), self._scan_parameter)
+        return self._pass_marks(text, at, split_mark(self._parameter.close), self._scan_parameter)
 
 
 def _split_attribute(key: str) -> tuple[str, bool | None]:

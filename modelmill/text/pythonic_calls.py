@@ -10,8 +10,8 @@ from modelmill.text.call_reader import (
     MAX_HEAD_CHARS,
     CallReader,
     ToolSchemas,
-    mark_parts,
     skip_blank,
+    split_mark,
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
@@ -49,7 +49,7 @@ class PythonicCallReader(CallReader):
         return end
 
     def _scan_open(self, text: str, at: int) -> int:
-        count, place = self._match(text, at, mark_parts(self._syntax.optional[0]))
+        count, place = self._match(text, at, split_mark(self._syntax.optional[0]))
         if place is None:
             return at
         self._has_mark = bool(count)
@@ -161,7 +161,7 @@ class PythonicCallReader(CallReader):
         return start + (text[start : start + 1] == "]")
 
     def _scan_close(self, text: str, at: int) -> int:
-        opening, closing = map(mark_parts, self._syntax.optional)
+        opening, closing = map(split_mark, self._syntax.optional)
         if not self._syntax.repeats:
             return self._close_block(text, at, closing)
         if not self._list:

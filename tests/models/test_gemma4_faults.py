@@ -9,17 +9,17 @@ import torch
 
 from modelmill.models import gemma4_text
 from modelmill.nn.expert_branch import ExpertBranch, TwoBranches
-from modelmill.nn.layer_input import (
+from modelmill.nn.moe import TopKRouting
+from modelmill.nn.per_layer_input import (
     SUM_SCALE,
-    GatedLayerInput,
-    LayerInputs,
+    GatedPerLayerInput,
+    PerLayerInputs,
     ScaledProjection,
     ScaledTable,
     WeightedSum,
 )
-from modelmill.nn.moe import TopKRouting
 from modelmill.nn.scaled_sandwich import ScaledSum
-from modelmill.nn.shared_attention import QueryRope
+from modelmill.nn.shared_kv_attention import QueryRope
 from modelmill.nn.value_norm import ValueNorm
 from tests.models.planted_fault import (
     PlantedFault,
@@ -65,11 +65,11 @@ def queries_as_values(self: ValueNorm, qkv: Tensor, step: Any) -> Tensor:
     return torch.cat((out[:, :-width], qkv[:, :width]), -1)
 
 
-def next_layers_input(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor:
+def next_layers_input(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
     return self.compute(gate) * step.layer_inputs[:, (self.layer + 1) % 6]
 
 
-def without_activation(self: GatedLayerInput, gate: Tensor, step: Any) -> Tensor:
+def without_activation(self: GatedPerLayerInput, gate: Tensor, step: Any) -> Tensor:
     return gate * step.layer_inputs[:, self.layer]
 
 
@@ -90,7 +90,7 @@ def unscaled_projection(self: ScaledProjection, x: Tensor, step: Any) -> Tensor:
     return real_projection(self, x, step) / self.scale
 
 
-def layers_in_the_other_order(self: LayerInputs, x: Tensor, step: Any) -> Tensor:
+def layers_in_the_other_order(self: PerLayerInputs, x: Tensor, step: Any) -> Tensor:
     return real_inputs(self, x, step).flip(1)
 
 
@@ -152,7 +152,7 @@ def swapped_norms(rule: Any) -> Any:
 
 
 one = torch.tensor([7])
-real_value_norm, real_inputs = ValueNorm.forward, LayerInputs.forward
+real_value_norm, real_inputs = ValueNorm.forward, PerLayerInputs.forward
 real_table, real_projection = ScaledTable.forward, ScaledProjection.forward
 real_sum = WeightedSum.forward
 real_query_rope, real_routing = QueryRope.forward, TopKRouting.forward
@@ -165,9 +165,11 @@ FAULTS: dict[str, PlantedFault] = {
     "queries for the values that are keys": module_fault(
         ValueNorm, queries_as_values, "attn.value_norm", 1
     ),
-    "the next layer's input": module_fault(GatedLayerInput, next_layers_input, "layer_input.act"),
+    "the next layer's input": module_fault(
+        GatedPerLayerInput, next_layers_input, "layer_input.act"
+    ),
     "no activation of the gate": module_fault(
-        GatedLayerInput, without_activation, "layer_input.act"
+        GatedPerLayerInput, without_activation, "layer_input.act"
     ),
     "layer inputs without the table": module_fault(
         WeightedSum, without_table, "layer_inputs.sum", None
@@ -180,7 +182,7 @@ FAULTS: dict[str, PlantedFault] = {
         ScaledProjection, unscaled_projection, "layer_inputs.projection", None
     ),
     "layer inputs in the other order": module_fault(
-        LayerInputs, layers_in_the_other_order, "layer_input.act"
+        PerLayerInputs, layers_in_the_other_order, "layer_input.act"
     ),
     "one row of their table": tensor_fault(
         "layer_inputs.table.weight", lambda t: t.index_fill(0, one, 0.0), "layer_inputs.table", None

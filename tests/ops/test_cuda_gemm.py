@@ -66,9 +66,9 @@ def test_each_width_is_met_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "supports_operands", lambda *_: True)
     monkeypatch.setattr(gemm.launch, "sm_count", lambda _: 132)
     x, weight = torch.empty(1, 64), torch.empty(22016, 64)
-    met = gemm.large_m_specializations(x, weight, 8192)
+    met = gemm.large_m_warmup_rows(x, weight, 8192)
     assert {gemm.tile_width(rows, 22016, 132) for rows in met} == set(gemm.TILE_WIDTHS)
-    assert gemm.large_m_specializations(x, weight, 511) == []
+    assert gemm.large_m_warmup_rows(x, weight, 511) == []
 
 
 @given(st.integers(512, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)

@@ -35,7 +35,7 @@ from modelmill.quant.calibrate import (
 from modelmill.quant.calibration_state import (
     CalibrationState,
     QuantizableLayer,
-    with_more_tokens,
+    ensure_tokens_per_expert,
 )
 from modelmill.quant.recipe import make_recipe, recipe_names
 from tests.accept.build_and_accept import save_tiny
@@ -271,7 +271,7 @@ def test_an_expert_with_few_tokens_is_calibrated_on_all_of_them() -> None:
     routing[:, 0] = torch.rand(200, generator=draw)
     routing[:70, 1] = 0.5
     routing[:5, 2] = 0.25
-    more = with_more_tokens(routing)
+    more = ensure_tokens_per_expert(routing)
     assert (more > 0).sum(0).tolist() == [200, 70, 200]
     assert torch.equal(more[:5], routing[:5])
     outputs = torch.randn(200, 3, generator=draw)

@@ -15,7 +15,7 @@ from modelmill.text.answer_history import (
     AnswerHistory,
     PastAnswer,
     Piece,
-    make_past_answer,
+    record_past_answer,
 )
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer, function_call_json
@@ -81,7 +81,7 @@ class Conversation:
             load_format(self.chat.format_name), self.schemas, thinking=thinking, thinks=thinks
         )
         answer = collect_answer([*parser.push(self.splicer._text(ids)), *parser.flush()])
-        self.history.add(make_past_answer(answer, ids, tail, thinks), "")
+        self.history.add(record_past_answer(answer, ids, tail, thinks), "")
         return answer
 
     def send_back(self, answer: ParsedAnswer, **changes: Any) -> None:
@@ -221,7 +221,7 @@ def test_an_answer_with_a_dropped_call_is_not_repeated(shared: Path) -> None:
     tail = prompt_tail(talk_to.pieces(), talk_to.tokenizer, None)
     assert tail is not None
     talk_to.history = AnswerHistory()
-    talk_to.history.add(make_past_answer(first, ids, tail, thinks=False), "")
+    talk_to.history.add(record_past_answer(first, ids, tail, thinks=False), "")
     talk_to.send_back(first)
     assert talk_to.prompt() == talk_to.tokenizer.encode_pieces(talk_to.pieces())
 
@@ -231,7 +231,7 @@ def test_the_oldest_answers_are_forgotten_and_salts_are_separate() -> None:
     assert tail is not None
 
     def record(text: str, size: int = 1) -> PastAnswer:
-        return make_past_answer(ParsedAnswer(text), [7] * size, tail, thinks=False)
+        return record_past_answer(ParsedAnswer(text), [7] * size, tail, thinks=False)
 
     def answered(text: str) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": text}]
@@ -307,7 +307,7 @@ def check_random_answer(name: str, case: RandomCase, rng: random.Random) -> None
     assert tail is not None
     parser = make_answer_parser(syntax, case.tools, thinking=case.thinking, thinks=case.thinks)
     answer = collect_answer([*parser.push(talk_to.splicer._text(ids)), *parser.flush()])
-    past = make_past_answer(answer, ids, tail, case.thinks)
+    past = record_past_answer(answer, ids, tail, case.thinks)
     drops = rng.random() < 0.5 or not answer.reasoning
     shown = rewritten(answer, rng)
     rendered = write_answer(

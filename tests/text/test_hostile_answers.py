@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
-from modelmill.text.call_reader import mark_parts
+from modelmill.text.call_reader import split_mark
 from modelmill.text.chat_format_files import control_marks, format_names, load_format
 from tests.hypothesis_examples import examples
 from tools.chat_formats.check_answers import is_json_prefix
@@ -32,7 +32,7 @@ def hostile_texts(name: str) -> st.SearchStrategy[list[str]]:
     """Lists of pieces: marks of the format, whole and cut, its syntax, and any text."""
     syntax = load_format(name)
     marks = sorted({*control_marks(syntax, syntax.thinking), "<tool_call>"} - {""})
-    parts = sorted({part for mark in marks for part in mark_parts(mark)})
+    parts = sorted({part for mark in marks for part in split_mark(mark)})
     cut = [mark[: len(mark) // 2] for mark in marks]
     return st.lists(
         st.one_of(st.sampled_from([*marks, *parts, *cut]), st.sampled_from(PIECES), st.text()),
@@ -92,7 +92,7 @@ def without_marks(name: str, text: str) -> str:
     syntax = load_format(name)
     text = "".join(text.split())
     section = syntax.calls.section[0]
-    first = () if syntax.calls.whole_marks else mark_parts(section)[:1]
+    first = () if syntax.calls.whole_marks else split_mark(section)[:1]
     # a list without a call ends at its bracket
     empty = [section + "]"] if syntax.calls.section[1].startswith("]") else []
     for mark in (*empty, section, *first, *syntax.content, *syntax.dropped):

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from modelmill.text.answer_pieces import ParsedAnswer, ParsedToolCall
-from modelmill.text.call_reader import mark_parts
+from modelmill.text.call_reader import split_mark
 from modelmill.text.chat_syntax import ChatSyntax, ThinkingSyntax
 
 WORDS = (
@@ -85,7 +85,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
         marks += [calls.parameter.open, calls.parameter.close, calls.parameter.key_end]
     if calls.style == "react":
         marks += ["Action", "Final Answer", "Observation", "Thought"]
-    parts = {part for mark in marks for part in mark_parts(mark)}
+    parts = {part for mark in marks for part in split_mark(mark)}
     return sorted(part for part in parts if len(part) > 1)
 
 

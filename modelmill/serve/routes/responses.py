@@ -18,8 +18,8 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
+from modelmill.serve.response_recorder import ResponseRecorder, earlier_items, stores
 from modelmill.serve.response_store import input_items
-from modelmill.serve.response_writer import ResponseWriter, earlier_items, stores
 from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
 from modelmill.serve.routes.chat import AnswerReader, checked_request_state
 from modelmill.serve.routes.common import (
@@ -58,7 +58,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
         chat,
         handle,
         engine.text_processor,
-        store=ResponseWriter(service, request, body.input) if stores(service, body) else None,
+        store=ResponseRecorder(service, request, body.input) if stores(service, body) else None,
     )
     streams, large = bool(body.stream), bool(body.wants_logprobs)
     return await stream_or_whole(request, handle, builder, streams=streams, large_events=large)
@@ -91,7 +91,7 @@ class ResponsesBuilder(EventFormatter):
         chat: ChatRequest,
         handle: RequestHandle,
         text_processor: TextProcessor,
-        store: ResponseWriter | None = None,
+        store: ResponseRecorder | None = None,
     ) -> None:
         self._body, self._handle = body, handle
         self._store = store

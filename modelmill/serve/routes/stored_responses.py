@@ -13,8 +13,8 @@ from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import PROMPT, compacted_items
 from modelmill.serve.openai_format import Utf8JsonResponse, token_usage
+from modelmill.serve.response_recorder import earlier_items, owner_of
 from modelmill.serve.response_store import input_items
-from modelmill.serve.response_writer import earlier_items, owner_of
 from modelmill.serve.responses_schema import CompactRequest, items_to_messages
 from modelmill.serve.routes.chat import chat_request_state
 from modelmill.serve.routes.common import acquire_engine, get_service, random_id, submit_requests

@@ -156,7 +156,7 @@ LARGE_M_RANGE = ProblemRange(
 )
 
 
-def large_m_specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
+def large_m_warmup_rows(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> list[int]:
     """Numbers of rows up to ``max_rows`` that cover every config of gemm_swiglu_large_m."""
     if weight.shape[0] % 16 or not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []

@@ -13,7 +13,7 @@ from modelmill.ops.cuda.gemm_16bit.linear import available as available
 from modelmill.ops.kernel_range import Kernel, ProblemRange
 from modelmill.ops.linear_swiglu import DECLARATION
 
-specializations = gemm.large_m_specializations
+specializations = gemm.large_m_warmup_rows
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

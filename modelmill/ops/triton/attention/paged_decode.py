@@ -65,7 +65,7 @@ def key_offsets(
 
 
 @triton.jit
-def as_unsigned(offsets):
+def offsets_as_unsigned(offsets):
     """Cast non-negative offsets to unsigned: dividing by a power of two is then a shift."""
     return offsets.to(tl.uint64) if offsets.dtype == tl.int64 else offsets.to(tl.uint32)
 
@@ -121,7 +121,7 @@ def paged_decode_kernel(
         v = tl.load(v_at + offsets[:, :, None], mask=inside, other=0.0)
         score = tl.sum(to_float32(k) * q[None, None, :], axis=2)
         if SCALED:
-            scale_index = kv // DIM + as_unsigned(offsets) // DIM
+            scale_index = kv // DIM + offsets_as_unsigned(offsets) // DIM
             score *= tl.load(k_scale_ptr + scale_index, mask=valid, other=0.0)
             v_scale = tl.load(v_scale_ptr + scale_index, mask=valid, other=0.0)
         if SOFTCAP > 0:
@@ -228,7 +228,7 @@ def grouped_paged_decode_kernel(
         if SCALED:
             # The scale of a value is added to the exponent of its softmax weight, which is at most
             # 1 and so in the range of float16. The sum of the weights divides it out again.
-            scale_index = kv // DIM + as_unsigned(offsets) // DIM
+            scale_index = kv // DIM + offsets_as_unsigned(offsets) // DIM
             k_scale = tl.load(k_scale_ptr + scale_index, mask=valid, other=1.0) * scale
             v_scale = tl.load(v_scale_ptr + scale_index, mask=valid, other=1.0)
             score *= k_scale[None, :]

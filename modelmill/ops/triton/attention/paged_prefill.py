@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from modelmill.ops.triton.attention.paged_decode import as_unsigned, key_offsets
+from modelmill.ops.triton.attention.paged_decode import key_offsets, offsets_as_unsigned
 from modelmill.ops.triton.attention.score_mods import load_per_head, soft_cap
 from modelmill.ops.triton.common.dtype_convert import normalize_float16, to_float16, to_float32
 
@@ -144,7 +144,7 @@ def attend_key_block(
         v = tl.load(v_ptr + at)
     if SCALED:
         # Many queries share a block, so the elements are scaled, two at a time.
-        scale_index = as_unsigned(offsets) // DIM
+        scale_index = offsets_as_unsigned(offsets) // DIM
         if MASKED:
             k_scale = tl.load(k_scale_ptr + scale_index, mask=key < end, other=0.0)[:, None]
             v_scale = tl.load(v_scale_ptr + scale_index, mask=key < end, other=0.0)[:, None]

@@ -16,7 +16,7 @@ FEW_PAIRS = 0.25  # pairs for each expert up to which experts are hardly shared
 FEW_PAIRS_4BIT, FEW_TOKENS_4BIT = 1.0, 16
 
 
-def computes_pairs(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bool:
+def uses_pair_kernel(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bool:
     """Whether experts are shared by so few tokens that each pair reads its own weights.
 
     few_pairs: pairs of a token and its expert, for each expert, up to which this holds.
@@ -64,5 +64,5 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     act_dtype: to which 8-bit dtype activations are quantized; None: they are not.
     """
     compute: Callable[..., torch.Tensor]
-    compute = moe_decode.run if computes_pairs(inputs) else grouped_gemm.run
+    compute = moe_decode.run if uses_pair_kernel(inputs) else grouped_gemm.run
     return compute(inputs, act_dtype)

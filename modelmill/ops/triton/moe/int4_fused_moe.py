@@ -19,8 +19,8 @@ from modelmill.ops.triton.moe import grouped_gemm_int4, moe_decode_int4
 from modelmill.ops.triton.moe.experts import (
     FEW_PAIRS_4BIT,
     FEW_TOKENS_4BIT,
-    computes_pairs,
     supports_layout,
+    uses_pair_kernel,
 )
 
 _PACK_COLUMNS = 32  # columns that are packed together
@@ -45,10 +45,10 @@ def supports(inputs: FusedMoEInputs) -> bool:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op."""
-    return (moe_decode_int4 if computes_4bit_pairs(inputs) else grouped_gemm_int4).run(inputs)
+    return (moe_decode_int4 if uses_pair_kernel_4bit(inputs) else grouped_gemm_int4).run(inputs)
 
 
-def computes_4bit_pairs(inputs: FusedMoEInputs) -> bool:
-    """``computes_pairs`` for weights of 4 bits, up to as many tokens as it was timed with."""
-    few = len(inputs.x) <= FEW_TOKENS_4BIT and computes_pairs(inputs, FEW_PAIRS_4BIT)
-    return few or computes_pairs(inputs)
+def uses_pair_kernel_4bit(inputs: FusedMoEInputs) -> bool:
+    """``uses_pair_kernel`` for weights of 4 bits, up to as many tokens as it was timed with."""
+    few = len(inputs.x) <= FEW_TOKENS_4BIT and uses_pair_kernel(inputs, FEW_PAIRS_4BIT)
+    return few or uses_pair_kernel(inputs)

@@ -31,5 +31,5 @@ def supports(inputs: FusedMoEInputs) -> bool:
         int4_fused_moe.supports(inputs)
         and inputs.group == BLOCK_COLUMNS
         and all(scale is not None and scale.dtype == torch.uint8 for scale in scales)
-        and (inputs.x.dtype != torch.float16 or int4_fused_moe.computes_4bit_pairs(inputs))
+        and (inputs.x.dtype != torch.float16 or int4_fused_moe.uses_pair_kernel_4bit(inputs))
     )

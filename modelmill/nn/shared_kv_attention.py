@@ -23,7 +23,7 @@ from modelmill.parallel.shard import Range
 
 
 @dataclass(frozen=True)
-class SharedAttentionSpec:
+class SharedKVAttentionSpec:
     """Sizes and switches of such an attention.
 
     Attributes:
@@ -44,12 +44,12 @@ class SharedAttentionSpec:
         """The inputs of the two projections; the values come from another layer's."""
         return SiteSpec("qkv"), SiteSpec("o")
 
-    def make(self, cache_index: int) -> SharedAttention:  # noqa: ARG002
+    def make(self, cache_index: int) -> SharedKVAttention:  # noqa: ARG002
         """The module, which has no place among the layers with a KV cache."""
-        return SharedAttention(self)
+        return SharedKVAttention(self)
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
-        """The modules of ``SharedAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
+        """The modules of ``SharedKVAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         spec = self.attention
         rows = (Part("q", spec.heads * spec.head_dim, "q_heads"),)
         return (
@@ -68,10 +68,10 @@ class SharedAttentionSpec:
         )
 
 
-class SharedAttention(nn.Module):
+class SharedKVAttention(nn.Module):
     """q projection → norm and rotate → attend to another layer's pages → output projection."""
 
-    def __init__(self, spec: SharedAttentionSpec) -> None:
+    def __init__(self, spec: SharedKVAttentionSpec) -> None:
         super().__init__()
         sizes = spec.attention
         self.kv_heads = sizes.kv_heads

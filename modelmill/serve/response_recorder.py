@@ -42,7 +42,7 @@ def earlier_items(request: Request, id: str | None) -> list[Any]:
     return store.get(owner_of(request), id, "previous_response_id").items
 
 
-class ResponseWriter:
+class ResponseRecorder:
     """Stores the response of one request."""
 
     def __init__(self, service: Service, request: Request, body_input: str | Sequence[Any]) -> None:

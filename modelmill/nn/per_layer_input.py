@@ -23,7 +23,7 @@ SUM_SCALE = 2.0**-0.5
 
 
 @dataclass(frozen=True)
-class LayerInputConfig:
+class PerLayerInputConfig:
     """The vectors of all layers.
 
     Attributes:
@@ -79,10 +79,10 @@ class WeightedSum(nn.Module):
         return (one + other) * SUM_SCALE
 
 
-class LayerInputs(nn.Module):
+class PerLayerInputs(nn.Module):
     """Ids [T] and embeddings [T, H] → what each layer reads, [T, layers, width]."""
 
-    def __init__(self, config: LayerInputConfig) -> None:
+    def __init__(self, config: PerLayerInputConfig) -> None:
         super().__init__()
         self.config = config
         size = config.layers * config.width
@@ -106,12 +106,12 @@ class LayerInputs(nn.Module):
 
 def layer_input_size(model: nn.Module) -> int:
     """Channels that a token has beside the stream, for all layers of a model together."""
-    inputs = (each.config for each in model.modules() if isinstance(each, LayerInputs))
+    inputs = (each.config for each in model.modules() if isinstance(each, PerLayerInputs))
     return sum(config.layers * config.width for config in inputs)
 
 
 @dataclass(frozen=True)
-class LayerInputSpec:
+class PerLayerInputSpec:
     """What one layer does with its vector.
 
     Attributes:
@@ -126,9 +126,9 @@ class LayerInputSpec:
     activation: str
     norm: NormConfig
 
-    def make(self) -> LayerInputBlock:
+    def make(self) -> PerLayerInputBlock:
         """The module."""
-        return LayerInputBlock(self)
+        return PerLayerInputBlock(self)
 
     @property
     def site_specs(self) -> tuple[SiteSpec, ...]:
@@ -154,10 +154,10 @@ class LayerInputSpec:
         )  # fmt: skip
 
 
-class GatedLayerInput(nn.Module):
+class GatedPerLayerInput(nn.Module):
     """activation(gate) times the layer's vector of each token."""
 
-    def __init__(self, spec: LayerInputSpec) -> None:
+    def __init__(self, spec: PerLayerInputSpec) -> None:
         super().__init__()
         self.layer = spec.layer
         self.compute = ACTIVATIONS[spec.activation]
@@ -168,13 +168,13 @@ class GatedLayerInput(nn.Module):
         return self.compute(gate) * step.layer_inputs[:, self.layer]
 
 
-class LayerInputBlock(nn.Module):
+class PerLayerInputBlock(nn.Module):
     """norm(up(activation(gate(x)) · the layer's vector)); every rank computes all of it."""
 
-    def __init__(self, spec: LayerInputSpec) -> None:
+    def __init__(self, spec: PerLayerInputSpec) -> None:
         super().__init__()
         self.gate_proj = Linear(spec.norm.width, spec.width)
-        self.act = GatedLayerInput(spec)
+        self.act = GatedPerLayerInput(spec)
         self.up_proj = Linear(spec.width, spec.norm.width)
         self.post = spec.norm.make_single()
 
