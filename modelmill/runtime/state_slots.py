@@ -42,11 +42,6 @@ class StateSlots:
         """Snapshots in the prefix cache."""
         return len(self._slot_by_key)
 
-    @property
-    def num_free(self) -> int:
-        """Snapshot slots that are not in use."""
-        return len(self._free)
-
     def longest_prefix(self, keys: Seq[bytes]) -> int:
         """How many of the pages with these keys lie in front of the latest snapshot."""
         for count in range(len(keys), 0, -1):

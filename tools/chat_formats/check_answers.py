@@ -74,11 +74,12 @@ def _check_ended(syntax: ChatSyntax, case: RandomCase, text: str, rng: random.Ra
     assert _meaning(syntax, streamed) == _meaning(syntax, whole), (text, streamed, whole)
     for call in whole.calls:
         # JSON that the model writes itself is passed on as it is
-        is_json = is_json_prefix if syntax.calls.writes_json else _is_json
-        assert is_json(call.arguments), (text, whole)
+        valid = is_json_prefix if syntax.calls.writes_json else is_json
+        assert valid(call.arguments), (text, whole)
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether a text is one JSON value."""
     try:
         json.loads(text)
     except ValueError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta, ToolCallDelta
+from tools.chat_formats.check_answers import is_json
 from tools.peer_parsers.delta_delivery import DeltaCut
 
 
@@ -44,14 +44,6 @@ class CallDeltas:
         elif self._open is not None:
             yield self._open
         self._open = piece
-        if _is_json(piece.arguments):
+        if is_json(piece.arguments):
             yield piece
             self._open = None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.gguf_source import GgufSource, renamed_stem
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE = "gemma4"
@@ -90,17 +90,15 @@ class Gemma4GgufSource(GgufSource):
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        stem, _, suffix = name.rpartition(".")
-        if stem in TOP:
-            return f"{TOP[stem]}.{suffix}"
+        if (top := renamed_stem(name, TOP)) is not None:
+            return top
         index, _, part = name.removeprefix("model.layers.").partition(".")
         if part in WHOLE:
             return f"blk.{index}.{WHOLE[part]}"
-        module = part.rpartition(".")[0]
-        if module in LAYER:
-            return f"blk.{index}.{LAYER[module]}.{suffix}"
+        if (renamed := renamed_stem(part, LAYER)) is not None:
+            return f"blk.{index}.{renamed}"
         if ".experts." in name:
-            matrix = module.rpartition(".")[2].removesuffix("_proj")
+            matrix = part.rpartition(".")[0].rpartition(".")[2].removesuffix("_proj")
             both = f"blk.{index}.ffn_gate_up_exps.weight"
             fused = matrix != "down" and both in self._names
             return both if fused else f"blk.{index}.ffn_{matrix}_exps.weight"

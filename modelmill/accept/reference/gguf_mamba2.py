@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource
+from modelmill.accept.reference.gguf_source import GgufSource, renamed_stem
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE, HYBRID = "mamba2", "granitehybrid"
@@ -69,9 +69,8 @@ class Mamba2GgufSource(GgufSource):
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        stem, _, suffix = name.rpartition(".")
-        if stem in TOP:
-            return f"{TOP[stem]}.{suffix}"
+        if (top := renamed_stem(name, TOP)) is not None:
+            return top
         index, _, part = name.removeprefix("backbone.layers.").partition(".")
         if part.startswith("mixer."):
             return f"blk.{index}.{mixer_name(part.removeprefix('mixer.'))}"

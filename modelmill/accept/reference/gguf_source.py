@@ -189,6 +189,12 @@ PERMUTED = (
 )
 
 
+def renamed_stem(name: str, stems: Mapping[str, str]) -> str | None:
+    """Return a tensor's name with the other stem that a table has for its own; None without."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stems[stem]}.{suffix}" if stem in stems else None
+
+
 def gguf_name(name: str) -> str:
     """Return the GGUF name of a Hugging Face name.
 
@@ -233,8 +239,8 @@ class GgufSource(TensorSource):
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = FAMILY_NAMES.get(self._config["model_type"], {})
-        if stem in own:
-            return f"{own[stem]}.{suffix}"
+        if (renamed := renamed_stem(name, own)) is not None:
+            return renamed
         layers = LAYERS.get(self._config["model_type"], "model.layers.")
         index, _, part = stem.removeprefix(layers).partition(".")
         return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_name(name)
