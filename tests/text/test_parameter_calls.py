@@ -80,3 +80,12 @@ def test_other_forms_of_a_call_are_read(
     answer = parse(name, text, size)
     assert [(call.name, call.arguments) for call in answer.calls] == calls
     assert answer.content == content
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    """Also in a list that is written as the inside of a JSON string."""
+    tools = {"f": {"properties": {"x": {"type": "array"}}}}
+    parser = make_answer_parser(load_format("minicpm5"), tools)
+    text = MINI.format('[\\"\\ud800\\"]')
+    answer = collect_answer([*parser.push(text), *parser.flush()])
+    assert [call.arguments for call in answer.calls] == ['{"x": ["\\ud800"]}']
