@@ -74,7 +74,7 @@ def test_a_value_stays_as_it_is_written(value: str) -> None:
 
 
 def test_an_empty_schema_of_further_arguments_allows_them() -> None:
-    tools = {"f": {"properties": {}, "additionalProperties": {}}}
+    tools: dict[str, dict[str, Any]] = {"f": {"properties": {}, "additionalProperties": {}}}
     parser = make_answer_parser(load_format("minicpm5"), tools)
     answer = collect_answer([*parser.push(call(ULM)), *parser.flush()])
     assert [each.arguments for each in answer.calls] == ['{"city": "Ulm"}']
