@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelmill.checkpoint.gguf_config import ArchitectureKeys
+from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys
 from modelmill.checkpoint.gguf_families import GRANITE_MOE_NAMES, GgufArchitecture, granite_factors
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
@@ -117,17 +117,24 @@ def _mamba2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
-    """Read Granite 4: layers without KV heads are recurrences."""
+def _kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
+    """Read the KV heads of each layer; a recurrence has none."""
     layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
     stored = keys.view.get(key)
-    kv_heads = [int(each) for each in stored] if isinstance(stored, np.ndarray | list) else []
-    counts = set(kv_heads) - {0}
-    if len(counts) != 1 or len(kv_heads) != layers or 0 not in kv_heads:
+    listed = stored.tolist() if isinstance(stored, np.ndarray) else stored
+    counts = listed if isinstance(listed, list) else []
+    are_counts = all(type(each) is int and 0 <= each <= MAX_COUNT for each in counts)
+    if not are_counts or len(counts) != layers or 0 not in counts or len(set(counts)) != 2:
         raise CorruptCheckpoint(
             f"{keys.raw.path}: the key {key} must have a number for each of the {layers} layers, "
             f"0 for a recurrence and else always the same; it is {str(stored)[:60]}"
         )
+    return counts
+
+
+def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Granite 4: layers without KV heads are recurrences."""
+    layers, kv_heads = keys.get_count("block_count"), _kv_heads_by_layer(keys)
     expand, heads, dim = _mixer_sizes(keys)
     first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
     experts = keys.get_count("expert_count", 0)

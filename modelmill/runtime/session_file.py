@@ -25,6 +25,7 @@ from modelmill.runtime.session_pages import SessionPages, saved_pages
 MAGIC = b"modelmill session 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
 MAX_HEADER_BYTES = 1 << 28
+MAX_TOKEN_ID = (1 << 31) - 1
 _LENGTH = struct.Struct("<Q")
 
 
@@ -83,6 +84,8 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
     if hashlib.sha256(content.data).digest() != data[len(content) :].tobytes():
         raise UsageError("the saved session is damaged (its sha256 differs); save it again")
     start = len(MAGIC) + _LENGTH.size
+    if len(content) < start:
+        raise _inconsistent()
     (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
     header = _header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
     for key, what in (
@@ -111,9 +114,9 @@ def _header(text: bytes) -> dict[str, Any]:
 def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any]) -> SessionPages:
     """Cut the body into the pages of each tensor."""
     tokens, count = header.get("tokens"), header.get("pages")
-    if not isinstance(tokens, list) or not isinstance(count, int) or count < 1:
+    if not isinstance(tokens, list) or type(count) is not int or count < 1:
         raise _inconsistent()
-    if not all(type(each) is int and each >= 0 for each in tokens):
+    if not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in tokens):
         raise _inconsistent()
     sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
     state_bytes = layout.get("state_bytes", 0)
@@ -137,7 +140,7 @@ def _spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, .
     for each in spans:
         if not isinstance(each, list) or [type(field) for field in each] != [int, int, str]:
             raise _inconsistent()
-        if not (0 <= each[0] < num_tokens and each[1] > 0):
+        if not (0 <= each[0] < num_tokens and each[1] > 0 and each[2].isascii()):
             raise _inconsistent()
     return tuple(EmbeddingSpan(*each) for each in spans)
 

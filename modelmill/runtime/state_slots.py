@@ -124,13 +124,16 @@ class StateSlots:
             Its slot; None if all slots are in use, or are to be copied before the next step.
         """
         sources = {source for source, _ in self._copies}
-        if not self._free:
+        slot = next((each for each in reversed(self._free) if each not in sources), None)
+        if slot is not None:
+            self._free.remove(slot)
+        else:
             unused = (each for each, slot in self._slot_by_key.items() if slot not in sources)
             oldest = next(unused, None)
             if oldest is None:
                 return None
-            self._free.append(self._slot_by_key.pop(oldest))
-        self._slot_by_key[key] = slot = self._free.pop()
+            slot = self._slot_by_key.pop(oldest)
+        self._slot_by_key[key] = slot
         return slot
 
     def _alloc(self) -> int | None:

@@ -90,9 +90,16 @@ def load_chat(
 
 def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return templates by name; "default" is for conversations without tools. {} if none exist."""
-    in_files = _templates_in_files(files)
-    if in_files:
-        return _with_default(in_files)
+    templates = _templates_in_files(files)
+    if "default" not in templates:
+        templates = _templates_in_configs(files) | templates
+    if "default" not in templates and templates:
+        templates["default"] = next(iter(templates.values()))
+    return templates
+
+
+def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the templates of the tokenizer's config, or else of the other files, by name."""
     template_entry: object = read_json(files, "tokenizer_config.json").get("chat_template")
     file = "tokenizer_config.json"
     if template_entry is None and "chat_template.json" in files:
@@ -119,7 +126,7 @@ def read_templates(files: Mapping[str, bytes]) -> dict[str, str]:
                 f"{file}: chat_template must be a string or a list of {{name, template}}"
             )
         templates[name] = text
-    return _with_default(templates)
+    return templates
 
 
 def _templates_in_files(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -133,13 +140,6 @@ def _templates_in_files(files: Mapping[str, bytes]) -> dict[str, str]:
             templates[name if folder else "default"] = files[file].decode("utf-8")
         except UnicodeDecodeError:
             raise TemplateError(f"{file} is not UTF-8 text; copy the file again") from None
-    return templates
-
-
-def _with_default(templates: dict[str, str]) -> dict[str, str]:
-    """Return the templates; where none is called "default", the first one is."""
-    if "default" not in templates and templates:
-        templates["default"] = next(iter(templates.values()))
     return templates
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from modelmill.text.answer_pieces import PieceCollector, collect_answer
 from modelmill.text.call_reader import CallReader, ToolSchemas
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.parameter_types import required_arguments
+from modelmill.text.value_stream import escape_text, split_object
 
 
 class CheckedCallReader(CallReader):
@@ -70,16 +70,22 @@ class CheckedCallReader(CallReader):
 
 
 def _checked_arguments(text: str, parameters: Mapping[str, Any] | None) -> str | None:
-    """Return the declared arguments as JSON; None if the tool does not take them."""
-    try:
-        pairs: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=list)
-        values = json.loads(text)
-    except ValueError:
+    """Return the declared arguments as JSON; None if the tool does not take them.
+
+    Values stay as they are written: they may be nested deeper than a parser goes, or have numbers
+    and surrogates that cannot be written again.
+    """
+    pairs = split_object(text)
+    if pairs is None:
         return None
+    values = dict(pairs)
     if len(values) < len(pairs) or not required_arguments(parameters) <= set(values):
         return None
-    properties = (parameters or {}).get("properties")
-    if not isinstance(properties, Mapping) or (parameters or {}).get("additionalProperties"):
+    schema = parameters or {}
+    properties = schema.get("properties")
+    # also {} says that others may come
+    takes_others = schema.get("additionalProperties", False) is not False
+    if takes_others or not isinstance(properties, Mapping) or set(values) <= set(properties):
         return text
-    declared = {key: value for key, value in values.items() if key in properties}
-    return text if len(declared) == len(values) else json.dumps(declared, ensure_ascii=False)
+    declared = (f'"{escape_text(key)}": {value}' for key, value in pairs if key in properties)
+    return f"{{{', '.join(declared)}}}"

@@ -184,10 +184,13 @@ class ParameterCallReader(NamedCallReader):
         return end
 
     def _follows_no_value(self, text: str, at: int) -> bool | None:
-        """Whether another argument or the call's end follows a key; None if more is needed."""
+        """Whether another argument, or the call's or the answer's end follows a key.
+
+        None if more is needed.
+        """
         rest = text[skip_blank(text, at) :]
         marks = (self._param_open[0], *self._close[:1])
-        if rest.startswith(marks):
+        if rest.startswith(marks) or (self._final and not rest):
             return True
         begun = not self._final and any(mark.startswith(rest) for mark in marks)
         return None if begun else False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from modelmill.text.value_stream import clean_json
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
+_SURROGATE = re.compile("[\ud800-\udfff]")
 """Maximum references of a schema that are followed one after the other."""
 
 
@@ -103,7 +105,8 @@ def takes_arguments(parameters: Mapping[str, Any] | None, keys: Set[str]) -> boo
 def required_arguments(parameters: Mapping[str, Any] | None) -> frozenset[str]:
     """Return the names of the arguments that a schema requires."""
     names = (parameters or {}).get("required")
-    return frozenset(names if isinstance(names, list) else ())
+    listed = names if isinstance(names, list) else ()
+    return frozenset(name for name in listed if isinstance(name, str))
 
 
 def typed_value(text: str, types: ParameterType) -> str:
@@ -128,7 +131,8 @@ def _unescaped(text: str) -> str | None:
         inner = json.loads(f'"{text}"', strict=False)
     except ValueError:
         return None
-    return clean_json(inner)
+    # half a pair cannot be sent; in the JSON it stays an escape
+    return clean_json(_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", inner))
 
 
 def json_type(value: str) -> str:

@@ -178,7 +178,7 @@ class ReactToolParser(AnswerParser):
         if self._mode == self._scan_arguments:
             begun = suffix_overlap(self._buffer, "\n" + OBSERVATION)
             kept = self._buffer[: len(self._buffer) - (begun if begun > 1 else 0)]
-            self._end_arguments("" if OBSERVATION.startswith(kept.strip()) else kept)
+            self._end_arguments("" if OBSERVATION.startswith(kept.strip()) else kept, cut)
         elif self._mode != self._discard:
             self._output.add_text(self._lead + self._buffer[self._added_chars :])
         self._buffer = ""
@@ -300,12 +300,12 @@ class ReactToolParser(AnswerParser):
             self._mode = self._discard
         return at
 
-    def _end_arguments(self, rest: str) -> None:
-        """End the arguments with the rest of their text."""
+    def _end_arguments(self, rest: str, cut: bool = False) -> None:
+        """End the arguments with the rest of their text; what a limit cut off stays open."""
         if self._arguments is None and not rest.strip():
-            self._output.add_arguments("{}")
+            self._output.add_arguments("" if cut else "{}")
         elif self._is_text:
-            self._output.add_arguments(escape_text(rest.rstrip()) + '"')
+            self._output.add_arguments(escape_text(rest.rstrip()) + ("" if cut else '"'))
         elif self._arguments is not None:
             self._feed(rest, final=True)
         self._buffer, self._mode = "", self._discard

@@ -89,7 +89,39 @@ def test_a_granite_4_with_other_switches(changes: dict[str, Any], tmp_path: Path
     check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
 
 
-@pytest.mark.parametrize("kv_heads", [2, [2, 2], [0, 0], [0, 2, 0]])
+@pytest.mark.parametrize(
+    ("name", "changes", "missing"),
+    [
+        ("mamba2", {"n_groups": 1}, ["ssm.group_count"]),
+        (
+            "granitemoehybrid",
+            {
+                "attention_multiplier": 12**-0.5, "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0, "logits_scaling": 1.0,
+            },
+            ["embedding_scale", "residual_scale", "logit_scale", "attention.scale"],
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_have_a_default(
+    name: str, changes: dict[str, Any], missing: list[str], tmp_path: Path
+) -> None:
+    """Also the reference computes without them."""
+    case = CASES[name]
+    assert case.gguf is not None
+    facts = case.gguf.facts
+    own = replace(
+        case.gguf,
+        changes={**case.gguf.changes, **changes},
+        facts=lambda raw: {**facts(raw), **dict.fromkeys(missing)},
+    )
+    check_gguf(replace(case, gguf=own), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kv_heads",
+    [2, [2, 2], [0, 0], [0, 2, 0], [0, -2], ["a", "b"], [float("nan"), 0.0]],
+)
 def test_kv_heads_of_a_hybrid_that_do_not_fit(kv_heads: Any, tmp_path: Path) -> None:
     case = CASES["granitemoehybrid"]
     assert case.gguf is not None

@@ -118,6 +118,20 @@ def test_ours_use_threads_while_torch_uses_one() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_thread_that_begins_meanwhile_has_its_own_number() -> None:
+    before, counts = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(2)
+    try:
+        with single_thread_torch():
+            other = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert torch.get_num_threads() == 1
+        assert counts == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("processor", "torchs"),
     [

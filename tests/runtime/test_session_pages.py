@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.session_file import MAGIC, read_session, write_session
+from modelmill.runtime.session_file import DIGEST_BYTES, MAGIC, read_session, write_session
 from modelmill.runtime.session_pages import (
     SessionPages,
     export_session,
@@ -208,14 +210,13 @@ def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
         *({"tokens": [1]}, {"tokens": "x"}, {"pages": 0}, {"pages": 10**9}, {"tokens": [-1] * 40}),
         *({"images": 1}, {"images": [[0, 4]]}, {"images": [[40, 4, "x"]]}),
         *({"images": [[0, 0, "x"]]}, {"images": [[0, True, "x"]]}, {"images": [[0, 4, None]]}),
+        # what no key of the prefix cache can be made of
+        *({"tokens": [1 << 31] * 40}, {"images": [[0, 4, "\ud800"]]}),
     ],
 )
 def test_a_forged_header_with_the_right_digest_is_refused(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    import hashlib
-    import struct
-
     core = tiny.make_engine()
     answer(core)
     path, layout = tmp_path / "s", session_layout(core)
@@ -226,7 +227,22 @@ def test_a_forged_header_with_the_right_digest_is_refused(
     path.write_bytes(content + hashlib.sha256(content).digest())
     with pytest.raises(UsageError, match="contradicts itself"):
         read_session(path, layout)
-    content = MAGIC + struct.pack("<Q", 1 << 62) + header + body
+    for content in (MAGIC + struct.pack("<Q", 1 << 62) + header + body, MAGIC):
+        path.write_bytes(content + hashlib.sha256(content).digest())
+        with pytest.raises(UsageError, match="contradicts itself"):
+            read_session(path, layout)
+
+
+def test_a_number_of_pages_is_no_boolean(tmp_path: Path) -> None:
+    core = tiny.make_engine()
+    answer(core)
+    path, layout = tmp_path / "s", session_layout(core)
+    session = export_session(core, PROMPT[:8], "", MANY)
+    write_session(path, layout, session)
+    content = path.read_bytes()[:-DIGEST_BYTES].replace(b'"pages": 1}', b'"pages":true}')
+    size = len(MAGIC)
+    (length,) = struct.unpack("<Q", content[size : size + 8])
+    content = MAGIC + struct.pack("<Q", length + 2) + content[size + 8 :]
     path.write_bytes(content + hashlib.sha256(content).digest())
     with pytest.raises(UsageError, match="contradicts itself"):
         read_session(path, layout)

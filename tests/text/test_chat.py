@@ -177,9 +177,10 @@ def test_where_templates_come_from():
     more = {"additional_chat_templates/tool_use.jinja": b"t"}
     assert read_templates({**files, **more}) == {"default": "c", "tool_use": "t"}
     assert read_templates({**hf_files(chat_template="a"), **more}) == {
-        "default": "t",
+        "default": "a",
         "tool_use": "t",
     }
+    assert read_templates({**hf_files(), **more}) == {"default": "t", "tool_use": "t"}
     assert read_templates({"chat_template.json": b'{"chat_template": "d"}'}) == {"default": "d"}
     assert read_templates(gguf_bpe(chat_template="g")) == {"default": "g"}
     assert load_chat(hf_files(), load_tokenizer(hf_files())) is None

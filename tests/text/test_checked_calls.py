@@ -10,7 +10,10 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.chat_format_files import load_format
 
-CITY = {"properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
+CITY = {
+    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}},
+    "required": ["city"],
+}
 OPEN = {**CITY, "additionalProperties": True}
 TOOLS: dict[str, dict[str, Any]] = {
     "f": CITY,
@@ -51,6 +54,30 @@ def test_a_call_that_its_tool_takes(inside: str, name: str, arguments: str, size
     answer = parse("minicpm5", f"So: {call(inside, name)} done", size)
     assert [(each.name, each.arguments) for each in answer.calls] == [(name, arguments)]
     assert answer.content == "So:  done"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"a": "\\ud800"}',  # half a pair, which UTF-8 does not have
+        '{"a": 1e400}',
+        '{"a": 0.10000000000000000555}',
+        '{"a":' * 5000 + "1" + "}" * 5000,
+    ],
+)
+def test_a_value_stays_as_it_is_written(value: str) -> None:
+    inside = f'{ULM}<param name="o">{value}</param>'
+    more = '<param name="more">x</param>'
+    for text in (inside, inside + more):
+        (answer,) = parse("minicpm5", call(text), 1000).calls
+        assert answer.arguments == f'{{"city": "Ulm", "o": {value}}}'
+
+
+def test_an_empty_schema_of_further_arguments_allows_them() -> None:
+    tools: dict[str, dict[str, Any]] = {"f": {"properties": {}, "additionalProperties": {}}}
+    parser = make_answer_parser(load_format("minicpm5"), tools)
+    answer = collect_answer([*parser.push(call(ULM)), *parser.flush()])
+    assert [each.arguments for each in answer.calls] == ['{"city": "Ulm"}']
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -80,3 +80,26 @@ def test_other_forms_of_a_call_are_read(
     answer = parse(name, text, size)
     assert [(call.name, call.arguments) for call in answer.calls] == calls
     assert answer.content == content
+
+
+def test_half_a_surrogate_pair_stays_an_escape() -> None:
+    """Also in a list that is written as the inside of a JSON string."""
+    tools = {"f": {"properties": {"x": {"type": "array"}}}}
+    parser = make_answer_parser(load_format("minicpm5"), tools)
+    text = MINI.format('[\\"\\ud800\\"]')
+    answer = collect_answer([*parser.push(text), *parser.flush()])
+    assert [call.arguments for call in answer.calls] == ['{"x": ["\\ud800"]}']
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_a_key_at_the_end_of_an_answer_has_no_value(blank: str, cut: bool) -> None:
+    """GLM's line break between key and value is none of the value."""
+    pair = "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n"
+    text = f"<tool_call>f\n{pair}<arg_key>x</arg_key>{blank}"
+    for size in (1, len(text)):
+        parser = make_answer_parser(load_format("glm45"), TOOLS)
+        texts = [text[at : at + size] for at in range(0, len(text), size)]
+        pieces = [*(piece for each in texts for piece in parser.push(each)), *parser.flush(cut)]
+        (call,) = collect_answer(pieces).calls
+        assert call.arguments == ('{"n": 1' if cut else '{"n": 1}')

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from modelmill.core.errors import RequestError
+from modelmill.text.answer_parser import make_answer_parser
+from modelmill.text.answer_pieces import collect_answer
+from modelmill.text.chat_format_files import load_format
 from modelmill.text.chatml import QwenChatFormat
 
 WEATHER: dict[str, Any] = {
@@ -158,3 +161,24 @@ def test_no_text_can_write_control_tokens(chat):
     )
     assert ids.count(151644) == 3
     assert ids.count(151645) == 2
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("written", "ended", "cut"),
+    [
+        ("", "{}", ""),
+        (" ", "{}", ""),
+        (' {"a": 1', '{"a": 1', '{"a": 1'),
+        (" Ulm", '"Ulm"', '"Ulm'),
+    ],
+)
+def test_arguments_that_a_limit_cut_off_stay_open(
+    written: str, ended: str, cut: str, size: int
+) -> None:
+    text = f"Action: f\nAction Input:{written}"
+    for is_cut, arguments in ((False, ended), (True, cut)):
+        parser = make_answer_parser(load_format("qwen_react"), ["f"])
+        texts = [text[at : at + size] for at in range(0, len(text), size)]
+        pieces = [*(piece for each in texts for piece in parser.push(each)), *parser.flush(is_cut)]
+        assert [each.arguments for each in collect_answer(pieces).calls] == [arguments]

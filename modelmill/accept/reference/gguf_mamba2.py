@@ -19,8 +19,8 @@ ARCHITECTURE, HYBRID = "mamba2", "granitehybrid"
 TOP = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 MODULES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
 WHOLE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+# 1 without the key
 FACTORS = {
-    "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
@@ -39,7 +39,8 @@ def before_conversion(name: str, tensor: Tensor) -> Tensor:
         return (-tensor.float()).log().flatten()
     if name.endswith((".D", ".norm.weight")):
         return tensor.flatten()
-    return tensor[:, None] if name.endswith(".conv1d.weight") else tensor
+    # a matrix, or as it was
+    return tensor.flatten(1)[:, None] if name.endswith(".conv1d.weight") else tensor
 
 
 def mamba2_config(container: RawContainer) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def mamba2_config(container: RawContainer) -> dict[str, Any]:
         "num_heads": heads,
         "head_dim": inner // heads,
         "state_size": int(facts[f"{ARCHITECTURE}.ssm.state_size"]),
-        "n_groups": int(facts[f"{ARCHITECTURE}.ssm.group_count"]),
+        "n_groups": int(facts.get(f"{ARCHITECTURE}.ssm.group_count", 1)),
         "layer_norm_epsilon": float(facts[f"{ARCHITECTURE}.attention.layer_norm_rms_epsilon"]),
         "use_bias": "blk.0.ssm_in.bias" in names,
         "use_conv_bias": "blk.0.ssm_conv1d.bias" in names,
@@ -91,12 +92,13 @@ def hybrid_config(container: RawContainer) -> dict[str, Any]:
 
     kv_heads = [int(each) for each in fact("attention.head_count_kv")]
     attention, mamba = kv_heads.index(max(kv_heads)), kv_heads.index(0)
+    width, heads = int(fact("embedding_length")), int(fact("attention.head_count"))
     return {
         "model_type": "granitemoehybrid",
         "vocab_size": container.tensor_info("token_embd.weight").shape[0],
-        "hidden_size": int(fact("embedding_length")),
+        "hidden_size": width,
         "num_hidden_layers": len(kv_heads),
-        "num_attention_heads": int(fact("attention.head_count")),
+        "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),
         "max_position_embeddings": int(fact("context_length")),
         "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
@@ -106,8 +108,9 @@ def hybrid_config(container: RawContainer) -> dict[str, Any]:
         "layer_types": ["attention" if each else "mamba" for each in kv_heads],
         "num_local_experts": int(fact("expert_count", 0)),
         "num_experts_per_tok": int(fact("expert_used_count", 0)),
-        **{name: float(fact(key)) for name, key in FACTORS.items()},
-        "mamba_expand": int(fact("ssm.inner_size")) // int(fact("embedding_length")),
+        "attention_multiplier": float(fact("attention.scale", (width / heads) ** -0.5)),
+        **{name: float(fact(key, 1.0)) for name, key in FACTORS.items()},
+        "mamba_expand": int(fact("ssm.inner_size")) // width,
         "mamba_n_heads": int(fact("ssm.time_step_rank")),
         "mamba_d_state": int(fact("ssm.state_size")),
         "mamba_n_groups": int(fact("ssm.group_count")),
