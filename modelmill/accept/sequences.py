@@ -7,7 +7,7 @@ quantization is reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from modelmill.accept.metrics import compare_logits, kl_divergence, perplexity, top1_agreement
 from modelmill.accept.quantized_reference import language_formats
 from modelmill.accept.reference import ReferenceModel
+from modelmill.accept.sensitivity import measure_sensitivity
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import LogitsBound, act_quant_formats, logits_bound, whole_formats
 from modelmill.nn.layer_spec import RoutingSpec, layer_spec
@@ -37,6 +38,7 @@ def check_sequences(
     streams: list[Tensor],
     checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None = None,
     routings: Mapping[int, list[Tensor]] | None = None,
+    amplification: float = 1.0,
 ) -> dict[str, Any]:
     """Compare free runs in one batch with the reference's logits.
 
@@ -50,6 +52,7 @@ def check_sequences(
             engine's weights; used to report the effect of quantization.
         routings: the experts that the reference chose for each sequence, by layer; the engine takes
             them, since near a tie rounding decides between two experts, and no bound holds.
+        amplification: of rounding in this model's logits (accept/sensitivity.py).
 
     Returns:
         All numbers, what is "broken", and whether it is "ok".
@@ -62,12 +65,10 @@ def check_sequences(
     scorer = TokenScorer(engine_core)
     with reference_routing(scorer, routings or {}):
         actual = _engine_logits(scorer, ids, prompt_lengths, rows).to(right.device)
-    row, bound = (
-        compare_logits("logits", actual, right),
-        _logits_bound(
-            engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
-        ),
-    )
+    row = compare_logits("logits", actual, right)
+    bound = published_bound(
+        engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
+    ).amplified(amplification)
     agreed = top1_agreement(actual, right, bound.margin)
     clear = top1_agreement(actual, right, 2 * bound.margin)
     places = [
@@ -96,6 +97,7 @@ def check_sequences(
         "agreement": float((actual.argmax(-1) == exact.argmax(-1)).float().mean()),
         "rel_l2": row.rel_l2,
         "bound": bound.rel_l2,
+        "amplification": amplification,
         "max_abs": row.max_abs,
         "mean_kl": float(kl_divergence(actual, exact).mean()),
         "tokens": sum(map(len, ids)),
@@ -110,6 +112,37 @@ def check_sequences(
         "broken": [what for what, wrong in broken.items() if wrong],
         "ok": not any(broken.values()),
     }
+
+
+def check_amplified(
+    engine_core: EngineCore,
+    reference: ReferenceModel,
+    split: Sequence[tuple[list[int], int]],
+    checkpoint_reference: tuple[ReferenceModel, list[Tensor]] | None,
+) -> dict[str, Any]:
+    """Check the free runs again, with the bound of a model that amplifies rounding.
+
+    It takes another two runs of the reference, so that only engines are checked like this whose
+    modules are all right and whose sequences are beyond the published bound.
+
+    Args:
+        engine_core: the engine.
+        reference: the reference.
+        split: the sequences and the lengths of their prompts.
+        checkpoint_reference: as for check_sequences.
+
+    Returns:
+        As check_sequences.
+    """
+    bound = published_bound(
+        engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
+    )
+    measured = measure_sensitivity(reference, split, bound.rel_l2)
+    ids, prompt_lengths = (list(each) for each in zip(*split, strict=True))
+    return check_sequences(
+        engine_core, reference, ids, prompt_lengths, measured.streams, checkpoint_reference,
+        measured.routings, measured.amplification,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -158,10 +191,10 @@ def _reference_logits(
     return reference.head(selected)["logits"].output
 
 
-def _logits_bound(
+def published_bound(
     engine_core: EngineCore, layers: int, *, uses_engine_weights: bool
 ) -> LogitsBound:
-    """Return the bound of the logits.
+    """Return the bound of the logits, of models that do not amplify rounding.
 
     uses_engine_weights: the reference computes with the engine's weights, so that their rounding is
     not part of the difference.
