@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.metrics import INFINITE, ErrorMetrics, incomparable_metrics
+from modelmill.accept.metrics import CHANCE_DEVIATIONS, INFINITE, ErrorMetrics, incomparable_metrics
 
 TILE_SIZE = 32
 # Weights processed at a time, so that float64 copies stay in the CPU cache, which decides the
@@ -80,8 +80,11 @@ def _gain_chance(ours: Tensor, expected: Tensor) -> float:
     """Return one standard deviation of the gain of weights within their row's root mean square.
 
     The common factor is taken out of the errors first, so that a wrong factor does not excuse
-    itself; the rest may be larger in some rows than in others. A single weight leaves no rest, and
-    nothing to tell chance from a factor by.
+    itself. The rest may be larger in some rows than in others, which the second estimate allows
+    for; the first is steadier for few weights, and the larger counts. Both are estimated from the
+    same few weights, so that a bound of four deviations is that of Student's t distribution, to
+    first order in 1 / freedom. A single weight leaves no rest, and nothing to tell chance from a
+    factor by.
     """
     squares = expected.square()
     inside = squares <= squares.mean(1, keepdim=True) * (1 + 1e-12)
@@ -90,7 +93,10 @@ def _gain_chance(ours: Tensor, expected: Tensor) -> float:
     if not energy or count < 2:
         return 0.0
     rest = error - float(error @ right) / energy * right
-    return float((rest * right).norm()) / energy * math.sqrt(count / (count - 1))
+    freedom = count - 1
+    same_size = float(rest.norm()) / math.sqrt(freedom * energy)
+    own_sizes = float((rest * right).norm()) / energy * math.sqrt(count / freedom)
+    return max(same_size, own_sizes) * (1 + (CHANCE_DEVIATIONS**2 + 1) / (4 * freedom))
 
 
 def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 INFINITE = math.inf
+CHANCE_DEVIATIONS = 4
+"""Standard deviations of a matrix's gain that count as chance: 1 matrix of 16,000 has more."""
 LOGITS_BLOCK = 1 << 21
 """Logits that are in float64 at a time: 16 MiB per copy for any vocabulary and text length."""
 

@@ -91,7 +91,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from modelmill.accept.metrics import ErrorMetrics
+from modelmill.accept.metrics import CHANCE_DEVIATIONS, ErrorMetrics
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
@@ -157,8 +157,6 @@ class LogitsBound:
         return LogitsBound(rel_l2, MARGIN_PER_REL_L2 * rel_l2)
 
 
-CHANCE_DEVIATIONS = 4
-"""Standard deviations of a matrix's gain that count as chance: 1 matrix of 16,000 has more."""
 GAIN_BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.4e-2}
 # arithmetic → dtype → (rel_l2, max_rel)
 MODULE_BOUNDS: dict[str, dict[str, tuple[float, float]]] = {

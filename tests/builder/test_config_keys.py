@@ -193,6 +193,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2-medium", {"layer_types": ["sliding_attention"] * 24}, "layer_types"),
     (
         "qwen-7b-chat",
+        {"layer_types": ["full_attention"] * 31},
+        "layer_types names 31 layers where num_hidden_layers=32; correct",
+    ),
+    (
+        "qwen-7b-chat",
         {"apply_residual_connection_post_layernorm": True},
         "apply_residual_connection_post_layernorm",
     ),
@@ -228,6 +233,8 @@ FINE: list[tuple[str, dict[str, Any]]] = [
     ),
     ("gpt2-medium", {"num_hidden_layers": 24, "hidden_size": 1024}),
     ("qwen2.5", {"layer_types": ["full_attention"] * 24}),
+    ("qwen-7b-chat", {"layer_types": ["full_attention"] * 32}),  # a family that does not read it
+    ("gpt2-medium", {"layer_types": ["full_attention"] * 24}),
     ("qwen-7b-chat", {"n_embd": 4096, "apply_residual_connection_post_layernorm": False}),
     ("llama-2", {"a_key_of_null": None, "_private": 1, "top_p": 1.0, "temperature": 1.0}),
 ]
