@@ -34,11 +34,13 @@ class Sensitivity(NamedTuple):
 
     Attributes:
         streams: of each sequence.
+        noisy_streams: those with noise in the weights.
         routings: by layer, the weights [T, E] of each sequence.
         amplification: of rounding, in the logits; at least 1.
     """
 
     streams: list[Tensor]
+    noisy_streams: list[Tensor]
     routings: dict[int, list[Tensor]]
     amplification: float
 
@@ -86,18 +88,18 @@ def measure_sensitivity(
     routings: dict[int, list[Tensor]] = {}
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)
-        noisy = _with_noise(weights, noise, generator)
+        noisy_weights = _with_noise(weights, noise, generator)
         for pair in pairs:
-            pair.run_layer(index, weights, noisy)
+            pair.run_layer(index, weights, noisy_weights)
             if pair.routing is not None:
                 routings.setdefault(index, []).append(pair.routing)
-    streams = [pair.plain.stream for pair in pairs]
-    exact, moved = (
-        reference.head(torch.cat(each))["logits"].output
-        for each in (streams, [pair.noisy.stream for pair in pairs])
+    streams, noisy = (
+        [pair.plain.stream for pair in pairs],
+        [pair.noisy.stream for pair in pairs],
     )
+    exact, moved = (reference.head(torch.cat(each))["logits"].output for each in (streams, noisy))
     growth = compare_logits("logits", moved, exact).rel_l2 / (noise * depth)
-    return Sensitivity(streams, routings, max(1.0, growth))
+    return Sensitivity(streams, noisy, routings, max(1.0, growth))
 
 
 def _with_noise(weights: LayerWeights, noise: float, generator: torch.Generator) -> LayerWeights:

@@ -11,6 +11,7 @@ import torch
 
 from modelmill.accept.reference import open_reference
 from modelmill.accept.sensitivity import measure_sensitivity
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import DTYPES, MAX_LOGITS_BOUND, logits_bound
 from modelmill.ops import recurrence
 from tests.accept.build_and_accept import build_and_accept
@@ -59,6 +60,27 @@ def test_a_state_lost_between_steps_is_refused_there_too(
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
     with mock.patch.object(recurrence, "fresh_states", zeros):
         report, written = build_and_accept(amplifying, tmp_path / "e", dtype, recipe)
+    assert not written
+    assert "between the modules" in report["reason"]
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), BUILDS)
+def test_a_page_lost_before_decoding_is_refused_where_rounding_is_amplified(
+    tmp_path: Path, dtype: str, recipe: str
+) -> None:
+    """The bound of all rows is wide there; decoded ones stand out beside the probe's."""
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    save_transformers({**CONFIG, "layer_types": types}, tmp_path / "hf")
+    real_decode = TokenScorer._decode
+
+    def late(self: Any, seqs: Any, *more: Any) -> None:
+        for seq in seqs:
+            for cache in self.runner.kv.k:
+                cache[seq.pages[0]] = 0
+        real_decode(self, seqs, *more)
+
+    with mock.patch.object(TokenScorer, "_decode", late):
+        report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", dtype, recipe)
     assert not written
     assert "between the modules" in report["reason"]
 
