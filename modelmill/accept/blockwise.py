@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelmill.accept.metrics import INFINITE, ErrorMetrics, incomparable_metrics
+from modelmill.accept.metrics import CHANCE_DEVIATIONS, INFINITE, ErrorMetrics, incomparable_metrics
 
 TILE_SIZE = 32
 # Weights processed at a time, so that float64 copies stay in the CPU cache, which decides the
 # speed.
 CHUNK_WEIGHTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Above so many weights chance moves the gain of a matrix of 16 levels by less than 0.002.
+FEW_WEIGHTS = 1 << 16
 MEDIAN_ROW_STRIDE = 8  # one of so many rows contributes its median
 # Smallest energy of a row, as a share of the mean: one scale for a matrix rounds quiet rows
 # coarsely, and they matter little.
@@ -44,7 +47,8 @@ def compare_blocks(
     The gain of the whole is <ours, expected> / <expected, expected> over the weights within their
     row's root mean square: there rounding is unbiased. Beyond it a searched grid clips, and least
     squares shrinks values: for a matrix of 16 levels the plain gain is off by 0.01–0.04, this one
-    by less than 0.01. median_abs: the median of every eighth row's.
+    by less than 0.01. In a small matrix chance moves it (gain_chance).
+    median_abs: the median of every eighth row's.
 
     The second result describes the worst parts: rel_l2 of the row with the largest error; gain of
     the row with the largest deviation; max_rel the error of the worst 32 × 32 tile relative to its
@@ -55,15 +59,44 @@ def compare_blocks(
         The metrics of the whole matrix, and those of its worst parts.
     """
     measured, numbers = [], 0
+    few: list[tuple[Tensor, Tensor]] = []
     for ours, expected in blocks:
         if ours.shape != expected.shape:
             return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
         measured += _map_tiles_in_threads(list(_row_chunks(ours, expected)))
         numbers += expected.numel()
+        few = [*few, (ours, expected)] if numbers <= FEW_WEIGHTS else []
     every = RowAndTileErrors(*(torch.cat(parts).cpu() for parts in zip(*measured, strict=True)))
     if not bool(torch.isfinite(every.max_abs_error).all()):
         return incomparable_metrics(name), incomparable_metrics(f"{name}.worst_block")
-    return _matrix_metrics(name, numbers, every), _worst_block_metrics(f"{name}.worst_block", every)
+    whole = _matrix_metrics(name, numbers, every)
+    if few and whole.is_finite:
+        ours, expected = (torch.cat(parts).double() for parts in zip(*few, strict=True))
+        whole = replace(whole, gain_chance=_gain_chance(ours, expected))
+    return whole, _worst_block_metrics(f"{name}.worst_block", every)
+
+
+def _gain_chance(ours: Tensor, expected: Tensor) -> float:
+    """Return one standard deviation of the gain of weights within their row's root mean square.
+
+    The common factor is taken out of the errors first, so that a wrong factor does not excuse
+    itself. The rest may be larger in some rows than in others, which the second estimate allows
+    for; the first is steadier for few weights, and the larger counts. Both are estimated from the
+    same few weights, so that a bound of four deviations is that of Student's t distribution, to
+    first order in 1 / freedom. A single weight leaves no rest, and nothing to tell chance from a
+    factor by.
+    """
+    squares = expected.square()
+    inside = squares <= squares.mean(1, keepdim=True) * (1 + 1e-12)
+    right, error = expected[inside], (ours.to(expected.device) - expected)[inside]
+    energy, count = float(right @ right), right.numel()
+    if not energy or count < 2:
+        return 0.0
+    rest = error - float(error @ right) / energy * right
+    freedom = count - 1
+    same_size = float(rest.norm()) / math.sqrt(freedom * energy)
+    own_sizes = float((rest * right).norm()) / energy * math.sqrt(count / freedom)
+    return max(same_size, own_sizes) * (1 + (CHANCE_DEVIATIONS**2 + 1) / (4 * freedom))
 
 
 def _row_chunks(ours: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

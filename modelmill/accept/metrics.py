@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 INFINITE = math.inf
+CHANCE_DEVIATIONS = 4
+"""Standard deviations of a matrix's gain that count as chance: 1 matrix of 16,000 has more."""
 LOGITS_BLOCK = 1 << 21
 """Logits that are in float64 at a time: 16 MiB per copy for any vocabulary and text length."""
 
@@ -21,7 +23,9 @@ class ErrorMetrics:
 
     Errors are infinite if a tensor has NaN or Inf, or the shapes differ. ``max_abs_expected``: max
     |reference|. ``max_rel``: max_abs / scale. ``rel_l2``: ‖ours − ref‖ / ‖ref‖. ``gain``: <ours,
-    ref> / <ref, ref>, the factor between the two; rounding leaves it near 1.
+    ref> / <ref, ref>, the factor between the two; rounding leaves it near 1. ``gain_chance``: by
+    how much the errors of a matrix of few weights move its gain, though they do not favour either
+    direction (one standard deviation); 0 where it is not measured.
     """
 
     name: str
@@ -33,6 +37,7 @@ class ErrorMetrics:
     cosine: float
     gain: float
     scale: float
+    gain_chance: float = 0.0
 
     @property
     def is_finite(self) -> bool:

@@ -86,6 +86,17 @@ class QuantizedLayersCheck:
         made.layer_weights = self._layer_weights_with_check  # type: ignore[method-assign]
         return made
 
+    def engine_reference(self) -> ReferenceModel:
+        """Return the reference that computes with the engine's weights."""
+        made = quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
+
+        def layer_weights(index: int) -> LayerWeights:
+            plain = self.checkpoint_reference.layer_weights(index)
+            return with_engine_weights(plain, dict(read_engine_weights(self.model, index, plain)))
+
+        made.layer_weights = layer_weights  # type: ignore[method-assign]
+        return made
+
     @property
     def streams(self) -> list[torch.Tensor]:
         """The checkpoint's residual streams of the sequences."""

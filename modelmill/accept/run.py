@@ -21,7 +21,7 @@ from modelmill.accept.module_check import ModuleCheck
 from modelmill.accept.quantized_layers import QuantizedLayersCheck
 from modelmill.accept.quantized_reference import is_low_bit, language_formats
 from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
-from modelmill.accept.sequences import check_sequences
+from modelmill.accept.sequences import check_amplified, check_sequences
 from modelmill.accept.stage_check import make_report, round_digits
 from modelmill.accept.static_ranges import range_report
 from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
@@ -181,10 +181,15 @@ def _compare(
     if rounding is not None:
         rounding.finish()
         exact = (checkpoint_reference, rounding.streams) if uses_engine_weights else None
+    streams = [last, *module_check.other_streams]
     whole = check_sequences(
-        engine_core, reference, sequences, starts, [last, *module_check.other_streams], exact,
-        module_check.routings,
-    )  # fmt: skip
+        engine_core, reference, sequences, starts, streams, exact, module_check.routings
+    )
+    if not whole["ok"] and all(each.ok for each in module_check.findings):
+        if rounding is not None and exact is None:
+            # the rounding of the weights is compared by itself: here it is left out
+            reference, exact = rounding.engine_reference(), (checkpoint_reference, streams)
+        whole = check_amplified(engine_core, reference, split, exact)
     findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
     if rounding is not None:
         findings += [

@@ -209,7 +209,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
         "max_rel": row.max_rel,
         "rel_l2": row.rel_l2, "cosine": row.cosine, "gain": row.gain,
         "tolerance": finding.max_abs_tolerance,
-        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain,
+        "tolerance_rel_l2": bound.rel_l2, "tolerance_gain": bound.gain_limit(row),
     }  # fmt: skip
     rounded = {
         name: round_digits(value, 9 if name in ("cosine", "gain") else 4)

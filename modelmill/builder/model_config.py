@@ -228,6 +228,8 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
         if not WITHOUT_EFFECT.isdisjoint(names):
             unknown.append(key)
         elif allowed is not None:
+            if names[-1] == "layer_types" and _is_full_attention(value, options, view, file_name):
+                continue
             if not any(_is_equal(value, each) for each in allowed):
                 raise CheckpointError(f"{file_name}: {_unsupported_message(key, value, allowed)}")
         elif not any(
@@ -235,6 +237,26 @@ def check_unread_keys(view: ConfigView, family: ModuleType, file_name: str) -> l
         ):
             unknown.append(key)
     return [*view.remarks, *_unread_warning(unknown, file_name)]
+
+
+def _is_full_attention(types: Any, options: Any, view: ConfigView, file_name: str) -> bool:
+    """Return whether each layer is named as what a family computes that does not read the list.
+
+    Raises:
+        CheckpointError: if it names more or fewer layers than there are.
+    """
+    has_attention = "layer_types" not in options.SUPPORTED_VALUES
+    if not (isinstance(types, list) and types and has_attention):
+        return False
+    if any(each != "full_attention" for each in types):
+        return False
+    layers = view.get("num_hidden_layers")
+    if layers is not None and layers != len(types):
+        raise CheckpointError(
+            f"{file_name}: layer_types names {len(types)} layers where num_hidden_layers={layers}; "
+            "correct one of them"
+        )
+    return True
 
 
 def _unsupported_message(key: str, value: Any, allowed: tuple[Any, ...]) -> str:

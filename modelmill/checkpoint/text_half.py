@@ -78,7 +78,7 @@ def text_half_config(
     """The config of the language model, and what it leaves out, for a warning.
 
     Raises:
-        CheckpointError: for a config without ``text_config``, or two that contradict each other.
+        CheckpointError: for a config without ``text_config``.
     """
     whole_type = str(config.get("model_type"))
     text_type = TEXT_TYPES.get(whole_type)
@@ -90,12 +90,13 @@ def text_half_config(
             f"{file}: text_config must be an object with the language model's sizes, not "
             f"{quote(text, 60)}"
         )
-    tied, own = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
-    if tied is not None and own is not None and tied != own:
-        raise CheckpointError(
-            f"{file}: tie_word_embeddings={quote(tied, 20)} and "
-            f"text_config.tie_word_embeddings={quote(own, 20)} contradict each other; correct one"
-        )
+    ties = [each.get("tie_word_embeddings") for each in (config, text)]
+    tied = next((each for each in ties if each is not None), None)
+    if {True, False} <= {each for each in ties if isinstance(each, bool)}:
+        # transformers 4 obeyed the inner one, 5 obeys the outer one, and both save such configs
+        # where one is a default. The tensors are certain: tied, unless there is a head that differs
+        # from the embedding (builder/model_config.py).
+        tied = True
     copied = ("torch_dtype", "dtype", "quantization_config", "architectures")
     outer = {key: config[key] for key in copied if config.get(key) is not None}
     if tied is not None:

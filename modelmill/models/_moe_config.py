@@ -45,7 +45,12 @@ SHARED_EXPERT = {
 
 
 def router_config(
-    raw: Mapping[str, Any], *, experts: int, top_k: int, renormalize: bool
+    raw: Mapping[str, Any],
+    *,
+    experts: int,
+    top_k: int,
+    renormalize: bool,
+    keys: tuple[str, ...] = EXPERT_KEYS,
 ) -> RouterConfig:
     """The router of a softmax over all experts.
 
@@ -54,12 +59,22 @@ def router_config(
         experts: How many experts there are where config.json is silent.
         top_k: How many each token has, likewise.
         renormalize: Whether the weights of a token's experts sum to 1.
+        keys: Those of EXPERT_KEYS that the family's config class reads.
 
     Raises:
-        CheckpointError: for more experts a token than there are.
+        CheckpointError: for more experts a token than there are, or keys that contradict each
+            other.
     """
-    key = next((key for key in EXPERT_KEYS if raw.get(key) is not None), EXPERT_KEYS[0])
+    key = next((key for key in keys if raw.get(key) is not None), keys[0])
     count = positive_int(raw, key, default=experts, max_value=MAX_EXPERTS)
+    for other in EXPERT_KEYS:
+        value = raw.get(other)
+        if value is not None and value != count:
+            raise CheckpointError(
+                f"config.json: {other}={quote(value, 20)} contradicts {key}, which makes it "
+                f"{count} experts{'' if raw.get(key) else ' where it is absent'}; remove {other}, "
+                f"or correct {key}"
+            )
     chosen = positive_int(raw, "num_experts_per_tok", default=top_k, max_value=MAX_EXPERTS)
     if chosen > count:
         raise CheckpointError(

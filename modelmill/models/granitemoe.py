@@ -25,7 +25,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteMoeConfig."""
     config = granite.config_from_hf(overlay_config(raw, {}, {"mlp_bias": False}))
     # a softmax over the chosen experts' logits
-    router = router_config(raw, experts=8, top_k=2, renormalize=True)
+    router = router_config(raw, experts=8, top_k=2, renormalize=True, keys=("num_local_experts",))
     expert = MLPSpec(config.hidden, config.inner, activation=config.activation)
     return replace(config, moe=MoESpec(router, expert))
 

@@ -49,7 +49,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     if raw.get("num_local_experts") == 0:
         config = replace(config, inner=shared)
     else:
-        router = router_config(raw, experts=8, top_k=2, renormalize=True)
+        router = router_config(
+            raw, experts=8, top_k=2, renormalize=True, keys=("num_local_experts",)
+        )
         expert, common = MLPSpec(config.hidden, config.inner), MLPSpec(config.hidden, shared)
         config = replace(config, moe=MoESpec(router, expert, common))
     types = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * config.layers

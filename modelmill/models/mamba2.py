@@ -29,6 +29,7 @@ LAYOUT = CheckpointLayout(
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # of training and of other implementations' arithmetic; the residual stream has the build's dtype
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"layer_types": ()}  # no layer has attention
 UNUSED_CONFIG_KEYS = (
     "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size",
     "rescale_prenorm_residual", "residual_in_fp32",

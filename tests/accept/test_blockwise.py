@@ -177,6 +177,47 @@ def test_nothing_and_what_is_not_finite() -> None:
             assert _blocks("int4").violations(row)
 
 
+def _four_bits(weight: Tensor) -> Tensor:
+    """The values rounded to 15 levels, one scale a row."""
+    scale = weight.abs().amax(1, keepdim=True) / 7
+    return (weight / scale).round() * scale
+
+
+def test_the_gain_of_few_weights_is_left_to_chance() -> None:
+    """300 gates of one row, rounded alike: their gain strays as far as is foreseen for each."""
+    generator = torch.Generator().manual_seed(3)
+    bound = weight_bound("float32", "int4")
+    rows = []
+    for _ in range(300):
+        gate = torch.randn(1, 36, generator=generator)
+        rows.append(compare_matrix("gate", _four_bits(gate), gate)[0])
+    off = torch.tensor([row.gain - 1 for row in rows])
+    foreseen = torch.tensor([row.gain_chance for row in rows])
+    assert float(off.std()) == pytest.approx(float(foreseen.mean()), rel=0.3)
+    assert int((off.abs() > bound.gain).sum()) > 30  # without it each of these is refused
+    assert not [row for row in rows if bound.violations(row)]
+
+
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_a_factor_on_a_small_matrix_is_no_chance(factor: float) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    right, _ = compare_matrix("w", _four_bits(weight), weight)
+    wrong, _ = compare_matrix("w", _four_bits(weight) * factor, weight)
+    bound = weight_bound("float32", "int4")
+    assert not bound.violations(right)
+    assert "|gain - 1|" in " ".join(bound.violations(wrong))
+    # the factor does not widen its own bound
+    assert wrong.gain_chance == pytest.approx(right.gain_chance, rel=0.1)
+
+
+def test_the_gain_of_many_weights_has_the_published_bound() -> None:
+    weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(5))
+    row, _ = compare_matrix("w", _four_bits(weight), weight)
+    bound = weight_bound("float32", "int4")
+    assert row.gain_chance == 0
+    assert bound.gain_limit(row) == bound.gain
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama")

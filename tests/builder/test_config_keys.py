@@ -193,6 +193,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2-medium", {"layer_types": ["sliding_attention"] * 24}, "layer_types"),
     (
         "qwen-7b-chat",
+        {"layer_types": ["full_attention"] * 31},
+        "layer_types names 31 layers where num_hidden_layers=32; correct",
+    ),
+    (
+        "qwen-7b-chat",
         {"apply_residual_connection_post_layernorm": True},
         "apply_residual_connection_post_layernorm",
     ),
@@ -228,6 +233,8 @@ FINE: list[tuple[str, dict[str, Any]]] = [
     ),
     ("gpt2-medium", {"num_hidden_layers": 24, "hidden_size": 1024}),
     ("qwen2.5", {"layer_types": ["full_attention"] * 24}),
+    ("qwen-7b-chat", {"layer_types": ["full_attention"] * 32}),  # a family that does not read it
+    ("gpt2-medium", {"layer_types": ["full_attention"] * 24}),
     ("qwen-7b-chat", {"n_embd": 4096, "apply_residual_connection_post_layernorm": False}),
     ("llama-2", {"a_key_of_null": None, "_private": 1, "top_p": 1.0, "temperature": 1.0}),
 ]
@@ -236,6 +243,48 @@ FINE: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "change"), FINE)
 def test_neutral_values_say_nothing(name: str, change: dict[str, Any]) -> None:
     assert config_warnings({**PUBLISHED[name], **change}) == []
+
+
+EXPERTS = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "line"),
+    [
+        ("granitemoe", {"num_experts": 4}, "num_experts=4 contradicts num_local_experts, .* 8 exp"),
+        (
+            "granitemoe",
+            {"num_experts": 6, "num_local_experts": 4},
+            "makes it 4 experts; remove num",
+        ),
+        ("mixtral", {"num_experts": 6, "num_local_experts": 4}, "num_local_experts=4 contradicts"),
+    ],
+)
+def test_two_numbers_of_experts_are_named(
+    model_type: str, given: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(CheckpointError, match=line):
+        config_warnings({"model_type": model_type, **EXPERTS, **given})
+
+
+@pytest.mark.parametrize("model_type", ["granitemoe", "mixtral", "qwen3_moe"])
+def test_one_number_of_experts_under_both_keys_says_nothing(model_type: str) -> None:
+    both = {"num_experts": 4, "num_local_experts": 4}
+    assert config_warnings({"model_type": model_type, **EXPERTS, **both}) == []
+
+
+def test_a_model_without_attention_has_no_full_attention() -> None:
+    raw = {
+        "model_type": "mamba2", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1,
+    }  # fmt: skip
+    assert config_warnings(raw) == []
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config_warnings({**raw, "layer_types": ["full_attention"] * 2})
 
 
 NAMED: list[tuple[str, dict[str, Any], list[str]]] = [

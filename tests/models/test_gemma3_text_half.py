@@ -85,3 +85,18 @@ def test_published_sizes(tmp_path: Path) -> None:
     assert plan.model_config.heads == 32
     assert plan.model_config.max_len == 131072, "the scaling's factor is in it"
     assert sum(torch.Size(each.shape).numel() for each in plan.tensors) == 27_009_346_304
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_two_wishes_about_the_head_are_settled_by_the_tensors(tmp_path: Path, outer: bool) -> None:
+    """transformers ties by the outer one, and writes the head's matrix where it is not tied."""
+    text = CASES["gemma3_text"].raw(tie_word_embeddings=not outer)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=VISION, mm_tokens_per_image=1, tie_word_embeddings=outer
+    )
+    model = seeded_model(transformers.Gemma3ForConditionalGeneration, config)
+    save_model(model, tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is outer
+    assert written["text_config"]["tie_word_embeddings"] is not outer
+    check_logits(tmp_path / "hf", model, tmp_path / "e")

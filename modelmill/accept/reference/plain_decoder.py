@@ -369,8 +369,11 @@ class PlainDecoderReference(ReferenceModel):
     ) -> Tensor:
         """Return the sum of the experts' outputs [T, hidden] by their weights ``routing`` [T, E].
 
-        scores: what the router's choice was made from.
+        scores: what the router's choice was made from. Weights named "routing" are those of another
+        run, whose choice this one takes.
         """
+        if "routing" in r.weights:
+            routing = r.weights["routing"].weight
         for column in routing.T:
             if not bool((column != 0).any()):
                 column[0] = PROBE_WEIGHT
