@@ -22,6 +22,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -37,13 +38,14 @@ from benchmarks.weight_formats import weight_quantizer  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 from modelmill.eval.report import append_rows, device_name, make_row  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
-from modelmill.nn.fused_moe import FusedMoE, route  # noqa: E402
+from modelmill.nn.fused_moe import MAX_SINGLE_THREAD_TOKENS, FusedMoE, route  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.mlp import MLPSpec  # noqa: E402
 from modelmill.nn.moe import Expert, MoE, RouterConfig  # noqa: E402
 from modelmill.nn.moe_spec import MoESpec  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
+from modelmill.ops.cpu.common.thread_pool import single_thread_torch  # noqa: E402
 from modelmill.ops.timing import capture_graph, memory_read, time_interleaved  # noqa: E402
 
 FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of weight_formats
@@ -129,6 +131,7 @@ def measure(
     """Time one step of all layers, and of their routers alone."""
     device = roofline.device
     step, on_cpu = make_step(device), device == "cpu"
+    few = on_cpu and tokens <= MAX_SINGLE_THREAD_TOKENS
     inputs = [states(tokens, shape, device, seed) for seed in range(CPU_STATES if on_cpu else 1)]
     x = inputs[0]
     moes = [cast(MoE, layer.plain) for layer in layers]
@@ -141,7 +144,8 @@ def measure(
     def run_routers(turns: Iterator[torch.Tensor]) -> None:
         x = next(turns)
         for moe in moes:
-            route(moe, x, step)
+            with single_thread_torch() if few else nullcontext():  # as the layers do
+                route(moe, x, step)
 
     calls: list[Callable[[], Any]] = [
         functools.partial(run, cycle(inputs)) for run in (run_layers, run_routers)
@@ -229,9 +233,7 @@ def main(words: Sequence[str] | None = None) -> list[MoEStepTiming]:
     }
     device, command = device_name(options.device), shlex.join(["python", *sys.argv])
     print(json.dumps({"device": device, **facts}), flush=True)
-    print(
-        "format      tokens    step ms routing ms  memory ms   floor ms   ratio  experts     error"
-    )
+    print(HEADER)
     timings, rows = [], []
     for name in options.format or FORMATS:
         layers = make_layers(shape, name, options.device)

@@ -1,7 +1,9 @@
 """The weights of a layer's experts, one after another in memory, for the grouped ops.
 
-Each expert stays a module with its own weight, whose tensors are views of the stack: no memory is
-taken twice, and what walks over experts (acceptance, calibration, reports) finds them as before.
+On a CPU they stay where they are, mostly in a mapped file, and are a stack where each expert's are
+equally far from the last one's. Each expert stays a module with its own weight, whose tensors are
+views of the stack: no memory is taken twice, and what walks over experts (acceptance, calibration,
+reports) finds them as before.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
 from modelmill.nn.moe import Expert, MoE
 from modelmill.ops.fused_moe import GELU_TANH, SILU, FusedMoEInputs, SwigluClamp
-from modelmill.ops.registry import Ops
+from modelmill.ops.registry import Ops, serves
 from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
 from modelmill.weights.w8a8 import W8A8Weight
@@ -34,6 +36,8 @@ OPS = {
 """The grouped op of each weight format that has one."""
 STACKED = ("weight", "scale", "offset")
 """Suffixes of the tensors that a grouped op reads."""
+MAX_CPU_TOKENS = 16
+"""Tokens of a step up to which the CPU's grouped op is used: it multiplies them one by one."""
 
 
 def grouped_op(weight: WeightFormat) -> str | None:
@@ -68,19 +72,25 @@ class StackedExperts:
     """
 
     def __init__(
-        self, op: str, gate_up: Sequence[Linear], down: Sequence[Linear], gate: ExpertActivation
+        self,
+        op: str,
+        linears: tuple[Sequence[Linear], Sequence[Linear]],
+        parts: Sequence[dict[str, torch.Tensor]],
+        gate: ExpertActivation,
     ) -> None:
+        """linears, parts: of both products, the experts' layers and their stacked tensors."""
+        gate_up, down = linears
         self.op = op
         self._gate = gate
         self._linears = (*gate_up, *down)
-        parts = stack_weights(gate_up), stack_weights(down)
+        self._served_on_cpu: dict[torch.dtype, bool] = {}
         self._operands: dict[str, Any] = {
             name + ("" if suffix == "weight" else f"_{suffix}"): tensor
             for name, tensors in zip(("gate_up", "down"), parts, strict=True)
             for suffix, tensor in tensors.items()
         }
-        for name, linears in (("gate_up", gate_up), ("down", down)):
-            biases = [linear.bias for linear in linears if linear.bias is not None]
+        for name, layers in (("gate_up", gate_up), ("down", down)):
+            biases = [linear.bias for linear in layers if linear.bias is not None]
             if biases:
                 self._operands[f"{name}_bias"] = torch.stack(biases)
         self._group = group_columns(gate_up[0].weight)
@@ -88,12 +98,25 @@ class StackedExperts:
 
     def serves(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether a backend has the op for x [T, H], and no expert got another weight since."""
+        if x.device.type == "cpu" and not self._serves_on_cpu(x, ops):
+            return False
         # float16 may not hold the values of MXFP4, which many tokens need in x's dtype
         if ops.backends[self.op] == "torch" or (
             self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
         return all(map(is_, self._weights, [linear.weight for linear in self._linears]))
+
+    def _serves_on_cpu(self, x: torch.Tensor, ops: Ops) -> bool:
+        """Whether the C++ kernel serves x; its reference would run every expert."""
+        if ops.backends[self.op] != "cpu":
+            return True
+        served = self._served_on_cpu.get(x.dtype)
+        if served is None:
+            ids = torch.zeros(len(x), 1, dtype=torch.int32)
+            served = serves(self.op, "cpu", self._inputs(x.contiguous(), ids.float(), ids, None))
+            self._served_on_cpu[x.dtype] = served
+        return served and x.is_contiguous() and len(x) <= MAX_CPU_TOKENS
 
     def run(
         self,
@@ -104,15 +127,27 @@ class StackedExperts:
         ops: Ops,
     ) -> torch.Tensor:
         """The weighted sum [T, H] of each token's experts, and of ``shared`` [T, H]."""
-        inputs = FusedMoEInputs(
+        inputs = self._inputs(x, topk_weights, topk_ids, shared)
+        return cast(torch.Tensor, getattr(ops, self.op)(inputs))
+
+    def _inputs(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared: torch.Tensor | None,
+    ) -> FusedMoEInputs:
+        return FusedMoEInputs(
             x, topk_weights, topk_ids, shared=shared, group=self._group,
             activation=self._gate.activation, clamp=self._gate.clamp, **self._operands,
         )  # fmt: skip
-        return cast(torch.Tensor, getattr(ops, self.op)(inputs))
 
 
-def stack_experts(moe: MoE) -> StackedExperts | None:
-    """Move the weights of all experts into stacks; None where no grouped op computes them."""
+def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
+    """Move the weights of all experts into stacks; None where no grouped op computes them.
+
+    in_place: not where tensors would have to be copied; their distances may be larger than they.
+    """
     experts = [cast(Expert, expert) for expert in moe.experts]
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
@@ -124,7 +159,9 @@ def stack_experts(moe: MoE) -> StackedExperts | None:
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
-    return StackedExperts(op, gate_up, down, gate)
+    parts = [stack_weights(linears, in_place=in_place) for linears in (gate_up, down)]
+    complete = [each for each in parts if each is not None]
+    return StackedExperts(op, (gate_up, down), complete, gate) if complete == parts else None
 
 
 def _expert_activation(act: nn.Module) -> ExpertActivation | None:
@@ -144,12 +181,19 @@ def _kind(weight: WeightFormat) -> tuple[object, ...]:
     return (grouped_op(weight), group_columns(weight), *dtypes)
 
 
-def stack_weights(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
-    """[E, …] of each tensor that the weights store, by suffix; the weights become views of them."""
+def stack_weights(
+    linears: Sequence[Linear], *, in_place: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """[E, …] of each tensor that the weights store, by suffix; the weights become views of them.
+
+    in_place: None where a tensor would have to be copied.
+    """
     stacks = {}
     for suffix in (each for each in STACKED if each in linears[0].weight.tensors()):
         parts = [linear.weight.tensors()[suffix] for linear in linears]
-        stack = stacked(parts)
+        stack = stacked(parts, apart=in_place)
+        if stack is None and in_place:
+            return None
         if stack is None:
             stack = torch.stack(parts)
             for linear, view in zip(linears, stack, strict=True):
@@ -160,13 +204,20 @@ def stack_weights(linears: Sequence[Linear]) -> dict[str, torch.Tensor]:
     return stacks
 
 
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The stack that tensors are the views of, in order; None if they are not."""
+def stacked(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tensor | None:
+    """The stack that tensors are the views of, in order; None if they are not.
+
+    apart: there may be other data between them, of the same size everywhere.
+    """
     first = parts[0]
     storage, size = first.untyped_storage().data_ptr(), first.numel()
+    start = first.storage_offset()
+    step = parts[1].storage_offset() - start if apart and len(parts) > 1 else size
+    if step < size:
+        return None
     for index, part in enumerate(parts):
-        at = first.storage_offset() + index * size
+        at = start + index * step
         alike = part.shape == first.shape and part.is_contiguous() and part.dtype == first.dtype
         if not alike or part.storage_offset() != at or part.untyped_storage().data_ptr() != storage:
             return None
-    return first.as_strided((len(parts), *first.shape), (size, *first.stride()))
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))

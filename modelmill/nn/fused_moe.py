@@ -1,7 +1,8 @@
 """A mixture of experts with its tokens grouped by expert; an expert without tokens is not read.
 
 On a GPU the weights of all experts are stacked (``nn.expert_stack``) and grouped ops compute them;
-the host does not learn which experts have tokens, so that a CUDA graph can contain it all.
+the host does not learn which experts have tokens, so that a CUDA graph can contain it all. On a CPU
+a grouped op computes steps of few tokens where the weights lie in a stack already.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ class FusedMoE(nn.Module):
     """
 
     def __init__(self, plain: MoE, *, stacks: bool | None = None) -> None:
-        """stacks: whether to stack the experts' weights; None: on a GPU."""
+        """stacks: whether to stack the experts' weights; None: on a GPU, or if nothing moves."""
         super().__init__()
         object.__setattr__(self, "plain", plain)
         for name, child in plain.named_children():
             self.add_module(name, child)
-        if stacks is None:
-            stacks = plain.router.weight.is_cuda
-        self._stacked: StackedExperts | None = stack_experts(plain) if stacks else None
+        in_place = stacks is None and not plain.router.weight.is_cuda
+        self._stacked: StackedExperts | None = None
+        if stacks is not False and _op_routes(plain):
+            self._stacked = stack_experts(plain, in_place=in_place)
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
@@ -63,6 +65,12 @@ class FusedMoE(nn.Module):
         for shared in moe.shared_output(x, step):
             total += shared.float()
         return total.to(x.dtype)
+
+
+def _op_routes(moe: MoE) -> bool:
+    """Whether ``fused_topk`` chooses as the router does: by the two best scores of a group."""
+    config = moe.routing.config
+    return config.groups == 1 or config.group_scores == 2
 
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:

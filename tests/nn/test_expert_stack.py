@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from modelmill.nn.expert_stack import OPS, STACKED, stack_experts, stack_weights, stacked
+from modelmill.nn.expert_stack import (
+    MAX_CPU_TOKENS,
+    OPS,
+    STACKED,
+    stack_experts,
+    stack_weights,
+    stacked,
+)
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops import registry
+from modelmill.ops.cpu.common import build
 from modelmill.ops.fused_moe import SwigluClamp
 from modelmill.weights.base import pack
 from tests.nn.test_moe import EXPERTS, HIDDEN, INNER, STEP, filled
@@ -60,8 +69,10 @@ def test_an_expert_keeps_its_values_as_views_of_the_stack(weight_format: str) ->
 def test_a_second_pass_finds_the_stack_of_the_first() -> None:
     moe = mixture("int8")
     first = stack_weights(experts_linears(moe))
+    assert first is not None
     weights = [linear.weight for linear in experts_linears(moe)]
     second = stack_weights(experts_linears(moe))
+    assert second is not None
     assert first["weight"].data_ptr() == second["weight"].data_ptr()
     assert first["weight"].shape == second["weight"].shape == (EXPERTS, 2 * INNER, HIDDEN)
     assert torch.equal(first["weight"], second["weight"])
@@ -76,6 +87,73 @@ def test_views_in_another_order_are_no_stack() -> None:
     assert stacked(parts[::-1]) is None
     assert stacked([parts[0], parts[2]]) is None
     assert stacked([parts[0], parts[1].clone()]) is None
+
+
+def lying_in_one_storage(moe: MoE) -> MoE:
+    """The same, whose experts' tensors are views of one storage, an expert behind the other."""
+    for name in ("gate_up_proj", "down_proj"):
+        linears = [getattr(expert, name) for expert in moe.experts]
+        tensors = [linear.weight.tensors() for linear in linears]
+        for suffix in tensors[0].keys() & STACKED:
+            # as much again behind each, as other tensors of an expert are in a file
+            parts = torch.stack([torch.stack((each[suffix],) * 2) for each in tensors])
+            for linear, part in zip(linears, parts, strict=True):
+                linear.weight = replace(linear.weight, **{suffix: part[0]})
+    return moe
+
+
+def test_views_with_a_gap_behind_each_are_a_stack_where_they_are() -> None:
+    data = torch.arange(24.0)
+    parts = [data[first : first + 4].view(2, 2) for first in (1, 9, 17)]
+    assert stacked(parts) is None
+    stack = stacked(parts, apart=True)
+    assert stack is not None
+    assert torch.equal(stack, torch.stack(parts))
+    assert stack.data_ptr() == parts[0].data_ptr()
+    assert stacked([data[:4], data[2:6], data[4:8]], apart=True) is None, "they overlap"
+    assert stacked([data[:4], data[8:12], data[12:16]], apart=True) is None
+    assert stacked(parts[:1], apart=True) is not None
+
+
+def test_in_place_nothing_is_copied() -> None:
+    moe = mixture("int8")
+    weights = [linear.weight for linear in experts_linears(moe)]
+    assert stack_experts(moe, in_place=True) is None
+    assert all(a is linear.weight for a, linear in zip(weights, experts_linears(moe), strict=True))
+    together = lying_in_one_storage(moe)
+    weights = [linear.weight for linear in experts_linears(together)]
+    assert stack_experts(together, in_place=True) is not None
+    assert all(a is linear.weight for a, linear in zip(weights, experts_linears(moe), strict=True))
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_few_tokens_on_a_cpu_are_one_call_for_all_experts(weight_format: str) -> None:
+    if build.available("cpu") is not None:
+        pytest.skip(str(build.available("cpu")))
+    router, shared = RouterConfig(EXPERTS, 3), MLPSpec(HIDDEN, INNER)
+    spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN), shared, shared_gate=True)
+    moe, calls = lying_in_one_storage(filled(spec, weight_format)), []
+    op = OPS[weight_format]
+
+    def counting(inputs: Any) -> torch.Tensor:
+        calls.append(len(inputs.x))
+        return getattr(STEP.ops, op)(inputs)
+
+    step: Any = SimpleNamespace(ops=STEP.ops.replace({op: counting}))
+    fused = FusedMoE(moe)
+    for tokens in (1, 2, MAX_CPU_TOKENS, MAX_CPU_TOKENS + 1):
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+        torch.testing.assert_close(fused(x, step), moe(x, STEP), rtol=1e-4, atol=1e-5)
+    assert calls == [1, 2, MAX_CPU_TOKENS]
+    assert fused(x[:1].double(), STEP).dtype == torch.float64, "what the kernel does not serve"
+
+
+def test_a_choice_that_the_op_does_not_make_is_the_routers() -> None:
+    router = RouterConfig(EXPERTS, 2, groups=4, top_groups=2)
+    for group_scores, is_stacked in ((2, True), (1, False)):
+        spec = MoESpec(replace(router, group_scores=group_scores), MLPSpec(HIDDEN, INNER))
+        moe = filled(spec, "int8")
+        assert (FusedMoE(moe, stacks=True)._stacked is not None) is is_stacked
 
 
 def test_what_no_grouped_op_computes_is_not_stacked() -> None:
@@ -118,4 +196,4 @@ def test_a_replaced_weight_is_computed_and_not_the_stack() -> None:
         linear.weight = pack("dense", torch.zeros(2 * INNER, HIDDEN), torch.float32)
     assert not fused(x, step).any()
     assert len(calls) == 1
-    assert FusedMoE(moe)._stacked is None, "nothing is stacked on a CPU"
+    assert FusedMoE(moe)._stacked is None, "nothing is copied on a CPU"

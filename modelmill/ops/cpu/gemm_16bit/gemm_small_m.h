@@ -7,7 +7,7 @@
 // Range: any M, tuned for M ≤ 16
 // Technique: AVX-512 or AVX2 FMA, AVX512_BF16 dot products, register blocking (6 rows of x by 8
 //     weight rows), software prefetch, per-thread scratch for the packed activations
-// Used by: e4m3.h, groupwise.h, int8_linear.cpp, linear.cpp
+// Used by: e4m3.h, groupwise.h, int8_linear.cpp, linear.cpp, router_gemm.cpp
 //
 // Each output is one chain of multiply-adds along K and one final reduction, whatever the blocking,
 // so that a row gives the same bits alone and in a batch. Register blocking of up to 6 rows of x by

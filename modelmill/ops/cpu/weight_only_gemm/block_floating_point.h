@@ -30,6 +30,15 @@ constexpr int64_t kBlockRuns = 4;  // that share a power of two
 constexpr int64_t kBlockColumns = kBlockRuns * kRunColumns;
 constexpr int64_t kMaxPackedRows = 4;  // of x, up to which codes are unpacked for each pair of rows
 
+// 2^s for the largest magnitude of a block, so that mantissas have 16 bits, but at least the
+// smallest normal float; NaN if the magnitude is not finite.
+inline float block_scale(float largest) {
+    if (!(largest < std::numeric_limits<float>::infinity()))
+        return std::numeric_limits<float>::quiet_NaN();
+    const int exponent = static_cast<int>(bits_of(largest) >> 23) - 127 - 14;
+    return float_of(static_cast<uint32_t>((exponent < -126 ? -126 : exponent) + 127) << 23);
+}
+
 #if defined(MILL_AVX2)
 // Whether activations of type T are multiplied as 16-bit integers.
 template <class T> constexpr bool kBlockFloatingPoint = sizeof(T) == 2;
@@ -47,15 +56,6 @@ struct FixedPointRows {
 
 // Columns of a scale and offset, padded to whole vectors.
 inline int64_t padded_groups(int64_t groups) { return (groups + W - 1) / W * W; }
-
-// 2^s for the largest magnitude of a block, so that mantissas have 16 bits, but at least the
-// smallest normal float; NaN if the magnitude is not finite.
-inline float block_scale(float largest) {
-    if (!(largest < std::numeric_limits<float>::infinity()))
-        return std::numeric_limits<float>::quiet_NaN();
-    const int exponent = static_cast<int>(bits_of(largest) >> 23) - 127 - 14;
-    return float_of(static_cast<uint32_t>((exponent < -126 ? -126 : exponent) + 127) << 23);
-}
 
 // One block of `count` columns at `from`; returns its power of two.
 template <class T> inline float pack_block(int16_t* out, const T* from, int64_t count) {
@@ -322,6 +322,24 @@ inline void fixed_point_rows(float* sums, int64_t stride, int64_t pitch, const F
     each_pair(WordTile{words, x.stride});
 }
 
+// sums[last − m, to − from] of x's rows [m, last) and weight rows [from, to), whose scales and
+// offsets `grids` are, on this thread.
+template <int RUNS, bool SCALED, class Code>
+inline void fixed_point_columns(float* sums, const FixedPointRows& x, int64_t m, int64_t last,
+                                const uint8_t* codes, int64_t bytes, int64_t runs, int64_t from,
+                                int64_t to, const WeightGrids& grids) {
+    const int64_t columns = to - from;
+    const auto multiply_rows = [&](int64_t j, int64_t pitch, auto count) {
+        const CodeRows<Code> w{codes + (from + j) * bytes, bytes, pitch * bytes};
+        fixed_point_rows<decltype(count)::value, RUNS, SCALED>(sums + j, columns, pitch, x, m, last,
+                                                               w, runs, grids.rows(j, pitch));
+    };
+    if (last - m == 1)
+        for_far_rows<8>(columns, multiply_rows);
+    else
+        for_far_rows<4>(columns, multiply_rows);
+}
+
 // The GEMM over all threads. grids_of(row, count): the scales and offsets of `count` rows of
 // weights; store_out(m, n, sums, count).
 template <int RUNS, bool SCALED, class Code, class GridsOf, class StoreOut>
@@ -337,16 +355,8 @@ inline void fixed_point_gemm(const FixedPointRows& x, int64_t rows, const uint8_
         thread_local Scratch scratch;
         const int64_t columns = to - from;
         float* sums = scratch.get<float>((last - m) * columns);
-        const WeightGrids grids = grids_of(from, columns);
-        const auto multiply_rows = [&](int64_t j, int64_t pitch, auto count) {
-            const CodeRows<Code> w{codes + (from + j) * bytes, bytes, pitch * bytes};
-            fixed_point_rows<decltype(count)::value, RUNS, SCALED>(
-                sums + j, columns, pitch, x, m, last, w, runs, grids.rows(j, pitch));
-        };
-        if (last - m == 1)
-            for_far_rows<8>(columns, multiply_rows);
-        else
-            for_far_rows<4>(columns, multiply_rows);
+        fixed_point_columns<RUNS, SCALED, Code>(sums, x, m, last, codes, bytes, runs, from, to,
+                                                grids_of(from, columns));
         for (int64_t i = m; i < last; i++)
             store_out(i, from, sums + (i - m) * columns, static_cast<int>(columns));
     };

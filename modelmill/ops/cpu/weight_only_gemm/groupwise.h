@@ -8,7 +8,8 @@
 //     groups]
 // Range: any M
 // Technique: AVX-512 table lookup (permutexvar) or AVX2 shifts for nibbles, FMA, software prefetch
-// Used by: int4_linear.cpp, int8_group_linear.cpp, int8_linear.cpp, mxfp4_linear.cpp
+// Used by: digit_planes.h, expert_rows.h, int4_linear.cpp, int8_group_linear.cpp, int8_linear.cpp,
+//     mxfp4_linear.cpp
 //
 // Codes become floats in registers; scales are applied once per group, and offsets multiply the
 // group sums of x.
@@ -291,10 +292,16 @@ void fixed_point_group_linear(Scratch& scratch, const T* x, const Grouped<Code>&
 }
 #endif
 
-// As group_linear, with float products.
-template <class Code, class T, class StoreOut>
-void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
-                        int64_t k, int64_t n, const StoreOut& store_out) {
+// x[rows, k] in float, filled up with zeros to whole runs: [rows, stride], and the sums of each
+// row over a group's columns [rows, groups].
+struct FloatRows {
+    const float* input;
+    const float* group_sums;
+    int64_t stride;
+};
+template <class Code, class T>
+FloatRows widen_rows(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
+                     int64_t k) {
     const int64_t stride = w.bytes / Code::kBytes * kPackColumns, groups = w.groups,
                   group = w.runs * kPackColumns;
     float* input = scratch.get<float>(rows * (stride + groups));
@@ -310,6 +317,16 @@ void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, in
             group_sums[m * groups + g] = sum(total);
         }
     }
+    return {input, group_sums, stride};
+}
+
+// As group_linear, with float products.
+template <class Code, class T, class StoreOut>
+void float_group_linear(Scratch& scratch, const T* x, const Grouped<Code>& w, int64_t rows,
+                        int64_t k, int64_t n, const StoreOut& store_out) {
+    const FloatRows wide = widen_rows(scratch, x, w, rows, k);
+    const float *input = wide.input, *group_sums = wide.group_sums;
+    const int64_t stride = wide.stride;
     const int64_t block = (kInputBlock / (stride * 4) / 12 + 1) * 12,
                   blocks = (rows + block - 1) / block;
     int64_t chunk_bytes = rows > 16 ? 128 << 10 : 32 << 10;

@@ -1,0 +1,166 @@
+// Dot products of integer weights with rows of 16-bit activations in two planes of 8-bit digits.
+//
+// Computes: sums[N] = x[K] · dequant(weight[N, K])ᵀ: integer products and sums within 128 columns,
+//     float32 sums beyond
+// Dtypes: x bfloat16 or float16; int8 or int4 codes; float32 accumulators
+// Layout: codes in rows, 32 columns a run
+// Range: K a multiple of 32; AVX-512 with VNNI
+// Technique: AVX-512 VNNI (vpdpbusd), 8 weight rows at a time, software prefetch
+// Used by: expert_rows.h
+//
+// 128 columns of x share a power of two, by which they become 16-bit integers: exactly if their
+// magnitudes lie within 2^7 (bfloat16) or 2^4 (float16) of the largest, else within 2^-15 of it.
+// Such an integer is 256 · high + low, high a signed and low an unsigned byte, since vpdpbusd
+// multiplies unsigned by signed bytes: 64 weights in two instructions, where floats take a dozen.
+#pragma once
+#include "weight_only_gemm/groupwise.h"
+
+#if defined(MILL_AVX512) && defined(__AVX512VNNI__)
+#    define MILL_DIGIT_PLANES 1
+
+namespace mill {
+
+using vi = __m512i;
+
+// Of 128 columns: their high digits, their low ones, and what the high sums start with.
+struct DigitBlock {
+    vi high[2], low[2], start;
+};
+
+// How 128 columns of codes become two vectors of bytes. slot(piece): where the 16 columns from
+// 16 · piece lie in them; kExcess: by how much unsigned bytes exceed the codes.
+template <class Code> struct DigitCodes;
+
+template <> struct DigitCodes<Int8Codes> {
+    static constexpr int kExcess = 128;
+    static constexpr int64_t kBytes = 128;
+    static int slot(int piece) { return piece * 16; }
+    static void load(const uint8_t* p, int64_t count, vi* codes) {
+        for (int64_t i = 0; i < 2; i++) {
+            const int64_t rest = count - i * 64;
+            codes[i] = rest >= 64  ? _mm512_loadu_si512(p + i * 64)
+                       : rest <= 0 ? _mm512_setzero_si512()
+                                   : _mm512_maskz_loadu_epi8(~0ull >> (64 - rest), p + i * 64);
+        }
+    }
+    static vi without_sign(vi code) { return _mm512_xor_si512(code, _mm512_set1_epi8(-128)); }
+};
+
+template <> struct DigitCodes<Int4Codes> {
+    static constexpr int kExcess = 0;
+    static constexpr int64_t kBytes = 64;
+    static int slot(int piece) { return piece % 2 * 64 + piece / 2 * 16; }
+    static void load(const uint8_t* p, int64_t count, vi* codes) {
+        const vi packed =
+            count >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8(~0ull >> (64 - count), p);
+        const vi mask = _mm512_set1_epi8(15);
+        codes[0] = _mm512_and_si512(packed, mask);
+        codes[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+    }
+    static vi without_sign(vi code) { return code; }
+};
+
+// One block of `count` columns at `from`; returns its power of two.
+template <class Code, class T>
+inline float pack_digits(DigitBlock& out, const T* from, int64_t count) {
+    constexpr int kPieces = kBlockColumns / W;
+    vf wide[kPieces];
+    vf largest = zero();
+    bool nan = false;
+    for (int i = 0; i < kPieces; i++) {
+        const int64_t rest = count - i * W;
+        wide[i] = rest >= W  ? load(from + i * W)
+                  : rest > 0 ? load_n(from + i * W, static_cast<int>(rest))
+                             : zero();
+        nan |= _mm512_cmp_ps_mask(wide[i], wide[i], _CMP_UNORD_Q) != 0;
+        largest = max(largest, _mm512_abs_ps(wide[i]));
+    }
+    const float scale =
+        nan ? std::numeric_limits<float>::quiet_NaN() : block_scale(reduce_max(largest));
+    const vf inverse = set1(scale == scale ? 1.0f / scale : 0.0f);
+    auto* high = reinterpret_cast<uint8_t*>(out.high);
+    auto* low = reinterpret_cast<uint8_t*>(out.low);
+    for (int i = 0; i < kPieces; i++) {
+        const vi whole = _mm512_cvtps_epi32(mul(wide[i], inverse));
+        const int slot = DigitCodes<Code>::slot(i);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(high + slot),
+                         _mm512_cvtepi32_epi8(_mm512_srai_epi32(whole, 8)));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(low + slot), _mm512_cvtepi32_epi8(whole));
+    }
+    vi digits = _mm512_setzero_si512();
+    for (const vi& each : out.high) digits = _mm512_dpbusd_epi32(digits, _mm512_set1_epi8(1), each);
+    out.start = _mm512_mullo_epi32(digits, _mm512_set1_epi32(-DigitCodes<Code>::kExcess));
+    return scale;
+}
+
+// A row of x: its blocks with their powers of two, and its sums over groups of columns.
+struct DigitRow {
+    const DigitBlock* blocks;
+    const float* powers;
+    const float* group_sums;
+    int64_t count;
+};
+
+// Weight rows of `bytes` bytes; scales: `pitch` a row, for groups of `group_runs` runs each or,
+// without one scale a block, for each run; offsets [., groups] or null.
+struct DigitWeights {
+    const uint8_t* rows;
+    int64_t bytes;
+    const float* scales;
+    int64_t pitch, group_runs;
+    const float* offsets;
+    int64_t groups;
+};
+
+// sums[NB] of a row of x and NB weight rows from n0. ONE_SCALE: a block of columns has one scale.
+template <class Code, int NB, bool ONE_SCALE>
+__attribute__((noinline)) void digit_dots(float* sums, const DigitRow& x, const DigitWeights& w,
+                                          int64_t n0) {
+    using Codes = DigitCodes<Code>;
+    vf total[NB];
+    for (int n = 0; n < NB; n++) total[n] = zero();
+    const int64_t bytes = w.bytes, distance = prefetch_distance<1>(NB * bytes),
+                  whole = bytes / Codes::kBytes;
+    const uint8_t* rows = w.rows + n0 * bytes;
+    const float *scales = w.scales + n0 * w.pitch, *offsets = w.offsets;
+    const vi run_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const auto block = [&](int64_t b, int64_t count) {
+        const uint8_t* at = rows + b * Codes::kBytes;
+        const vf power = set1(x.powers[b]);
+        const int64_t group = ONE_SCALE ? b * kBlockRuns / w.group_runs : b * kBlockRuns;
+        const DigitBlock& digits = x.blocks[b];
+        const vi high0 = digits.high[0], high1 = digits.high[1], low0 = digits.low[0],
+                 low1 = digits.low[1], start = digits.start;
+        for (int n = 0; n < NB; n++) {
+            for (int64_t line = 0; line < Codes::kBytes; line += 64)
+                prefetch_line<1>(at + n * bytes + line + distance);
+            vi codes[2];
+            Codes::load(at + n * bytes, count, codes);
+            vi high = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), high0);
+            vi low = _mm512_dpbusd_epi32(_mm512_setzero_si512(), low0, codes[0]);
+            high = _mm512_dpbusd_epi32(high, Codes::without_sign(codes[1]), high1);
+            low = _mm512_dpbusd_epi32(low, low1, codes[1]);
+            const vf value = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+            const float* grid = scales + n * w.pitch + group;
+            const vf scale =
+                ONE_SCALE ? set1(*grid)
+                          : _mm512_permutexvar_ps(run_of_lane,
+                                                  _mm512_castps128_ps512(_mm_loadu_ps(grid)));
+            total[n] = fma(value, mul(scale, power), total[n]);
+        }
+    };
+    for (int64_t b = 0; b < whole; b++) block(b, Codes::kBytes);
+    if (whole < x.count) block(whole, bytes - whole * Codes::kBytes);
+    sums_of(sums, total, NB);
+    for (int n = 0; offsets && n < NB; n++) {
+        const float* row = offsets + (n0 + n) * w.groups;
+        vf part = zero();
+        for_each_vector(w.groups, [&](int64_t g, int c) {
+            part = fma(take(row + g, c), take(x.group_sums + g, c), part);
+        });
+        sums[n] += sum(part);
+    }
+}
+
+}  // namespace mill
+#endif

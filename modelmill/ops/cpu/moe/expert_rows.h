@@ -1,0 +1,150 @@
+// Rows of activations as the products with experts read them, and these products on one thread.
+//
+// Computes: sums[N] = x[K] · dequant(weight[N, K])ᵀ for one row of x and some rows of an expert
+// Dtypes: x float32, bfloat16 or float16; int8 or int4 codes; float32 sums
+// Layout: codes in rows, 32 columns a run; scales and offsets [N, groups]
+// Range: K a multiple of 32
+// Technique: of 16 bits: bytes (digit_planes.h) with VNNI, 16-bit integers
+//     (block_floating_point.h) on AVX2; else float FMA (groupwise.h)
+// Used by: experts.h
+//
+// What pack makes lies in its scratch memory. The classes differ between instruction sets, so that
+// none may be thread_local: a process merges such variables of all libraries that have one of the
+// name.
+#pragma once
+#include "moe/digit_planes.h"
+#include "weight_only_gemm/groupwise.h"
+
+namespace mill {
+
+// Whether the products have a part of offset times sum of x.
+template <class Code> inline bool has_offsets(const Grouped<Code>& w) {
+    return w.offset || Code::kZeroPoint != 0.0f;
+}
+
+// With float products.
+template <class Code, class T> class WideRows {
+  public:
+    void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
+        rows_ = widen_rows(scratch, x, w, rows, k);
+    }
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+        const auto put_sums = [=](int64_t, int64_t j, const float* values, int count) {
+            std::memcpy(sums + j - from, values, static_cast<size_t>(count) * sizeof(float));
+        };
+        int64_t j = from;
+        for (; j + 4 <= to; j += 4)
+            group_rows<Code, 4>(rows_.input, rows_.group_sums, rows_.stride, w, m, m + 1, j,
+                                put_sums);
+        for (; j < to; j++)
+            group_rows<Code, 1>(rows_.input, rows_.group_sums, rows_.stride, w, m, m + 1, j,
+                                put_sums);
+    }
+
+  private:
+    FloatRows rows_{};
+};
+
+#if defined(MILL_DIGIT_PLANES)
+template <class Code, class T> class IntegerRows {
+  public:
+    void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
+        const int64_t count = (k + kBlockColumns - 1) / kBlockColumns, groups = w.groups,
+                      group = w.runs * kPackColumns;
+        const int64_t floats = rows * (count + groups) * static_cast<int64_t>(sizeof(float));
+        auto* blocks = scratch.get<DigitBlock>(
+            rows * count + floats / static_cast<int64_t>(sizeof(DigitBlock)) + 1);
+        auto* powers = reinterpret_cast<float*>(blocks + rows * count);
+        float* group_sums = powers + rows * count;
+        for (int64_t m = 0; m < rows; m++) {
+            const T* row = x + m * k;
+            for (int64_t b = 0; b < count; b++)
+                powers[m * count + b] = pack_digits<Code>(
+                    blocks[m * count + b], row + b * kBlockColumns, k - b * kBlockColumns);
+            for (int64_t g = 0; g < groups && has_offsets(w); g++) {
+                const int64_t rest = k - g * group;
+                vf total = zero();
+                for_each_vector(rest < group ? rest : group, [&](int64_t i, int c) {
+                    total = add(total, take(row + g * group + i, c));
+                });
+                group_sums[m * groups + g] = sum(total);
+            }
+        }
+        rows_ = {blocks, powers, group_sums, count};
+    }
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+        thread_local Scratch scratch, run_scratch;
+        const int64_t rows = to - from;
+        const float* grids = w.grids(from, rows, scratch);
+        DigitWeights weights{w.codes + from * w.bytes,
+                             w.bytes,
+                             grids,
+                             w.groups,
+                             w.runs,
+                             has_offsets(w) ? grids + rows * w.groups : nullptr,
+                             w.groups};
+        const DigitRow row{rows_.blocks + m * rows_.count, rows_.powers + m * rows_.count,
+                           rows_.group_sums + m * w.groups, rows_.count};
+        if (w.groups == 1 || w.runs % kBlockRuns == 0)
+            return multiply_by<true>(sums, row, weights, rows);
+        weights.pitch = rows_.count * kBlockRuns;
+        weights.scales = scale_of_each_run(run_scratch, weights, rows, w);
+        multiply_by<false>(sums, row, weights, rows);
+    }
+
+  private:
+    template <bool ONE_SCALE>
+    static void multiply_by(float* sums, const DigitRow& x, const DigitWeights& w, int64_t rows) {
+        int64_t n = 0;
+        for (; n + 8 <= rows; n += 8) digit_dots<Code, 8, ONE_SCALE>(sums + n, x, w, n);
+        for (; n < rows; n++) digit_dots<Code, 1, ONE_SCALE>(sums + n, x, w, n);
+    }
+    static const float* scale_of_each_run(Scratch& scratch, const DigitWeights& weights,
+                                          int64_t rows, const Grouped<Code>& w) {
+        float* out = scratch.get<float>(rows * weights.pitch);
+        for (int64_t n = 0; n < rows; n++)
+            for (int64_t run = 0; run < weights.pitch; run++) {
+                const int64_t g = run / w.runs;
+                out[n * weights.pitch + run] =
+                    g < w.groups ? weights.scales[n * w.groups + g] : 0.0f;
+            }
+        return out;
+    }
+
+    DigitRow rows_{};
+};
+#elif defined(MILL_AVX2)
+template <class Code, class T> class IntegerRows {
+  public:
+    void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
+        rows_ = pack_rows(scratch, x, rows, k, has_offsets(w) ? w.runs : 0, Code::kUnit);
+    }
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+        thread_local Scratch scratch;
+        const int64_t rows = to - from;
+        const float* grids = w.grids(from, rows, scratch);
+        const WeightGrids of_rows{grids, has_offsets(w) ? grids + rows * w.groups : nullptr,
+                                  w.groups, w.runs, w.groups};
+        const auto multiply_by = [&](auto runs_of_a_scale) {
+            fixed_point_columns<decltype(runs_of_a_scale)::value, true, Code>(
+                sums, rows_, m, m + 1, w.codes, w.bytes, w.bytes / Code::kBytes, from, to, of_rows);
+        };
+        if (w.groups == 1 || w.runs % 4 == 0)
+            multiply_by(std::integral_constant<int, 4>{});
+        else if (w.runs % 2 == 0)
+            multiply_by(std::integral_constant<int, 2>{});
+        else
+            multiply_by(std::integral_constant<int, 1>{});
+    }
+
+  private:
+    FixedPointRows rows_{};
+};
+#else
+template <class Code, class T> using IntegerRows = WideRows<Code, T>;
+#endif
+
+template <class Code, class T>
+using ExpertRows = std::conditional_t<sizeof(T) == 2, IntegerRows<Code, T>, WideRows<Code, T>>;
+
+}  // namespace mill

@@ -1,0 +1,210 @@
+// The experts of a mixture for few tokens: both products of all pairs in two calls of the pool.
+//
+// Computes: out[M, H] = Σ topk_weights · down(act(gate) · up) (+ shared)
+// Dtypes: x and out float32, bfloat16 or float16; int8 or int4 codes; float32 sums
+// Layout: weights [E, N, row], the experts any number of bytes apart; scales and offsets
+//     [E, N, groups]
+// Range: any M, meant for few; H and I multiples of 32
+// Technique: weight rows of an expert are read once for all its tokens, and two pool calls for all
+//     experts
+// Used by: int4_fused_moe.cpp, int8_fused_moe.cpp
+//
+// A token's experts are summed in the order of their numbers, each value by one thread, so that the
+// bits depend neither on the number of threads nor on the batch.
+#pragma once
+#include "moe/expert_rows.h"
+#include "norm_quantize/activation.h"
+
+namespace mill {
+
+// One product of all experts, as moe/experts.py packs it; strides: bytes from expert to expert.
+struct ExpertMatrices {
+    const uint8_t* codes;
+    const uint8_t* scale;
+    const uint8_t* offset;  // null: symmetric
+    const void* bias;       // [E, N] or null
+    int64_t codes_stride, scale_stride, offset_stride, rows, columns;
+
+    template <class Code> Grouped<Code> of(int64_t expert, int64_t group, int scale_type) const {
+        const int64_t width = group ? group : columns;
+        return {codes + expert * codes_stride,
+                scale + expert * scale_stride,
+                offset ? offset + expert * offset_stride : nullptr,
+                scale_type,
+                columns / kPackColumns * Code::kBytes,
+                (columns + width - 1) / width,
+                width / kPackColumns};
+    }
+};
+
+enum Gate { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
+
+struct ExpertsCall {
+    void* out;
+    const void* x;
+    const float* topk_weights;
+    const int32_t* topk_ids;
+    const void* shared;  // null: none
+    int64_t tokens, top_k, experts, group, gate;
+    ExpertMatrices gate_up, down;
+};
+
+// A token and one of its experts.
+struct Pair {
+    int64_t expert, token;
+    float weight;
+};
+
+// The pairs by expert, then by token; returns how many there are. An id that is no expert has none.
+inline int64_t sort_pairs(Scratch& scratch, const ExpertsCall& call, Pair*& pairs) {
+    const int64_t most = call.tokens * call.top_k;
+    pairs = scratch.get<Pair>(most);
+    int64_t count = 0;
+    for (int64_t i = 0; i < most; i++) {
+        const int64_t expert = call.topk_ids[i];
+        if (expert < 0 || expert >= call.experts) continue;
+        int64_t at = count++;
+        for (; at > 0 && pairs[at - 1].expert > expert; at--) pairs[at] = pairs[at - 1];
+        pairs[at] = {expert, i / call.top_k, call.topk_weights[i]};
+    }
+    return count;
+}
+
+// out[n] = act(gate) · up, each step rounded to T as the single ops do it.
+template <class T>
+inline void gate_row(T* out, const T* gate, const T* up, int64_t n, int64_t act, float alpha,
+                     float limit) {
+    if (act == kSilu) return silu_mul_row(out, gate, up, n);
+    if (act == kGeluTanh) {
+        gelu_tanh_row(out, gate, n);
+        for_each_vector(
+            n, [&](int64_t i, int c) { put(out + i, mul(take(out + i, c), take(up + i, c)), c); });
+        return;
+    }
+    const vf most = set1(limit), least = set1(-limit), slope = set1(alpha), one = set1(1.0f);
+    for_each_vector(n, [&](int64_t i, int c) {
+        const vf g = min(most, take(gate + i, c));
+        const vf u = max(least, min(most, take(up + i, c)));
+        put(out + i, mul(add(u, one), sigmoid_times(g, mul(g, slope))), c);
+    });
+}
+
+// out[n] = sums (+ bias), rounded to T.
+template <class T> inline void put_rounded(T* out, const float* sums, const T* bias, int64_t n) {
+    for_each_vector(n, [&](int64_t i, int c) {
+        const vf value = take(sums + i, c);
+        put(out + i, bias ? add(value, take(bias + i, c)) : value, c);
+    });
+}
+
+// Weight rows, in whole eights, that a thread takes at once of an expert's `rows`.
+inline int64_t rows_at_once(int64_t rows, int64_t row_bytes, int64_t bytes) {
+    const int64_t share = rows / 16, fitting = bytes / (row_bytes > 0 ? row_bytes : 1);
+    return ((share < fitting ? share : fitting) / 8 + (share < 8 || fitting < 8)) * 8;
+}
+
+// The last of the pairs from `first` on that have the same expert, and one.
+inline int64_t end_of_expert(const Pair* pairs, int64_t first, int64_t count) {
+    int64_t end = first + 1;
+    while (end < count && pairs[end].expert == pairs[first].expert) end++;
+    return end;
+}
+
+// inner[pairs, I] = act(gate) · up for x as `rows` holds it.
+template <class Code, class T>
+void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCall& call,
+                      const Pair* pairs, int64_t count, int scale_type, float alpha, float limit) {
+    constexpr int64_t kChunkBytes = 32 << 10;
+    const int64_t width = call.gate_up.rows / 2;
+    const Grouped<Code> first = call.gate_up.of<Code>(0, call.group, scale_type);
+    const int64_t step = rows_at_once(width, first.bytes, kChunkBytes),
+                  chunks = (width + step - 1) / step;
+    thread_local Scratch start_scratch;
+    int64_t* starts = start_scratch.get<int64_t>(count + 1);
+    int64_t used = 0;
+    for (int64_t at = 0; at < count; at = end_of_expert(pairs, at, count)) starts[used++] = at;
+    starts[used] = count;
+    const auto chunk = [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+        thread_local Scratch scratch, value_scratch;
+        const int64_t n = to - from, expert = pairs[begin].expert;
+        float* sums = scratch.get<float>(n);
+        T* gate = value_scratch.get<T>(2 * n);
+        T* up = gate + n;
+        const Grouped<Code> w = call.gate_up.of<Code>(expert, call.group, scale_type);
+        const T* bias = static_cast<const T*>(call.gate_up.bias);
+        if (bias) bias += expert * 2 * width;
+        for (int64_t i = begin; i < end; i++) {
+            rows.multiply(sums, pairs[i].token, w, from, to);
+            put_rounded(gate, sums, bias ? bias + from : nullptr, n);
+            rows.multiply(sums, pairs[i].token, w, width + from, width + to);
+            put_rounded(up, sums, bias ? bias + width + from : nullptr, n);
+            gate_row(inner + i * width + from, gate, up, n, call.gate, alpha, limit);
+        }
+    };
+    parallel_for(used * chunks, 1, used * 2 * width * first.bytes, [&](int64_t item, int64_t last) {
+        for (; item < last; item++) {
+            const int64_t e = item / chunks, from = item % chunks * step;
+            chunk(starts[e], starts[e + 1], from, from + step < width ? from + step : width);
+        }
+    });
+}
+
+// out[M, H] = Σ weight · down (+ shared) for the pairs' inner values as `rows` holds them.
+template <class Code, class T>
+void multiply_down(const ExpertRows<Code, T>& rows, const ExpertsCall& call, const Pair* pairs,
+                   int64_t count, int scale_type) {
+    constexpr int64_t kChunkBytes = 24 << 10;
+    const int64_t hidden = call.down.rows;
+    const Grouped<Code> first = call.down.of<Code>(0, call.group, scale_type);
+    const int64_t step = rows_at_once(hidden, first.bytes, kChunkBytes);
+    const auto chunk = [&](int64_t from, int64_t to) {
+        thread_local Scratch scratch, value_scratch;
+        const int64_t n = to - from;
+        float* totals = scratch.get<float>((call.tokens + 1) * n);
+        float* sums = totals + call.tokens * n;
+        T* value = value_scratch.get<T>(n);
+        std::memset(totals, 0, static_cast<size_t>(call.tokens * n) * sizeof(float));
+        for (int64_t i = 0; i < count; i++) {
+            const Pair& pair = pairs[i];
+            const Grouped<Code> w = call.down.of<Code>(pair.expert, call.group, scale_type);
+            rows.multiply(sums, i, w, from, to);
+            const T* bias = static_cast<const T*>(call.down.bias);
+            put_rounded(value, sums, bias ? bias + pair.expert * hidden + from : nullptr, n);
+            float* total = totals + pair.token * n;
+            const vf weight = set1(pair.weight);
+            for_each_vector(n, [&](int64_t j, int c) {
+                put(total + j, fma(take(value + j, c), weight, take(total + j, c)), c);
+            });
+        }
+        const T* shared = static_cast<const T*>(call.shared);
+        for (int64_t t = 0; t < call.tokens; t++)
+            put_rounded(static_cast<T*>(call.out) + t * hidden + from, totals + t * n,
+                        shared ? shared + t * hidden + from : nullptr, n);
+    };
+    parallel_for(hidden, step, (count + 1) * hidden * first.bytes, [&](int64_t from, int64_t to) {
+        for (; from < to; from += step) chunk(from, from + step < to ? from + step : to);
+    });
+}
+
+// The whole op.
+template <class Code>
+void multiply_experts(const ExpertsCall& call, double alpha, double limit, int dtype,
+                      int scale_type) {
+    by_dtype(dtype, [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        thread_local Scratch scratch, inner_scratch, rows_scratch, inner_rows_scratch;
+        ExpertRows<Code, T> input, activated;
+        Pair* pairs;
+        const int64_t count = sort_pairs(scratch, call, pairs), width = call.down.columns;
+        T* inner = inner_scratch.get<T>(count * width);
+        input.pack(rows_scratch, static_cast<const T*>(call.x), call.tokens, call.gate_up.columns,
+                   call.gate_up.of<Code>(0, call.group, scale_type));
+        multiply_gate_up<Code, T>(inner, input, call, pairs, count, scale_type,
+                                  static_cast<float>(alpha), static_cast<float>(limit));
+        activated.pack(inner_rows_scratch, inner, count, width,
+                       call.down.of<Code>(0, call.group, scale_type));
+        multiply_down<Code, T>(activated, call, pairs, count, scale_type);
+    });
+}
+
+}  // namespace mill

@@ -1,0 +1,28 @@
+"""The experts of a mixture with 4-bit weights in C++ (int4_fused_moe.cpp)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.moe.experts import (
+    SCALE_TYPES,
+    ExpertsFunction,
+    supports_grids,
+    supports_layout,
+)
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.groupwise import PACK_COLUMNS
+
+available = build.available
+run = ExpertsFunction("int4_fused_moe").__call__
+
+
+def supports(inputs: FusedMoEInputs) -> bool:
+    """Packed 4-bit codes in groups of whole runs, with or without offsets."""
+    return (
+        inputs.group > 0
+        and inputs.group % PACK_COLUMNS == 0
+        and supports_layout(inputs, torch.uint8)
+        and supports_grids(inputs, *SCALE_TYPES)
+    )

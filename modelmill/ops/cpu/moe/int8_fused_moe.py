@@ -1,0 +1,23 @@
+"""The experts of a mixture with int8 weights in C++ (int8_fused_moe.cpp)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.moe.experts import ExpertsFunction, supports_grids, supports_layout
+from modelmill.ops.fused_moe import FusedMoEInputs
+
+available = build.available
+run = ExpertsFunction("int8_fused_moe").__call__
+
+
+def supports(inputs: FusedMoEInputs) -> bool:
+    """int8 weights with float32 scales, one a row."""
+    return (
+        supports_layout(inputs, torch.int8)
+        and supports_grids(inputs, torch.float32)
+        and inputs.group == 0
+        and inputs.gate_up_offset is None
+        and inputs.down_offset is None
+    )

@@ -1,0 +1,33 @@
+"""The router of a mixture of experts in C++ (router_gemm.cpp)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import gemm_function
+
+available = build.available
+
+
+def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """A few packed rows, of the weight's dtype."""
+    return (
+        x.dtype is weight.dtype
+        and x.dtype in build.DTYPES
+        and x.dim() == 2
+        and x.shape[0] <= build.SMALL_M_LIMIT
+        and x.is_contiguous()
+        and weight.is_contiguous()
+    )
+
+
+def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the reference, with float32 sums."""
+    rows, experts = x.shape[0], weight.shape[0]
+    out = torch.empty(rows, experts)
+    gemm_function("router_gemm", "pppqqqi")(
+        out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, x.shape[1], experts,
+        build.DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
