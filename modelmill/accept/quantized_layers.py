@@ -59,7 +59,7 @@ class QuantizedLayersCheck:
         self.model = model
         self.weight_formats = weight_formats
         self.dtype = dtype
-        self._uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
+        self.uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
         self._folded_scales = {
             layer: _to_device(scales, checkpoint_reference.device)
             for layer, scales in folded_scales.items()
@@ -80,7 +80,7 @@ class QuantizedLayersCheck:
         """
         made = (
             quantized_reference(self.checkpoint_reference, self.model, self.weight_formats)
-            if self._uses_engine_weights
+            if self.uses_engine_weights
             else copy.copy(self.checkpoint_reference)
         )
         made.layer_weights = self._layer_weights_with_check  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ class QuantizedLayersCheck:
             self._layers_done += 1
             self._compare_weights(index, plain, engine_weights)
             self._advance_streams(index, plain, engine_weights)
-        return with_engine_weights(plain, engine_weights) if self._uses_engine_weights else plain
+        return with_engine_weights(plain, engine_weights) if self.uses_engine_weights else plain
 
     def _compare_weights(
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights

@@ -20,6 +20,7 @@ from modelmill.accept.finding import Finding
 from modelmill.accept.module_check import ModuleCheck
 from modelmill.accept.quantized_layers import QuantizedLayersCheck
 from modelmill.accept.quantized_reference import is_low_bit, language_formats
+from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
 from modelmill.accept.sequences import check_amplified, check_sequences
 from modelmill.accept.stage_check import make_report, round_digits
@@ -177,19 +178,8 @@ def _compare(
     on_stage("norms")
     module_check.check_norms()
     on_stage("sequences")
-    exact = None
-    if rounding is not None:
-        rounding.finish()
-        exact = (checkpoint_reference, rounding.streams) if uses_engine_weights else None
     streams = [last, *module_check.other_streams]
-    whole = check_sequences(
-        engine_core, reference, sequences, starts, streams, exact, module_check.routings
-    )
-    if not whole["ok"] and all(each.ok for each in module_check.findings):
-        if rounding is not None and exact is None:
-            # the rounding of the weights is compared by itself: here it is left out
-            reference, exact = rounding.engine_reference(), (checkpoint_reference, streams)
-        whole = check_amplified(engine_core, reference, split, exact)
+    whole = _check_whole_sequences(engine_core, reference, split, streams, module_check, rounding)
     findings = list(check_embedding_tables(checkpoint_reference, model, dtype))
     if rounding is not None:
         findings += [
@@ -204,6 +194,42 @@ def _compare(
     report |= range_report(module_check.static_ranges, report["quantization_errors"])
     on_stage("done", 1)
     return with_unused_tensors(report, unused_language_tensors(checkpoint_reference))
+
+
+def _check_whole_sequences(
+    engine_core: EngineCore,
+    reference: ReferenceModel,
+    split: Sequence[tuple[list[int], int]],
+    streams: list[torch.Tensor],
+    module_check: ModuleCheck,
+    rounding: QuantizedLayersCheck | None,
+) -> dict[str, Any]:
+    """Check free runs, and again where only rounding may be amplified.
+
+    Args:
+        engine_core: the engine.
+        reference: the reference.
+        split: the sequences and the lengths of their prompts.
+        streams: the reference's final residual streams.
+        module_check: the check of the modules, which has run.
+        rounding: that of a quantized engine's layers.
+    """
+    exact = None
+    if rounding is not None:
+        rounding.finish()
+        checkpoint_reference = rounding.checkpoint_reference
+        if rounding.uses_engine_weights:
+            exact = (checkpoint_reference, rounding.streams)
+    ids, starts = (list(each) for each in zip(*split, strict=True))
+    whole = check_sequences(
+        engine_core, reference, ids, starts, streams, exact, module_check.routings
+    )
+    if whole["ok"] or not all(each.ok for each in module_check.findings):
+        return whole
+    if rounding is not None and exact is None:
+        # the rounding of the weights is compared by itself: here it is left out
+        reference, exact = rounding.engine_reference(), (checkpoint_reference, streams)
+    return check_amplified(engine_core, reference, split, exact)
 
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:

@@ -253,7 +253,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "given", "line"),
+    ("model_type", "counts", "line"),
     [
         ("granitemoe", {"num_experts": 4}, "num_experts=4 contradicts num_local_experts, .* 8 exp"),
         (
@@ -265,10 +265,10 @@ EXPERTS = {
     ],
 )
 def test_two_numbers_of_experts_are_named(
-    model_type: str, given: dict[str, Any], line: str
+    model_type: str, counts: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(CheckpointError, match=line):
-        config_warnings({"model_type": model_type, **EXPERTS, **given})
+        config_warnings({"model_type": model_type, **EXPERTS, **counts})
 
 
 @pytest.mark.parametrize("model_type", ["granitemoe", "mixtral", "qwen3_moe"])
