@@ -7,7 +7,9 @@ Every layer has its own random weights and reads the same random states, so that
 experts. On a GPU a step is a CUDA graph of all layers. The floor is the larger of two times: the
 bytes of the chosen experts, each once, over the bandwidth of a copy, and the products over the rate
 of torch's own, both measured in the same run. On a CPU the bandwidth is that of a read in turn with
-the steps, and each step has other states, so that its experts are in no cache. Columns: the step,
+the steps, and each step has other states, so that its experts are in no cache; up to 16 tokens the
+bytes alone are the floor there, since on a busy machine torch's products wait at barriers and are
+no measure. Columns: the step,
 its routing alone (router, top-k), the first part of the floor (bytes), the floor, their ratio,
 distinct experts of a layer, and the largest difference from the torch reference of the ops in units
 of the output's root mean square.
@@ -175,10 +177,11 @@ def measure(
         moes[0].router.weight.nbytes + 2 * x.nbytes
     )
     operations = 6 * tokens * shape.top_k * shape.hidden * shape.inner * shape.layers
-    floor = roofline.min_seconds(moved, operations, "bfloat16")
+    memory = moved / roofline.memory_bandwidth
+    floor = memory if few else roofline.min_seconds(moved, operations, "bfloat16")
     return MoEStepTiming(
         name, tokens, 1e3 * times[0], 1e3 * times[1],
-        1e3 * moved / roofline.memory_bandwidth, 1e3 * floor,
+        1e3 * memory, 1e3 * floor,
         sum(counts) / len(counts), reference_error(layers[0], x[:MAX_CHECKED], device),
     )  # fmt: skip
 

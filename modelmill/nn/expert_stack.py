@@ -84,6 +84,7 @@ class StackedExperts:
         self._gate = gate
         self._linears = (*gate_up, *down)
         self._served_on_cpu: dict[torch.dtype, bool] = {}
+        self._checked_at = -1
         self._operands: dict[str, Any] = {
             name + ("" if suffix == "weight" else f"_{suffix}"): tensor
             for name, tensors in zip(("gate_up", "down"), parts, strict=True)
@@ -105,7 +106,15 @@ class StackedExperts:
             self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
-        return all(map(is_, self._weights, [linear.weight for linear in self._linears]))
+        return self._checked_at == Linear.weights_set or self._has_its_weights()
+
+    def _has_its_weights(self) -> bool:
+        """Whether no expert got another weight; as long as no layer did, ``serves`` asks once."""
+        count = Linear.weights_set
+        same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
+        if same:
+            self._checked_at = count
+        return same
 
     def _serves_on_cpu(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether the C++ kernel serves x; its reference would run every expert."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import nn
 
@@ -17,9 +19,11 @@ class Linear(nn.Module):
         shape: (N, K) of this rank's part.
         bias: [N] or None.
         weight_shard: This rank's part of the whole matrix; None: all of it.
+        weights_set: How many weights all layers got so far, to notice that one was replaced.
     """
 
     weight: WeightFormat
+    weights_set: ClassVar[int] = 0
     bias: torch.Tensor | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -27,6 +31,12 @@ class Linear(nn.Module):
         self.shape = (out_features, in_features)
         self.weight_shard: Shard | None = None
         self.register_buffer("bias", torch.empty(out_features, device="meta") if bias else None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As any module's; counts the weights that are put in place."""
+        if name == "weight":
+            Linear.weights_set += 1
+        super().__setattr__(name, value)
 
     def take_shard(self, shard: Shard) -> None:
         """Keep only a part; called before the weight is put in place."""
