@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from modelmill.nn.linear import Linear
+from modelmill.nn.linear import Linear, weight_changes
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
 from modelmill.nn.moe import Expert, MoE
 from modelmill.ops.fused_moe import GELU_TANH, SILU, FusedMoEInputs, SwigluClamp
@@ -106,11 +106,11 @@ class StackedExperts:
             self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
-        return self._checked_at == Linear.weights_set or self._has_its_weights()
+        return self._checked_at == weight_changes.count or self._has_its_weights()
 
     def _has_its_weights(self) -> bool:
         """Whether no expert got another weight; as long as no layer did, ``serves`` asks once."""
-        count = Linear.weights_set
+        count = weight_changes.count
         same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
         if same:
             self._checked_at = count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,20 @@ from modelmill.parallel.shard import Shard
 from modelmill.weights.base import WeightFormat
 
 
+class WeightChanges:
+    """How many weights all layers got so far: tells a reader of many that one was replaced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        """A layer got a weight."""
+        self.count += 1
+
+
+weight_changes = WeightChanges()
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b. The loader puts ``weight`` in place, in whichever format it was stored.
 
@@ -19,11 +33,9 @@ class Linear(nn.Module):
         shape: (N, K) of this rank's part.
         bias: [N] or None.
         weight_shard: This rank's part of the whole matrix; None: all of it.
-        weights_set: How many weights all layers got so far, to notice that one was replaced.
     """
 
     weight: WeightFormat
-    weights_set: ClassVar[int] = 0
     bias: torch.Tensor | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -35,7 +47,7 @@ class Linear(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As any module's; counts the weights that are put in place."""
         if name == "weight":
-            Linear.weights_set += 1
+            weight_changes.add()
         super().__setattr__(name, value)
 
     def take_shard(self, shard: Shard) -> None:

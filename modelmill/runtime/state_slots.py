@@ -124,16 +124,13 @@ class StateSlots:
             Its slot; None if all slots are in use, or are to be copied before the next step.
         """
         sources = {source for source, _ in self._copies}
-        slot = next((each for each in reversed(self._free) if each not in sources), None)
-        if slot is not None:
-            self._free.remove(slot)
-        else:
+        if not self._free:
             unused = (each for each, slot in self._slot_by_key.items() if slot not in sources)
             oldest = next(unused, None)
             if oldest is None:
                 return None
-            slot = self._slot_by_key.pop(oldest)
-        self._slot_by_key[key] = slot
+            self._free.append(self._slot_by_key.pop(oldest))
+        self._slot_by_key[key] = slot = self._free.pop()
         return slot
 
     def _alloc(self) -> int | None:

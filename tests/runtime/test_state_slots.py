@@ -247,15 +247,3 @@ def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
     assert scheduler.running[0].computed == 32
     ids = [event.token_id for event in tiny.drain(engine)]
     assert ids == [token for token, _ in expected]
-
-
-def test_a_snapshot_from_a_file_overwrites_none_that_is_still_to_be_copied() -> None:
-    slots = StateSlots(sequences=1, snapshots=2, page_size=8)
-    first = slots.add_snapshot(b"a")
-    slots.restore(b"a", 0)
-    slots.clear()  # its slot is free, and its state still to be copied
-    assert slots.add_snapshot(b"b") not in (None, first)
-    assert slots.add_snapshot(b"c") not in (None, first)
-    assert slots.num_cached == 1
-    assert slots.take_copies() == [(first, 0)]
-    assert slots.add_snapshot(b"d") == first
