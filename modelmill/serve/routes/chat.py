@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -198,9 +198,13 @@ def make_chat_tool_parser(
     )
 
 
-def is_truncated(output: CompletionOutput) -> bool:
-    """Whether a finished output was cut: by its length limit or a stop string."""
-    return output.finish_reason != "stop" or isinstance(output.stop_reason, str)
+def is_truncated(output: CompletionOutput, call_stops: Collection[str]) -> bool:
+    """Whether a finished output was cut: by its length limit or a stop string.
+
+    Those of ``call_stops``, with which the format ends calls, cut nothing.
+    """
+    stopped = isinstance(output.stop_reason, str) and output.stop_reason not in call_stops
+    return output.finish_reason != "stop" or stopped
 
 
 class AnswerReader:
@@ -216,6 +220,10 @@ class AnswerReader:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
         self.parser = make_chat_tool_parser(body, text_processor, state)
         self._text_processor, self._state = text_processor, state
+        chat_format = text_processor.chat_format
+        self._call_stops = (
+            () if chat_format is None else load_format(chat_format.format_name).calls.stops
+        )
         self._pieces: list[AnswerPiece] = []
 
     @property
@@ -234,7 +242,7 @@ class AnswerReader:
         if self.parser is not None:
             pieces = self.parser.push(text)
             if ended is not None:
-                pieces += self.parser.flush(is_truncated(ended))
+                pieces += self.parser.flush(is_truncated(ended, self._call_stops))
         self._pieces += pieces
         if ended is not None and not isinstance(ended.stop_reason, str):
             answer = collect_answer(self._pieces)
