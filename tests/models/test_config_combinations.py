@@ -18,7 +18,7 @@ from modelmill.core.registry import find_module
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
-from tests.models.test_dense_families import (
+from tests.models.saved_family import (
     Saved,
     compare,
     drawn_ids,

@@ -16,12 +16,7 @@ import pytest
 import torch
 
 from modelmill.accept.token_scorer import TokenScorer
-from modelmill.builder.build_engine import build
-from modelmill.builder.model_config import check_unread_keys
-from modelmill.builder.plan import make_plan
-from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.config_view import ConfigView
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
 from modelmill.core.window_pages import pages_in_groups
@@ -29,23 +24,20 @@ from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
-from tests.models.family_cases import FamilyCase, Logits
 from tests.models.idle_fields import IDLE
+from tests.models.saved_family import (
+    Saved,
+    compare,
+    drawn_ids,
+    label,
+    warnings_of,
+)
 from tests.parallel import test_shard_model
 from tests.parallel.thread_tp_group import run_on_ranks
 from tests.runtime import tiny
 from tests.trust.error_lines import check_one_line
 
 transformers = pytest.importorskip("transformers")
-
-LENGTHS = (1, 7, 33, 70)
-# one for each way of joining a layer's parts; make test runs all tests of these
-REPRESENTATIVES = ("granite", "phi", "olmo2", "glm4")
-
-
-def label(name: str) -> str:
-    """A family in a test's name."""
-    return name if name in REPRESENTATIVES else f"further-{name}"
 
 
 def pairs(attribute: str) -> list[Any]:
@@ -75,20 +67,6 @@ FAULT_BITS = [("bfloat16", "none"), *(("float32", recipe) for recipe in RECIPES)
 BITS = [(dtype, recipe) for dtype in ("float32", "bfloat16") for recipe in RECIPES]
 
 
-class Saved:
-    """A family's seeded checkpoint with its independent logits, and its float32 engine."""
-
-    def __init__(self, case: FamilyCase, folder: Path, **changes: Any) -> None:
-        self.case, self.folder = case, folder / "hf"
-        self.logits: Logits = case.save(self.folder, **changes)
-        self.engine = folder / "engine"
-        build_engine(self.folder, self.engine)
-
-    def open(self, **options: Any) -> EngineCore:
-        defaults = {"device": "cpu", "max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 22}
-        return EngineCore.open(self.engine, RunConfig(**{**defaults, **options}))
-
-
 class SavedCases(dict[str, Saved]):
     """The families by name, each written when a test first reads it."""
 
@@ -104,30 +82,6 @@ class SavedCases(dict[str, Saved]):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Saved]:
     return SavedCases(tmp_path_factory.mktemp("families"))
-
-
-def build_engine(checkpoint: Path, out: Path) -> None:
-    config = BuildConfig(dtype="float32", target="cpu")
-    build(make_plan(open_checkpoint(checkpoint), config), out, None)
-
-
-def drawn_ids(vocab: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(3)
-    return [torch.randint(2, vocab, (n,), generator=draw).tolist() for n in lengths]
-
-
-def compare(
-    engine: EngineCore,
-    logits: Logits,
-    ids: list[list[int]],
-    decoded_from: tuple[int | None, ...] = (None, 5),
-) -> None:
-    """Chunked prompts in one batch (None), and with the tokens from a place on decoded singly."""
-    for decode_from in decoded_from:
-        results = TokenScorer(engine).logits(ids, decode_from=decode_from)
-        for actual, row in zip(results, ids, strict=True):
-            expected = logits(row, decode_from)
-            assert (actual - expected).abs().max() < 1e-4, f"decode_from={decode_from}"
 
 
 @each_family
@@ -161,14 +115,6 @@ def test_every_field_is_named(name: str) -> None:
     named = {*case.base, *(key for each in case.switches for key in each), *IDLE, *case.refused}
     config = type(transformers.AutoConfig.for_model(name))
     assert {each.name for each in fields(config)} - named == case.unnamed_fields
-
-
-def warnings_of(raw: dict[str, Any]) -> list[str]:
-    """What a build says of a config, or CheckpointError; no weights are needed."""
-    family, view = find_module("modelmill.models", raw["model_type"]), ConfigView(raw)
-    assert family is not None
-    family.config_from_hf(view)
-    return check_unread_keys(view, family, "config.json")
 
 
 @each_family
