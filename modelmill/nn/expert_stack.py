@@ -168,9 +168,11 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
-    parts = [stack_weights(linears, in_place=in_place) for linears in (gate_up, down)]
-    complete = [each for each in parts if each is not None]
-    return StackedExperts(op, (gate_up, down), complete, gate) if complete == parts else None
+    gate_up_parts = stack_weights(gate_up, in_place=in_place)
+    down_parts = stack_weights(down, in_place=in_place)
+    if gate_up_parts is None or down_parts is None:
+        return None
+    return StackedExperts(op, (gate_up, down), (gate_up_parts, down_parts), gate)
 
 
 def _expert_activation(act: nn.Module) -> ExpertActivation | None:

@@ -14,6 +14,7 @@ Snapshots without a use are evicted, least recently used first.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from modelmill.runtime.sequence import Sequence, Snapshot
@@ -123,24 +124,17 @@ class StateSlots:
         Returns:
             Its slot; None if all slots are in use, or are to be copied before the next step.
         """
-        sources = {source for source, _ in self._copies}
-        if not self._free:
-            unused = (each for each, slot in self._slot_by_key.items() if slot not in sources)
-            oldest = next(unused, None)
-            if oldest is None:
-                return None
-            self._free.append(self._slot_by_key.pop(oldest))
-        self._slot_by_key[key] = slot = self._free.pop()
+        slot = self._alloc({source for source, _ in self._copies})
+        if slot is not None:
+            self._slot_by_key[key] = slot
         return slot
 
-    def _alloc(self) -> int | None:
-        """A slot for a snapshot; None if all are being written."""
+    def _alloc(self, kept: Collection[int] = ()) -> int | None:
+        """A slot for a snapshot, of the oldest one if need be; None if all are written or kept."""
         if self._free:
             return self._free.pop()
-        if not self._slot_by_key:
-            return None
-        _, slot = self._slot_by_key.popitem(last=False)
-        return slot
+        oldest = next((key for key, slot in self._slot_by_key.items() if slot not in kept), None)
+        return None if oldest is None else self._slot_by_key.pop(oldest)
 
     def publish(self, seq: Sequence, known: int) -> None:
         """Put the snapshots behind the first ``known`` tokens of a sequence into the cache."""

@@ -18,6 +18,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from modelmill.accept.token_scorer import TokenScorer
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.registry import find_module
@@ -35,6 +36,21 @@ class Fault:
     modules: tuple[str, ...]
     plant: Callable[[ModuleType], contextlib.AbstractContextManager[Any]]
     needs_square: bool = False
+
+
+@contextlib.contextmanager
+def page_lost_before_decoding() -> Iterator[None]:
+    """Each sequence's first page of the prompt is forgotten before its tokens are decoded."""
+    real_decode = TokenScorer._decode
+
+    def late(self: Any, seqs: Any, *more: Any) -> None:
+        for seq in seqs:
+            for cache in self.runner.kv.k:
+                cache[seq.pages[0]] = 0
+        real_decode(self, seqs, *more)
+
+    with mock.patch.object(TokenScorer, "_decode", late):
+        yield
 
 
 # Where a fault sits in one layer only, so that the layer that is named tells something.

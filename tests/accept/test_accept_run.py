@@ -16,6 +16,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept, save_tiny
+from tests.accept.planted_faults import page_lost_before_decoding
 
 ROW = {"name", "max_abs", "mean_abs", "median_abs", "max_rel", "cosine", "tolerance"}
 
@@ -145,25 +146,12 @@ def test_a_fault_of_the_fused_layers_alone_is_found(
     assert not report["accepted"]
 
 
-def test_a_fault_of_decode_alone_is_found(
-    built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
-) -> None:
+def test_a_fault_of_decode_alone_is_found(built_engine: tuple[Path, Path, dict[str, Any]]) -> None:
     """Modules see prefill only; what goes wrong with one token at a time shows in the sequences."""
-    from modelmill.accept.token_scorer import TokenScorer
-
-    real_decode = TokenScorer._decode
-
-    def late(self: Any, seqs: Any, *more: Any) -> None:
-        for seq in seqs:
-            # the last page of the prompt is forgotten
-            for cache in self.runner.kv.k:
-                cache[seq.pages[0]] = 0
-        real_decode(self, seqs, *more)
-
-    monkeypatch.setattr(TokenScorer, "_decode", late)
-    loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
-    assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
+    with page_lost_before_decoding():
+        loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+        assert loop.artifact is not None
+        report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
     assert not report["accepted"]
     assert report["module"] is None
     assert "between the modules" in report["verdict"]

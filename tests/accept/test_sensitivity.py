@@ -11,11 +11,11 @@ import torch
 
 from modelmill.accept.reference import open_reference
 from modelmill.accept.sensitivity import measure_sensitivity
-from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import DTYPES, MAX_LOGITS_BOUND, logits_bound
 from modelmill.ops import recurrence
 from tests.accept.build_and_accept import build_and_accept
 from tests.accept.memory_checkpoint import memory_checkpoint
+from tests.accept.planted_faults import page_lost_before_decoding
 from tests.accept.seeded_checkpoint import seeded_decoder
 from tests.models.family_cases import save_transformers
 
@@ -71,15 +71,7 @@ def test_a_page_lost_before_decoding_is_refused_where_rounding_is_amplified(
     """The bound of all rows is wide there; decoded ones stand out beside the probe's."""
     types = ["linear_attention", "full_attention", "linear_attention"]
     save_transformers({**CONFIG, "layer_types": types}, tmp_path / "hf")
-    real_decode = TokenScorer._decode
-
-    def late(self: Any, seqs: Any, *more: Any) -> None:
-        for seq in seqs:
-            for cache in self.runner.kv.k:
-                cache[seq.pages[0]] = 0
-        real_decode(self, seqs, *more)
-
-    with mock.patch.object(TokenScorer, "_decode", late):
+    with page_lost_before_decoding():
         report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", dtype, recipe)
     assert not written
     assert "between the modules" in report["reason"]

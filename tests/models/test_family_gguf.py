@@ -14,6 +14,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
+from tests.models.family_cases import FamilyCase
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
 pytest.importorskip("gguf")
@@ -61,6 +62,14 @@ def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
     assert (config["model_type"], config["model_max_length"]) == ("baichuan", 256)
 
 
+def with_changes(name: str, changes: dict[str, Any]) -> FamilyCase:
+    """A family whose GGUF has another config."""
+    case = CASES[name]
+    assert case.gguf is not None
+    changes = {**case.gguf.changes, **changes}
+    return replace(case, gguf=replace(case.gguf, changes=changes))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -69,10 +78,7 @@ def test_baichuan_with_40_layers_has_alibi(tmp_path: Path) -> None:
     ],
 )
 def test_a_mamba2_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
-    case = CASES["mamba2"]
-    assert case.gguf is not None
-    changes = {**case.gguf.changes, **changes}
-    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+    check_gguf(with_changes("mamba2", changes), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +89,7 @@ def test_a_mamba2_with_other_switches(changes: dict[str, Any], tmp_path: Path) -
     ],
 )
 def test_a_granite_4_with_other_switches(changes: dict[str, Any], tmp_path: Path) -> None:
-    case = CASES["granitemoehybrid"]
-    assert case.gguf is not None
-    changes = {**case.gguf.changes, **changes}
-    check_gguf(replace(case, gguf=replace(case.gguf, changes=changes)), tmp_path)
+    check_gguf(with_changes("granitemoehybrid", changes), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +110,10 @@ def test_keys_that_have_a_default(
     name: str, changes: dict[str, Any], missing: list[str], tmp_path: Path
 ) -> None:
     """Also the reference computes without them."""
-    case = CASES[name]
+    case = with_changes(name, changes)
     assert case.gguf is not None
     facts = case.gguf.facts
-    own = replace(
-        case.gguf,
-        changes={**case.gguf.changes, **changes},
-        facts=lambda raw: {**facts(raw), **dict.fromkeys(missing)},
-    )
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **dict.fromkeys(missing)})
     check_gguf(replace(case, gguf=own), tmp_path)
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 
 from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.weight_only_gemm.groupwise import SCALE_TYPES
 from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
 
-SCALE_TYPES = {torch.float32: 0, torch.float16: 1}
-"""ScaleType of groupwise.h."""
 CLAMPED_SWIGLU = len(ACTIVATIONS)
 """The gate's code in experts.h, behind those of ACTIVATIONS."""
 NO_CLAMP = SwigluClamp(0.0, 0.0)
@@ -62,33 +58,26 @@ def _packs_experts(stack: torch.Tensor) -> bool:
     return stack[0].is_contiguous()
 
 
-class ExpertsFunction:
-    """A C function that computes all experts of a call."""
-
-    def __init__(self, name: str) -> None:
-        """Neither builds nor loads the kernels: a call does."""
-        self.name = name
-
-    def __call__(self, inputs: FusedMoEInputs) -> torch.Tensor:
-        """Compute the op."""
-        x, scale = inputs.x, inputs.gate_up_scale
-        assert scale is not None, "see supports_grids"
-        out = torch.empty_like(x)
-        gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
-        words = np.array(
-            (
-                out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(),
-                inputs.topk_ids.data_ptr(), _address(inputs.shared), *inputs.topk_ids.shape,
-                len(inputs.gate_up), inputs.group, gate,
-                *_matrices(inputs, "gate_up", x.shape[1]),
-                *_matrices(inputs, "down", inputs.gate_up.shape[1] // 2),
-            ),
-            dtype=np.int64,
-        )  # fmt: skip
-        function = experts_function(self.name, release_gil=len(x) > build.SMALL_M_LIMIT)
-        clamp = inputs.clamp or NO_CLAMP
-        function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], SCALE_TYPES[scale.dtype])
-        return out
+def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
+    """Compute the op by the C function ``name``."""
+    x, scale = inputs.x, inputs.gate_up_scale
+    assert scale is not None, "see supports_grids"
+    out = torch.empty_like(x)
+    gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
+    words = np.array(
+        (
+            out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(),
+            inputs.topk_ids.data_ptr(), _address(inputs.shared), *inputs.topk_ids.shape,
+            len(inputs.gate_up), inputs.group, gate,
+            *_matrices(inputs, "gate_up", x.shape[1]),
+            *_matrices(inputs, "down", inputs.gate_up.shape[1] // 2),
+        ),
+        dtype=np.int64,
+    )  # fmt: skip
+    function = gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
+    clamp = inputs.clamp or NO_CLAMP
+    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], SCALE_TYPES[scale.dtype])
+    return out
 
 
 def _matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
@@ -101,9 +90,3 @@ def _matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def experts_function(name: str, *, release_gil: bool = False) -> Callable[..., Any]:
-    """``build.function``, once."""
-    return build.function(name, "pddii", release_gil=release_gil)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import (
-    SCALE_TYPES,
-    ExpertsFunction,
-    supports_grids,
-    supports_layout,
-)
+from modelmill.ops.cpu.moe.experts import run_experts, supports_grids, supports_layout
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.groupwise import PACK_COLUMNS
 
 available = build.available
-run = ExpertsFunction("int4_fused_moe").__call__
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
@@ -24,5 +18,10 @@ def supports(inputs: FusedMoEInputs) -> bool:
         inputs.group > 0
         and inputs.group % PACK_COLUMNS == 0
         and supports_layout(inputs, torch.uint8)
-        and supports_grids(inputs, *SCALE_TYPES)
+        and supports_grids(inputs, torch.float32, torch.float16)
     )
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return run_experts("int4_fused_moe", inputs)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import ExpertsFunction, supports_grids, supports_layout
+from modelmill.ops.cpu.moe.experts import run_experts, supports_grids, supports_layout
 from modelmill.ops.fused_moe import FusedMoEInputs
 
 available = build.available
-run = ExpertsFunction("int8_fused_moe").__call__
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
@@ -21,3 +20,8 @@ def supports(inputs: FusedMoEInputs) -> bool:
         and inputs.gate_up_offset is None
         and inputs.down_offset is None
     )
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return run_experts("int8_fused_moe", inputs)
