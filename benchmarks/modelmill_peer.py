@@ -1,6 +1,10 @@
 """Run modelmill as one side of a comparison.
 
-python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'
+    python -m benchmarks.modelmill_peer '{"engine": …, "run": {…}}'
+    python -m benchmarks.modelmill_peer '{"shape": …, "weight_format": …, "run": {…}}'
+
+The second form holds random matrices in a format of ``weight_formats.py``, without an engine on
+disk.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peer_process import Prepared, serve_requests, take_over_stdout
 
@@ -25,9 +30,17 @@ def main() -> None:
     from modelmill.eval.targets import greedy_request
     from modelmill.runtime.engine_core import EngineCore
 
-    loop = EngineCore.open(
-        Path(options["engine"]), RunConfig(**options["run"], enable_prefix_caching=False)
-    )
+    config = RunConfig(**options["run"], enable_prefix_caching=False)
+    facts: dict[str, Any] = {}
+    if "engine" in options:
+        loop = EngineCore.open(Path(options["engine"]), config)
+    else:
+        from benchmarks.model_step import random_model, weight_bytes
+
+        model = random_model(options["shape"], options["weight_format"])
+        facts["weight_bytes"] = weight_bytes(model)
+        loop = EngineCore(model, config)
+        loop.warm_up()
     count = 0
 
     def prepare(prompts: Sequence[list[int]], outputs: Sequence[int]) -> Prepared:
@@ -50,7 +63,7 @@ def main() -> None:
 
         return call
 
-    facts = {
+    facts |= {
         "device": device_name(loop.device),
         "versions": versions(),
         "kernels": dict(loop.ops.backends),

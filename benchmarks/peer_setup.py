@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.make_checkpoint import NORMAL
 from benchmarks.model_shapes import with_num_layers
 from benchmarks.peer_process import ROOT, PeerError, PeerProcess
-from benchmarks.synthetic_shapes import write_synthetic_config
+from benchmarks.synthetic_shapes import VLLM_FORMATS, write_synthetic_config
 from benchmarks.vllm_peer import ENVIRONMENT
 
 SHARED_GPU_FRACTION, SINGLE_GPU_FRACTION = 0.45, 0.9
@@ -32,7 +32,8 @@ class PeerSetup:
 
     peer: a folder of vLLM's packages; peer_python: an interpreter that has them. layers: fewer, for
     a dry run. variants: RunConfig fields by name of the modelmill side that uses them. weights: the
-    distribution of random weights in ``make_checkpoint.py``.
+    distribution of random weights in ``make_checkpoint.py``. weight_format: one of
+    ``weight_formats.py`` on both sides; ours is then drawn in the process, without an engine.
     """
 
     work: Path
@@ -42,6 +43,7 @@ class PeerSetup:
     check: bool = True
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     weights: str = NORMAL
+    weight_format: str | None = None
     began: float = field(default_factory=time.perf_counter)
 
     def engine(self, shape: str) -> Path:
@@ -89,8 +91,11 @@ class PeerSetup:
 
     def synthetic_config(self, shape: str) -> Path:
         """A folder with the shape's config as peers read it."""
+        own = self.weight_format if self.weight_format in VLLM_FORMATS else None
         return write_synthetic_config(
-            with_num_layers(shape, self.layers), self.work / f"{shape}-proxy"
+            with_num_layers(shape, self.layers),
+            self.work / (f"{shape}-{own}-proxy" if own else f"{shape}-proxy"),
+            own,
         )
 
     def _run_module(self, module: str, *arguments: str) -> None:
@@ -116,10 +121,12 @@ class PeerSetup:
             "max_model_len": longest,
         }
         if name not in PEERS:
-            peer_options: dict[str, Any] = {
-                "engine": str(self.engine(shape)),
-                "run": {**limits, **self.variants.get(name, {})},
-            }
+            model: dict[str, Any] = (
+                {"shape": shape, "weight_format": self.weight_format}
+                if self.weight_format
+                else {"engine": str(self.engine(shape))}
+            )
+            peer_options = model | {"run": {**limits, **self.variants.get(name, {})}}
             return PeerProcess(
                 name,
                 [sys.executable, "-m", "benchmarks.modelmill_peer", json.dumps(peer_options)],
@@ -133,6 +140,8 @@ class PeerSetup:
                 log,
             )
         limits |= {"dtype": dtype}  # the CUDA graphs that vLLM captures are its own choice
+        if self.weight_format == "fp8":
+            limits |= {"quantization": "fp8"}
         peer_options = {"config": peer_options["config"], "run": limits}
         python, env = self._vllm()
         return PeerProcess(

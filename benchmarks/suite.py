@@ -2,6 +2,7 @@
 
     python benchmarks/suite.py [--plan] [--shape NAME …] [--out FILE.jsonl] [--work DIR]
     [--vllm-python PYTHON | --vllm DIR] [--llamacpp-python PYTHON] [--gguf FILE] [--threads N]
+    [--weight-format int4|int8|smoothquant|fp8]
 
 With a GPU: the smallest and the largest shape of ``benchmarks/suite_plan.py`` that fit twice, in
 bfloat16 with random weights, beside vLLM and transformers. Without one: SmolLM2-135M from its GGUF
@@ -45,6 +46,7 @@ from benchmarks.model_shapes import SHAPES, ShapeCost, shape_cost  # noqa: E402
 from benchmarks.peer_process import PeerError, PeerProcess  # noqa: E402
 from benchmarks.peer_setup import MODELMILL, SHARED_GPU_FRACTION, PeerSetup  # noqa: E402
 from benchmarks.suite_plan import CPU_SHAPE, Skipped, plan_gpu, works_for_cpu  # noqa: E402
+from benchmarks.synthetic_shapes import VLLM_FORMATS  # noqa: E402
 from benchmarks.workloads import Workload, measure_in_turn  # noqa: E402
 from modelmill.eval.provenance import git_commit, host_facts  # noqa: E402
 
@@ -105,8 +107,9 @@ class Suite:
     def __init__(self, options: argparse.Namespace, limits: DeviceLimits) -> None:
         self.options, self.limits = options, limits
         self.setup = PeerSetup(
-            options.work.resolve(), options.vllm, options.vllm_python, check=not options.no_check
-        )
+            options.work.resolve(), options.vllm, options.vllm_python,
+            check=not options.no_check, weight_format=options.weight_format,
+        )  # fmt: skip
         self.made_by = {"commit": options.commit or git_commit(), **host_facts()}
         self.run = datetime.now(UTC).strftime("suite-%Y%m%dT%H%M%S")
         self.out = options.out or ROOT / "benchmarks" / "results" / f"{slug(limits.name)}.jsonl"
@@ -137,8 +140,9 @@ class Suite:
         self, shape: str, work: Workload, side: PeerProcess, figure: MeasuredFigure, floor: float
     ) -> dict[str, Any]:
         calls = {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()}
+        held = {"weights": weights} if (weights := self.options.weight_format) else {}
         return {
-            "bench": "suite", "shape": shape, "work": work.name, "subject": side.name,
+            "bench": "suite", "shape": shape, **held, "work": work.name, "subject": side.name,
             "value": figure.value, "unit": "ms", "floor": floor, "spread": figure.to_dict(),
             "calls_s": calls, "statistic": work.statistic, "run": self.run,
             "command": portable_command("suite", sys.argv[1:]), **side.facts, **self.made_by,
@@ -209,8 +213,9 @@ def run_gpu(options: argparse.Namespace) -> int:
 
     memory = torch.cuda.get_device_properties(0).total_memory
     plans, skipped = plan_gpu(memory, SHARED_GPU_FRACTION, options.shape, options.only)
+    comparable = ("vllm",) if options.weight_format else tuple(GPU_PEERS)
     requested = {
-        peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or GPU_PEERS)
+        peer: side for peer, side in GPU_PEERS.items() if peer in (options.peer or comparable)
     }
     names = [MODELMILL, *(side for peer, side in requested.items() if has_peer(options, peer))]
     skipped += [Skipped(side, "not installed") for side in requested.values() if side not in names]
@@ -222,7 +227,11 @@ def run_gpu(options: argparse.Namespace) -> int:
     suite = Suite(options, measure_limits("cuda"))
     for plan in plans:
         with suite.setup.open_peers(names, plan.shape, SHARED_GPU_FRACTION, MAX_NUM_SEQS) as sides:
-            suite.measure(plan.shape, plan.works, sides, shape_cost(SHAPES[plan.shape]).step_bytes)
+            dense = shape_cost(SHAPES[plan.shape]).step_bytes
+            step_bytes = next(
+                (each for side in sides if (each := side.facts.get("weight_bytes"))), dense
+            )
+            suite.measure(plan.shape, plan.works, sides, step_bytes)
     suite.print_table(skipped)
     return 0
 
@@ -340,6 +349,11 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--no-check", action="store_true", help="build without the acceptance run, to save time"
     )
     parser.add_argument("--peer", action="append", choices=tuple(GPU_PEERS), help="GPU: only these")
+    parser.add_argument(
+        "--weight-format",
+        choices=("fp8", *VLLM_FORMATS),
+        help="GPU, beside vLLM: how both sides hold their matrices; default: bfloat16",
+    )
     parser.add_argument("--commit", help="of this code, where it is no checkout")
     return parser.parse_args(arguments)
 

@@ -11,7 +11,17 @@ from torch import nn
 
 from benchmarks.make_checkpoint import UNIFORM, UNIFORM_RANGE, fill
 from benchmarks.model_shapes import SHAPES, tensors, with_num_layers
-from benchmarks.synthetic_shapes import randomize_weights, synthetic_config, write_synthetic_config
+from benchmarks.synthetic_shapes import (
+    SMALLEST_MATRIX,
+    VLLM_FORMATS,
+    randomize_weights,
+    synthetic_config,
+    vllm_quantization,
+    write_synthetic_config,
+)
+from benchmarks.weight_formats import WEIGHT_FORMATS
+
+WEIGHT_BITS = {"int4": 4, "int8": 8, "smoothquant": 8}
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -73,3 +83,36 @@ def test_weights_are_drawn_with_the_spread_of_our_checkpoints() -> None:
     first = again.weight.clone()
     randomize_weights(again)
     assert torch.equal(first, again.weight), "the same seed gives the same weights"
+
+
+def test_codes_and_scales_of_quantized_matrices_are_drawn() -> None:
+    def parameter(tensor: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(tensor, requires_grad=False)
+
+    model = nn.ParameterDict(
+        {
+            "packed": parameter(torch.zeros(256, 256, dtype=torch.int32)),
+            "codes": parameter(torch.zeros(256, 256, dtype=torch.int8)),
+            "shape": parameter(torch.tensor([256, 2048])),
+            "weight": parameter(torch.zeros(64, 128).to(torch.float8_e4m3fn)),
+            "weight_scale": parameter(torch.zeros(256, 2)),
+        }
+    )
+    assert randomize_weights(model) == 5
+    assert model["packed"].numel() == SMALLEST_MATRIX
+    assert model["packed"].unique().numel() > 65000
+    assert model["codes"].unique().numel() >= 255
+    assert model["shape"].tolist() == [256, 2048]
+    assert model["weight"].float().std().item() == pytest.approx(16, rel=0.1)
+    assert 5e-4 <= model["weight_scale"].min() < model["weight_scale"].max() <= 15e-4
+
+
+@pytest.mark.parametrize("weight_format", sorted(VLLM_FORMATS))
+def test_compressed_tensors_reads_the_quantization_of_a_peer(weight_format: str) -> None:
+    assert weight_format in WEIGHT_FORMATS
+    config = vllm_quantization(weight_format)
+    group = config["config_groups"]["group_0"]
+    assert group["weights"]["num_bits"] == WEIGHT_BITS[weight_format]
+    quantizes_inputs = group["input_activations"] is not None
+    assert quantizes_inputs == (config["format"] == "int-quantized")
+    assert config["ignore"] == ["lm_head"]

@@ -51,11 +51,12 @@ def is_ours(subject: str) -> bool:
 
 
 def suite_lines(rows: Iterable[Row]) -> dict[tuple[str, str], list[SuiteLine]]:
-    """Lines by (device, shape), from the rows that carry a claim."""
+    """Lines by (device, shape and weight format), from the rows that carry a claim."""
     runs: dict[tuple[str, str], dict[str, dict[str, dict[str, Row]]]] = {}
     for row in sorted(rows, key=lambda row: str(row.get("date"))):
         if row.get("bench") == "suite" and can_carry_a_claim(row):
-            group = runs.setdefault((str(row["device"]), row["shape"]), {})
+            name = ", ".join(filter(None, (row["shape"], row.get("weights"))))
+            group = runs.setdefault((str(row["device"]), name), {})
             group.setdefault(row["work"], {}).setdefault(row["run"], {})[row["subject"]] = row
     return {
         key: [SuiteLine(work, newest_of_each_card(by_run)) for work, by_run in works.items()]
