@@ -53,6 +53,14 @@ def sm_count(device: torch.device) -> int:
 
 
 @functools.lru_cache
+def total_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory; without a GPU those of a large one."""
+    if device.type != "cuda":
+        return 128 << 30
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+@functools.lru_cache
 def max_shared_bytes(device: torch.device) -> int:
     """Maximum shared memory per program in bytes; Hopper's if there is no GPU."""
     if device.type != "cuda":

@@ -16,6 +16,7 @@ graph replays every routing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,10 +77,16 @@ def _fit_tile_config(tile: GroupedTile, width: int, stage_bytes: int, shared: in
     return tile._replace(columns=columns, stages=stages)
 
 
-def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.Tensor:
+def run(
+    inputs: FusedMoEInputs,
+    act_dtype: torch.dtype | None = None,
+    dequantize: Callable[[FusedMoEInputs, str], FusedMoEInputs] | None = None,
+) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts.
 
-    act_dtype: to which 8-bit dtype activations are quantized; None: they are not.
+    act_dtype: to which 8-bit dtype activations are quantized; None: they are not. dequantize: gives
+    the inputs with "gate_up" or "down" in x's dtype, right before its product; None: they are
+    multiplied as they are.
     """
     ids, dtype = inputs.topk_ids, inputs.x.dtype
     (tokens, hidden), top_k, experts = inputs.x.shape, ids.shape[1], len(inputs.gate_up)
@@ -89,7 +96,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     sorted_ids, expert_ids = moe_align_block_size.run(ids, block, experts)
     inner = torch.empty((len(sorted_ids), inner_size), dtype=dtype, device=x.device)
     by_pair = torch.empty((tokens * top_k, hidden), dtype=dtype, device=x.device)
-    shared_bytes, size = max_shared_bytes(x.device), inputs.gate_up.element_size()
+    shared_bytes = max_shared_bytes(x.device)
+    size = x.element_size() if dequantize else inputs.gate_up.element_size()
     first, second = TILES[block]
     if size == 1 and block == GATE_UP_TILE_8BIT.tokens:
         first = GATE_UP_TILE_8BIT
@@ -97,8 +105,10 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     first = _fit_tile_config(first, hidden, block * x_size + 2 * first.rows * size, shared_bytes)
     second = _fit_tile_config(second, inner_size, block * x_size + second.rows * size, shared_bytes)
     order = (sorted_ids, expert_ids)
-    _launch(inputs, "gate_up", first, (x, x_scale), inner, order)
-    _launch(inputs, "down", second, quantize_rows(inner, act_dtype), by_pair, order)
+    convert = dequantize or (lambda inputs, _: inputs)
+    _launch(convert(inputs, "gate_up"), "gate_up", first, (x, x_scale), inner, order)
+    scaled_inner = quantize_rows(inner, act_dtype)
+    _launch(convert(inputs, "down"), "down", second, scaled_inner, by_pair, order)
     return sum_pairs(by_pair, inputs)
 
 

@@ -7,7 +7,8 @@ Dtypes: x and out bfloat16 or float16; packed int4 codes, or (bfloat16) e2m1 wit
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M; I and H multiples of 32
 Technique: magic-number dequantization, tensor cores with the weight as left operand, bias and gate
-    in the epilogue, PDL
+    in the epilogue, PDL; for many tokens dequantized first (dequantized_experts.py), then
+    grouped_gemm.py
 Used by: int4_fused_moe.py
 
 As in int4_linear.py: the low nibbles of 16 bytes are 16 neighbouring columns and the high ones the
@@ -27,7 +28,7 @@ from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.moe import moe_align_block_size
+from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm, moe_align_block_size
 from modelmill.ops.triton.moe.grouped_gemm import (
     GROUP,
     add_bias,
@@ -43,6 +44,7 @@ from modelmill.ops.triton.moe.moe_decode_int4 import (
     ZERO_POINT,
     holds_e2m1,
 )
+from modelmill.ops.triton.weight_only_gemm import int4_linear, mxfp4_linear
 from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0_values
 
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -56,6 +58,7 @@ _E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
     prmt.b32 $1, lower, upper, 0x6240;
     prmt.b32 $3, lower, upper, 0x7351;
     }}""")
+DEQUANT_MIN_PAIRS = 64  # pairs of an expert, on average, from which it is dequantized first
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
 Tile = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
@@ -84,6 +87,8 @@ def _tiles(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts."""
+    if dequantized_experts.pays(inputs, DEQUANT_MIN_PAIRS):
+        return grouped_gemm.run(inputs, dequantize=_dequantized)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
     inner_size = inputs.gate_up.shape[1] // 2
@@ -95,6 +100,12 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     for tile, source, out, name in ((first, x, inner, "gate_up"), (second, inner, by_pair, "down")):
         _launch(inputs, tile, source, out, order, name)
     return sum_pairs(by_pair, inputs)
+
+
+def _dequantized(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
+    """The inputs with one matrix of each expert in x's dtype."""
+    module = mxfp4_linear if holds_e2m1(inputs) else int4_linear
+    return dequantized_experts.dequantized(inputs, name, module.dequantize_weight)
 
 
 def _launch(

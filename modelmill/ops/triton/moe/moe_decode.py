@@ -6,15 +6,23 @@ Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or
     for each row, x and inner then also quantized to 8 bits; float32 sums
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
 Range: any M, meant for few; any I and H
-Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down), PDL
+Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down),
+    whose first weights are loaded before griddepcontrol.wait, PDL
 Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
 
 Nothing but the weights of the chosen experts is read from memory, each once for every token that
 has the expert. A token's experts are summed in one program in the order of its slots, without
 atomics: the result does not depend on which program comes first.
+
+The kernel of down starts while gate and up are computed. What it needs of them comes last: it reads
+the experts of its token and its first weights before it waits. Experts may be read then because
+gate and up let the next kernel start only after their own wait: whatever chose the experts has
+ended. They are read past the L1 cache, which may hold older ones.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -25,7 +33,7 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import TRIGGER_AFTER_WAIT, pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
 
 Tile = tuple[int, int, int]
@@ -39,12 +47,35 @@ DOWN_TILE: Tile = (2, 256, 4)
 GATE_UP_TILE_8BIT: Tile = (4, 1024, 4)
 DOWN_TILE_8BIT: Tile = (4, 256, 8)
 MANY_TOKENS_TILE: Tile = (16, 128, 4)  # float32 alone comes here with many
+# steps of down's loop over columns whose weights are loaded before the wait, and a thread's
+# registers for them
+MAX_EARLY_STEPS, MAX_EARLY_REGISTERS = 3, 48
 
 
 def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
     """The tile with fewer columns for a narrow matrix."""
     rows, columns, warps = tile if tokens <= FEW_TOKENS else MANY_TOKENS_TILE
     return rows, min(columns, max(16, power_of_two(width))), warps
+
+
+def early_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
+    """Steps of down's loop over columns whose weights a program loads before it waits.
+
+    Args:
+        tile: of down.
+        slots: a token's experts, rounded up to a power of two.
+        element_size: bytes of an element of the tile.
+        width: elements of a row.
+    """
+    rows, columns, warps = tile
+    registers = max(1, rows * slots * columns * element_size // (4 * 32 * warps))
+    return max(1, min(MAX_EARLY_STEPS, -(-width // columns), MAX_EARLY_REGISTERS // registers))
+
+
+def gate_up_launch_options(device: torch.device, tokens: int) -> dict[str, Any]:
+    """``pdl_launch_options`` of a kernel behind which the experts are known for certain."""
+    pdl = pdl_launch_options(device, tokens)
+    return {**pdl, "PDL": TRIGGER_AFTER_WAIT} if pdl["PDL"] else pdl
 
 
 def quantize_rows(
@@ -65,7 +96,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     x, x_scale = quantize_rows(inputs.x, act_dtype)
     inner = torch.empty((tokens * top_k, inner_size), dtype=dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
-    pdl = pdl_launch_options(x.device, tokens)
+    pdl = gate_up_launch_options(x.device, tokens)
     gate_up, down = inputs.gate_up, inputs.down
 
     is_8bit = gate_up.element_size() == 1
@@ -89,10 +120,11 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     )  # fmt: skip
 
     inner, inner_scale = quantize_rows(inner, act_dtype)
+    pdl = pdl_launch_options(x.device, tokens)
     tile = DOWN_TILE_8BIT if is_8bit else DOWN_TILE
     rows, columns, warps = _tile_config(tile, tokens, inner_size)
     scale, bias, shared = inputs.down_scale, inputs.down_bias, inputs.shared
-    down_sizes = (hidden, inner_size, down.stride(0), down.stride(1))
+    down_sizes, slots = (hidden, inner_size, down.stride(0), down.stride(1)), power_of_two(top_k)
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
@@ -102,9 +134,9 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         ),
         down_sizes, down_sizes,
         (
-            top_k, power_of_two(top_k), inner_scale is not None, scale is not None,
+            top_k, slots, inner_scale is not None, scale is not None,
             bias is not None, shared is not None, inner_size % columns == 0, rows, columns,
-            pdl["PDL"],
+            early_steps((rows, columns, warps), slots, down.element_size(), inner_size), pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -184,28 +216,31 @@ def _down_kernel(
     out_ptr, n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
     BIAS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    ALL: tl.constexpr = EVEN and SLOTS == TOP_K
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, PDL)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS)
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
-    total = tl.zeros([BLOCK_N, SLOTS, BLOCK_K // 8], tl.float32)
-    for start in range(0, k, BLOCK_K):
-        there = live[:, None] & (column < k - start)[None, :]
-        if EVEN and SLOTS == TOP_K:
-            w = tl.load(weight_at + start, eviction_policy="evict_first")
-            x = tl.load(inner_at + start)
-        else:
-            w = tl.load(weight_at + start, mask=there[None, :, :], other=0.0)
-            x = tl.load(inner_at + start, mask=there, other=0.0)
-        product = to_float32(w) * x.to(tl.float32)[None, :, :]
-        parts = tl.reshape(product, [BLOCK_N, SLOTS, BLOCK_K // 8, 8])
-        total += tl.sum(parts, axis=3)
+    first = _load_down(weight_at, live, column, 0, k, ALL)
+    if EARLY > 1:
+        second = _load_down(weight_at, live, column, BLOCK_K, k, ALL)
+    if EARLY > 2:
+        third = _load_down(weight_at, live, column, 2 * BLOCK_K, k, ALL)
+    pdl_wait(PDL)
+    total = _down_products(first, inner_at, live, column, 0, k, ALL)
+    if EARLY > 1:
+        total += _down_products(second, inner_at, live, column, BLOCK_K, k, ALL)
+    if EARLY > 2:
+        total += _down_products(third, inner_at, live, column, 2 * BLOCK_K, k, ALL)
+    for start in range(EARLY * BLOCK_K, k, BLOCK_K):
+        weights = _load_down(weight_at, live, column, start, k, ALL)
+        total += _down_products(weights, inner_at, live, column, start, k, ALL)
     out = tl.sum(total, axis=2)
     if SCALE:
         out *= tl.load(scale_ptr + (expert * n)[None, :] + weight_row[:, None])
@@ -217,16 +252,38 @@ def _down_kernel(
 
 
 @triton.jit
-def load_experts(
-    ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
-):
-    """A token's pairs [SLOTS], which of them exist, their experts and their weights."""
+def _load_down(weight_at, live, column, start, k, ALL: tl.constexpr):
+    """Weights [N, SLOTS, K] from column ``start`` on. ALL: every slot and column exists."""
+    if ALL:
+        return tl.load(weight_at + start, eviction_policy="evict_first")
+    there = live[:, None] & (column < k - start)[None, :]
+    return tl.load(weight_at + start, mask=there[None, :, :], other=0.0)
+
+
+@triton.jit
+def _down_products(weights, inner_at, live, column, start, k, ALL: tl.constexpr):
+    """Products [N, SLOTS, K / 8] with columns of inner, summed by the eight that a thread holds."""
+    if ALL:
+        x = tl.load(inner_at + start)
+    else:
+        x = tl.load(inner_at + start, mask=live[:, None] & (column < k - start)[None, :], other=0.0)
+    product = to_float32(weights) * x.to(tl.float32)[None, :, :]
+    return tl.sum(
+        tl.reshape(product, [product.shape[0], product.shape[1], product.shape[2] // 8, 8]), axis=3
+    )
+
+
+@triton.jit
+def load_experts(ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
+    """A token's pairs [SLOTS], which of them exist, their experts and their weights.
+
+    Before the wait, and so from L2.
+    """
     slot = tl.arange(0, SLOTS)
     live = slot < TOP_K
     pair = token * TOP_K + slot
-    pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
-    routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
+    expert = tl.load(ids_ptr + pair, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    routing = tl.load(routing_ptr + pair, mask=live, other=0.0, cache_modifier=".cg")
     return pair, live, expert, routing
 
 

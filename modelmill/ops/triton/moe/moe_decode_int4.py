@@ -7,7 +7,7 @@ Dtypes: x and out bfloat16, float16 or float32; packed int4 codes, or e2m1 with 
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M, meant for few; I and H multiples of 32
 Technique: magic-number dequantization of whole 32-bit words by byte permutations (PTX), all experts
-    of a token in one program (down), PDL
+    of a token in one program (down), whose first weights are loaded before griddepcontrol.wait, PDL
 Used by: grouped_gemm_int4.py, int4_fused_moe.py
 
 A word holds columns of two halves of 32: its low nibbles four neighbours, its high ones the four 16
@@ -28,7 +28,9 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
     Tile,
+    early_steps,
     gate_constants,
+    gate_up_launch_options,
     load_experts,
     store_activated,
     store_weighted,
@@ -37,6 +39,7 @@ from modelmill.ops.triton.weight_only_gemm.mxfp4_linear import e2m1_values, e8m0
 
 ZERO_POINT = 8  # the code of 0 in a symmetric weight
 WORD_COLUMNS = 8
+RUN_BYTES = 16  # of 32 columns
 FEW_TOKENS, SEVERAL_TOKENS = 4, 16
 _ASSEMBLY = tl.constexpr(not INTERPRETED)
 # bytes 2 of the results are the nibbles, bytes 3 the exponent
@@ -100,7 +103,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     inner_size = inputs.gate_up.shape[1] // 2
     inner = torch.empty((tokens * top_k, inner_size), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    pdl = pdl_launch_options(x.device, tokens)
+    pdl = gate_up_launch_options(x.device, tokens)
 
     bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
     tile = GATE_UP_TILE_E2M1 if e2m1 else GATE_UP_TILE
@@ -108,7 +111,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
     assert scale is not None, "see supports"
     blocks = -(-inner_size // rows)
-    sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // 4)
+    sizes = (inner_size, hidden, blocks, x.stride(0), scale.shape[2], weight.shape[2] // RUN_BYTES)
     _gate_up_launcher(
         (tokens * top_k * blocks, 1, 1),
         (
@@ -123,11 +126,13 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
 
+    pdl = pdl_launch_options(x.device, tokens)
     rows, words, warps = _tile_config(_down_tile(tokens, e2m1), tokens, inner_size)
     weight, scale, offset = inputs.down, inputs.down_scale, inputs.down_offset
     assert scale is not None, "see supports"
     bias, shared = inputs.down_bias, inputs.shared
-    down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // 4)
+    down_sizes = (hidden, inner_size, scale.shape[2], weight.shape[2] // RUN_BYTES)
+    slots = power_of_two(top_k)
     _down_launcher(
         (-(-hidden // rows), tokens, 1),
         (
@@ -137,9 +142,9 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         ),
         down_sizes, down_sizes,
         (
-            top_k, power_of_two(top_k), e2m1, offset is not None, bias is not None, ZERO_POINT,
+            top_k, slots, e2m1, offset is not None, bias is not None, ZERO_POINT,
             group, shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words,
-            pdl["PDL"],
+            early_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS), pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -160,7 +165,7 @@ def holds_e2m1(inputs: FusedMoEInputs) -> bool:
 @triton.jit
 def _gate_up_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, ids_ptr, out_ptr,
-    inner, k, blocks, x_stride, groups, stride,
+    inner, k, blocks, x_stride, groups, runs,
     TOP_K: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
@@ -174,21 +179,23 @@ def _gate_up_kernel(
     experts = tl.load(ids_ptr + pair).to(tl.int64) + tl.arange(0, 1)
     x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
     inside = tl.arange(0, 1) == 0
-    weight_at = weight_ptr + experts * (2 * inner * stride)
+    weight_at = weight_ptr + experts * (2 * inner * runs * 4)
     scale_at = scale_ptr + experts * (2 * inner * groups)
     offset_at = offset_ptr + experts * (2 * inner * groups)
     gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     for start in range(0, k // 8, WORDS):
-        x = _load_x(x_at, inside, start, k, EVEN, WORDS)
-        gates += _products(
-            x, weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, stride,
-            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
+        x = _load_x(x_at, inside, start, k, E2M1, EVEN, WORDS)
+        weights = _load_weights(
+            weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
+            OFFSET, GROUP, EVEN, WORDS,
         )  # fmt: skip
-        ups += _products(
-            x, weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, stride,
-            E2M1, OFFSET, ZERO, GROUP, EVEN, WORDS,
+        gates += _products(x, weights, E2M1, OFFSET, ZERO)
+        weights = _load_weights(
+            weight_at, scale_at, offset_at, weight_row + inner, inside, start, k, groups, runs,
+            OFFSET, GROUP, EVEN, WORDS,
         )  # fmt: skip
+        ups += _products(x, weights, E2M1, OFFSET, ZERO)
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -200,25 +207,50 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     inner_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, ids_ptr, routing_ptr, shared_ptr,
-    out_ptr, n, k, groups, stride,
+    out_ptr, n, k, groups, runs,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr,
     BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    ALL: tl.constexpr = EVEN and SLOTS == TOP_K
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, PDL)
-    weight_at = weight_ptr + expert * (n * stride)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS)
+    weight_at = weight_ptr + expert * (n * runs * 4)
     scale_at = scale_ptr + expert * (n * groups)
     offset_at = offset_ptr + expert * (n * groups)
-    total = tl.zeros([BLOCK_N, SLOTS, WORDS // 4], tl.float32)
-    for start in range(0, k // 8, WORDS):
-        x = _load_x(inner_ptr + pair * k, live, start, k, EVEN and SLOTS == TOP_K, WORDS)
-        total += _products(
-            x, weight_at, scale_at, offset_at, weight_row, live, start, k, groups, stride,
-            E2M1, OFFSET, ZERO, GROUP, EVEN and SLOTS == TOP_K, WORDS,
+    inner_at = inner_ptr + pair * k
+    first = _load_weights(
+        weight_at, scale_at, offset_at, weight_row, live, 0, k, groups, runs,
+        OFFSET, GROUP, ALL, WORDS,
+    )  # fmt: skip
+    if EARLY > 1:
+        second = _load_weights(
+            weight_at, scale_at, offset_at, weight_row, live, WORDS, k, groups, runs,
+            OFFSET, GROUP, ALL, WORDS,
         )  # fmt: skip
+    if EARLY > 2:
+        third = _load_weights(
+            weight_at, scale_at, offset_at, weight_row, live, 2 * WORDS, k, groups, runs,
+            OFFSET, GROUP, ALL, WORDS,
+        )  # fmt: skip
+    pdl_wait(PDL)
+    total = _products(_load_x(inner_at, live, 0, k, E2M1, ALL, WORDS), first, E2M1, OFFSET, ZERO)
+    if EARLY > 1:
+        x = _load_x(inner_at, live, WORDS, k, E2M1, ALL, WORDS)
+        total += _products(x, second, E2M1, OFFSET, ZERO)
+    if EARLY > 2:
+        x = _load_x(inner_at, live, 2 * WORDS, k, E2M1, ALL, WORDS)
+        total += _products(x, third, E2M1, OFFSET, ZERO)
+    for start in range(EARLY * WORDS, k // 8, WORDS):
+        x = _load_x(inner_at, live, start, k, E2M1, ALL, WORDS)
+        weights = _load_weights(
+            weight_at, scale_at, offset_at, weight_row, live, start, k, groups, runs,
+            OFFSET, GROUP, ALL, WORDS,
+        )  # fmt: skip
+        total += _products(x, weights, E2M1, OFFSET, ZERO)
     out = tl.sum(total, axis=2)
     if BIAS:
         out += tl.load(bias_ptr + (expert * n)[None, :] + weight_row[:, None]).to(tl.float32)
@@ -226,42 +258,45 @@ def _down_kernel(
 
 
 @triton.jit
-def _load_x(x_at, live, start, k, EVEN: tl.constexpr, WORDS: tl.constexpr):
-    """The columns of words in float32: eight of [S, WORDS], and their sums by runs [S, WORDS / 4].
+def _load_x(
+    x_at, live, start, k, E2M1: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """The columns of words [S, WORDS, 8], and their float32 sums by runs [S, WORDS / 4].
 
-    x_at: [S] rows of x; live: [S].
+    A word's columns are in the order of its bytes, each byte's low nibble first. x_at: [S] rows of
+    x; live: [S].
     """
     word = start + tl.arange(0, WORDS)
     column = word // 4 * 32 + word % 4 * 4
     source = x_at[:, None, None] + column[None, :, None] + tl.arange(0, 4)[None, None, :]
     if EVEN:
-        low = tl.load(source).to(tl.float32)
-        high = tl.load(source + 16).to(tl.float32)
+        low = tl.load(source)
+        high = tl.load(source + 16)
     else:
-        there = (live[:, None] & (word * 8 < k)[None, :])[:, :, None]
-        low = tl.load(source, mask=there, other=0.0).to(tl.float32)
-        high = tl.load(source + 16, mask=there, other=0.0).to(tl.float32)
-    x0, x1, x2, x3 = _split4(low)
-    x4, x5, x6, x7 = _split4(high)
-    sums = tl.sum(low + high, axis=2)
+        there = (live[:, None] & (word // 4 * 32 < k)[None, :])[:, :, None]
+        low = tl.load(source, mask=there, other=0.0)
+        high = tl.load(source + 16, mask=there, other=0.0)
+    sums = tl.sum(low.to(tl.float32) + high.to(tl.float32), axis=2)
     sums = tl.sum(tl.reshape(sums, [sums.shape[0], WORDS // 4, 4]), axis=2)
-    return x0, x1, x2, x3, x4, x5, x6, x7, sums
+    if not E2M1:  # else converted behind the exchange between threads, of half as many bytes
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+    return tl.reshape(tl.join(low, high), [low.shape[0], WORDS, 8]), sums
 
 
 @triton.jit
-def _products(
-    x, weight_at, scale_at, offset_at, row, live, start, k, groups, stride,
-    E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
-    EVEN: tl.constexpr, WORDS: tl.constexpr,
+def _load_weights(
+    weight_at, scale_at, offset_at, row, live, start, k, groups, runs,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
+    """Words [N, S, WORDS], and scales and offsets [N, S, WORDS / 4] of runs of 32 columns.
 
-    x: of _load_x; weight_at, scale_at, offset_at: [S] matrices; row: [N] rows of each; live: [S].
+    A row has ``runs`` runs of four words: written so, the compiler sees that each is one load of 16
+    bytes. weight_at, scale_at, offset_at: [S] matrices; row: [N] rows of each; live: [S].
     """
-    RUNS: tl.constexpr = WORDS // 4
     word = start + tl.arange(0, WORDS)
-    run = start // 4 + tl.arange(0, RUNS)
-    local = (row * stride)[:, None, None] + word[None, None, :]
+    run = start // 4 + tl.arange(0, WORDS // 4)
+    local = (row * runs * 4)[:, None, None] + word[None, None, :]
     grid = (row * groups)[:, None, None] + (run * 32 // GROUP)[None, None, :]
     words_at = weight_at[None, :, None] + local
     scales_at = scale_at[None, :, None] + grid
@@ -269,41 +304,48 @@ def _products(
         words = tl.load(words_at, eviction_policy="evict_first")
         scale = tl.load(scales_at)
     else:
-        words_there = (live[:, None] & (word * 8 < k)[None, :])[None, :, :]
+        words_there = (live[:, None] & (word // 4 * 32 < k)[None, :])[None, :, :]
         runs_there = (live[:, None] & (run * 32 < k)[None, :])[None, :, :]
         words = tl.load(words_at, mask=words_there, other=0)
         scale = tl.load(scales_at, mask=runs_there, other=0)
-    x0, x1, x2, x3, x4, x5, x6, x7, sums = x
-    if E2M1:
-        c0, c1, c2, c3, c4, c5, c6, c7 = _e2m1_codes(words)
-        part = _dot8(c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS)
-        return part * e8m0_values(scale)
-    scale = scale.to(tl.float32)
+    offset = scale
     if OFFSET:
         offsets_at = offset_at[None, :, None] + grid
         if EVEN:
-            offset = tl.load(offsets_at).to(tl.float32)
+            offset = tl.load(offsets_at)
         else:
-            offset = tl.load(offsets_at, mask=runs_there, other=0.0).to(tl.float32)
-        offset = tl.fma(scale, -128.0, offset)
-    else:
-        offset = -(ZERO + 128) * scale
-    c0, c1, c2, c3 = _codes(words)
-    c4, c5, c6, c7 = _codes(words >> 4)
-    part = _dot8(c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS)
-    return tl.fma(part, scale, offset * sums[None, :, :])
+            offset = tl.load(offsets_at, mask=runs_there, other=0.0)
+    return words, scale, offset
 
 
 @triton.jit
-def _dot8(
-    c0, c1, c2, c3, c4, c5, c6, c7, x0, x1, x2, x3, x4, x5, x6, x7, RUNS: tl.constexpr
-):  # fmt: skip
-    """Products of eight columns of a word [N, S, W] with x [S, W], summed by runs of four words."""
-    part = tl.fma(c1, x1[None, :, :], c0 * x0[None, :, :])
-    part = tl.fma(c3, x3[None, :, :], tl.fma(c2, x2[None, :, :], part))
-    part = tl.fma(c5, x5[None, :, :], tl.fma(c4, x4[None, :, :], part))
-    part = tl.fma(c7, x7[None, :, :], tl.fma(c6, x6[None, :, :], part))
-    return tl.sum(tl.reshape(part, [part.shape[0], part.shape[1], RUNS, 4]), axis=3)
+def _products(x, weights, E2M1: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr):
+    """Dequantized products of runs of 32 columns: [N, S, WORDS / 4].
+
+    x: of _load_x; weights: of _load_weights.
+    """
+    words, scale, offset = weights
+    columns, sums = x
+    RUNS: tl.constexpr = scale.shape[2]
+    if E2M1:
+        low0, low1, low2, low3, high0, high1, high2, high3 = _e2m1_codes(words)
+    else:
+        low0, low1, low2, low3 = _codes(words)
+        high0, high1, high2, high3 = _codes(words >> 4)
+    codes = tl.join(_join4(low0, low1, low2, low3), _join4(high0, high1, high2, high3))
+    shape: tl.constexpr = [words.shape[0], words.shape[1], RUNS, 32]
+    products = tl.reshape(codes, [words.shape[0], words.shape[1], words.shape[2], 8]) * columns[
+        None, :, :, :
+    ].to(tl.float32)
+    part = tl.sum(tl.reshape(products, shape), axis=3)
+    if E2M1:
+        return part * e8m0_values(scale)
+    scale = scale.to(tl.float32)
+    if OFFSET:
+        offset = tl.fma(scale, -128.0, offset.to(tl.float32))
+    else:
+        offset = -(ZERO + 128) * scale
+    return tl.fma(part, scale, offset * sums[None, :, :])
 
 
 @triton.jit
@@ -346,12 +388,10 @@ def _code(shifted):
 
 
 @triton.jit
-def _split4(x):
-    """[S, W, 4] → four of [S, W]."""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+def _join4(first, second, third, fourth):
+    """Four of [N, S, W] → [N, S, W, 4]."""
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(pairs, [first.shape[0], first.shape[1], first.shape[2], 4])
 
 
 _gate_up_launcher, _down_launcher = CachedLauncher(_gate_up_kernel), CachedLauncher(_down_kernel)

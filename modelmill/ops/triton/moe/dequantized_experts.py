@@ -1,0 +1,56 @@
+"""Dequantize the experts of a layer to x's dtype, for so many tokens that this costs less.
+
+Computes: gate_up[E, 2·I, H] or down[E, H, I] in x's dtype from codes, scales and offsets
+Dtypes: int8, packed int4 or e2m1 to bfloat16 or float16
+Layout: row-major; codes and scales as in ops/fused_moe.py
+Range: any E, I and H
+Technique: the elementwise kernels of dequant.py, int4_linear.py and mxfp4_linear.py on all rows
+Used by: grouped_gemm_int4.py, int8_fused_moe.py
+
+A tile that converts its weight does so again for every tile of tokens, and its loads wait for the
+conversion. Written out once, each weight costs the memory four bytes and a half more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.groupwise import GroupwiseLinearInputs
+from modelmill.ops.triton.common.device import total_memory
+
+MAX_MEMORY_SHARE = 1 / 32  # of the GPU's, for the larger matrix
+
+
+def pays(inputs: FusedMoEInputs, min_pairs: int) -> bool:
+    """Whether each expert has so many pairs, and the GPU memory for a matrix in 16 bits.
+
+    min_pairs: of a token and its expert, for each expert on average.
+    """
+    experts, rows = inputs.gate_up.shape[:2]
+    if inputs.x.element_size() != 2 or inputs.topk_ids.numel() < min_pairs * experts:
+        return False
+    num_bytes = 2 * experts * rows * inputs.x.shape[1]
+    return num_bytes <= MAX_MEMORY_SHARE * total_memory(inputs.x.device)
+
+
+def dequantized(
+    inputs: FusedMoEInputs, name: str, dequantize: Callable[[GroupwiseLinearInputs], torch.Tensor]
+) -> FusedMoEInputs:
+    """The inputs with one matrix of each expert, "gate_up" or "down", in x's dtype.
+
+    dequantize: of a product's weight with scales [N, groups].
+    """
+    weight, scale, offset = (getattr(inputs, name + part) for part in ("", "_scale", "_offset"))
+    columns = inputs.x.shape[1] if name == "gate_up" else inputs.gate_up.shape[1] // 2
+    experts, rows = weight.shape[:2]
+    by_row = (experts * rows, -1)
+    product = GroupwiseLinearInputs(
+        inputs.x.new_empty((0, columns)), weight.view(by_row), scale.view(by_row),
+        None if offset is None else offset.view(by_row), inputs.group or columns,
+    )  # fmt: skip
+    changed: dict[str, Any] = {name: dequantize(product).view(experts, rows, columns)}
+    return inputs._replace(**changed | {f"{name}_scale": None, f"{name}_offset": None})
