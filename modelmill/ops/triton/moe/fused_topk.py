@@ -55,7 +55,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     _launcher(
         (tokens, 1, 1), (logits, logits if bias is None else bias, weights, ids),
         (experts, float(inputs.scale)), (experts,), constants,
-        {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]},
+        {"num_warps": 4 if block < 256 else 8, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return weights, ids
 
@@ -76,16 +76,18 @@ def _kernel(
     total = tl.sum(tl.exp(logit - largest), axis=0)
     score = _score(logit, largest, total, SIGMOID)
     ranked = _ranked(score, bias_ptr, expert, inside, BIAS)
+    key = _sortable(ranked)
     rank = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, BLOCK_E, CHUNK):
         other = start + tl.arange(0, CHUNK)
         there = other < experts
         logit_there = tl.load(logits_ptr + other, mask=there, other=float("-inf"))
         score_there = _score(logit_there, largest, total, SIGMOID)
-        against = _ranked(score_there, bias_ptr, other, there, BIAS)[None, :]
-        before = (against == ranked[:, None]) & (other[None, :] < expert[:, None])
-        before = (before | (against > ranked[:, None])) & there[None, :]
-        rank += tl.sum(before.to(tl.int32), axis=1)
+        ranked_there = _ranked(score_there, bias_ptr, other, there, BIAS)
+        key_there = _sortable(tl.where(there, ranked_there, float("-inf")))
+        # the same score under a lower id counts as the next larger one
+        first = (other[:, None] < expert[None, :]).to(tl.int32)
+        rank += tl.sum((key_there[:, None] + first > key[None, :]).to(tl.int32), axis=0)
     chosen = inside & (rank < TOP_K)
     weight = score
     if RENORMALIZE:
@@ -110,6 +112,13 @@ def _ranked(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
     if BIAS:
         score += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
     return tl.where(score == score, score, float("-inf"))
+
+
+@triton.jit
+def _sortable(value):
+    """Float32 as integers in the same order, without NaN and −0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 _launcher = CachedLauncher(_kernel)
