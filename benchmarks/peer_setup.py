@@ -46,30 +46,31 @@ class PeerSetup:
     weight_format: str | None = None
     began: float = field(default_factory=time.perf_counter)
 
+    def checkpoint(self, shape: str) -> Path:
+        """The checkpoint of a shape, made on first use."""
+        folder = self.work / self._model_name(shape)
+        if not (folder / "config.json").exists():
+            layers = ["--layers", str(self.layers)] if self.layers else []
+            self._run_module(
+                "benchmarks.make_checkpoint", shape, str(folder), *layers, "--weights", self.weights
+            )
+        return folder
+
     def engine(self, shape: str) -> Path:
         """The engine of a shape, made and built on first use."""
-        suffix = (f"-{self.layers}l" if self.layers else "") + (
-            f"-{self.weights}" if self.weights != NORMAL else ""
-        )
-        engine = self.work / f"{shape}{suffix}.engine"
+        engine = self.work / f"{self._model_name(shape)}.engine"
         if not engine.exists():
-            checkpoint = self.work / f"{shape}{suffix}"
-            layers = ["--layers", str(self.layers)] if self.layers else []
-            if not (checkpoint / "config.json").exists():
-                self._run_module(
-                    "benchmarks.make_checkpoint",
-                    shape,
-                    str(checkpoint),
-                    *layers,
-                    "--weights",
-                    self.weights,
-                )
+            checkpoint = self.checkpoint(shape)
             dtype = str(with_num_layers(shape)["torch_dtype"])
             check = [] if self.check else ["--no-check"]
             self._run_module(
                 "modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check
             )
         return engine
+
+    def _model_name(self, shape: str) -> str:
+        layers = f"-{self.layers}l" if self.layers else ""
+        return shape + layers + (f"-{self.weights}" if self.weights != NORMAL else "")
 
     def cpu_engine(self, gguf: Path, recipe: str = "int8") -> Path:
         """The engine that stands beside llama.cpp: bfloat16 activations, weights by ``recipe``."""
@@ -147,6 +148,16 @@ class PeerSetup:
         return PeerProcess(
             name, [python, "-m", "benchmarks.vllm_peer", json.dumps(peer_options)], log, env
         )
+
+    def vllm_environment(self, *, in_process: bool) -> tuple[str, dict[str, str]]:
+        """The interpreter that has vLLM, and its environment.
+
+        in_process: whether its engine runs in the process that is started.
+        """
+        python, env = self._vllm()
+        if not in_process:
+            env = {name: value for name, value in env.items() if "MULTIPROCESSING" not in name}
+        return python, os.environ | env
 
     def _vllm(self) -> tuple[str, dict[str, str]]:
         """The interpreter that has vLLM, and what to add to its environment."""
