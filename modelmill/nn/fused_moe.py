@@ -39,7 +39,7 @@ class FusedMoE(nn.Module):
             self.add_module(name, child)
         in_place = stacks is None and not plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = None
-        if stacks is not False and _op_routes(plain):
+        if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
 
     def forward(
@@ -67,12 +67,6 @@ class FusedMoE(nn.Module):
         return total.to(x.dtype)
 
 
-def _op_routes(moe: MoE) -> bool:
-    """Whether ``fused_topk`` chooses as the router does: by the two best scores of a group."""
-    config = moe.routing.config
-    return config.groups == 1 or config.group_scores == 2
-
-
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
     config = moe.routing.config
@@ -85,6 +79,7 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
         config.scale,
         config.groups,
         config.top_groups,
+        config.group_scores,
     )
     weights, ids = step.ops.fused_topk(inputs)
     if moe.routing.expert_scale is not None:

@@ -148,14 +148,6 @@ def test_few_tokens_on_a_cpu_are_one_call_for_all_experts(weight_format: str) ->
     assert fused(x[:1].double(), STEP).dtype == torch.float64, "what the kernel does not serve"
 
 
-def test_a_choice_that_the_op_does_not_make_is_the_routers() -> None:
-    router = RouterConfig(EXPERTS, 2, groups=4, top_groups=2)
-    for group_scores, is_stacked in ((2, True), (1, False)):
-        spec = MoESpec(replace(router, group_scores=group_scores), MLPSpec(HIDDEN, INNER))
-        moe = filled(spec, "int8")
-        assert (FusedMoE(moe, stacks=True)._stacked is not None) is is_stacked
-
-
 def test_what_no_grouped_op_computes_is_not_stacked() -> None:
     assert stack_experts(mixture("rptq")) is None
     assert stack_experts(with_input_scale("w8a8", 0.5)) is None, "a static range of each expert"
