@@ -7,6 +7,7 @@ a grouped op computes steps of few tokens where the weights lie in a stack alrea
 
 from __future__ import annotations
 
+from operator import is_
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.routed_moe import RoutedMoEWeights
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -41,15 +43,50 @@ class FusedMoE(nn.Module):
         self._stacked: StackedExperts | None = None
         if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
+        self._read_by_router: tuple[object, ...] = ()
+        self._weights: RoutedMoEWeights | None = None
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
         if x.device.type == "cpu" and len(x) <= MAX_SINGLE_THREAD_TOKENS:
-            with single_thread_torch():
-                return self._run(x, step, router_input)
+            out = self._run_as_one_op(x, step, router_input)
+            if out is None:
+                with single_thread_torch():
+                    out = self._run(x, step, router_input)
+            return out
         return self._run(x, step, router_input)
+
+    def _run_as_one_op(
+        self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """None where no op computes the whole mixture."""
+        op, stacked = step.ops.routed_moe, self._stacked
+        if op is None or stacked is None or not stacked.serves(x, step.ops):
+            return None
+        moe, shared = cast(MoE, self.plain), None
+        if moe.shared_expert is not None:
+            with single_thread_torch():
+                (shared,) = moe.shared_output(x, step)
+        out: torch.Tensor | None = op(x, self._routed_weights(moe, stacked), router_input, shared)
+        return out
+
+    def _routed_weights(self, moe: MoE, stacked: StackedExperts) -> RoutedMoEWeights:
+        """The operands of ``routed_moe``, gathered again where the router got other ones."""
+        router, routing = moe.router, moe.routing
+        read = (
+            routing.config, router.scale, router.weight, router.bias, routing.selection_bias,
+            routing.expert_scale,
+        )  # fmt: skip
+        if self._weights is None or not all(map(is_, read, self._read_by_router)):
+            self._read_by_router = read
+            self._weights = RoutedMoEWeights(
+                stacked.op, stacked.weights_like(router.weight), router.weight,
+                topk_inputs(moe, router.weight.new_empty(0, len(moe.experts)).float()),
+                router.bias, router.scale, routing.expert_scale,
+            )  # fmt: skip
+        return self._weights
 
     def _run(self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None) -> torch.Tensor:
         moe = cast(MoE, self.plain)
@@ -69,22 +106,20 @@ class FusedMoE(nn.Module):
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config = moe.routing.config
-    inputs = FusedTopkInputs(
-        moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight)),
-        moe.routing.selection_bias,
-        config.top_k,
-        config.scores == SIGMOID,
-        config.renormalize,
-        config.scale,
-        config.groups,
-        config.top_groups,
-        config.group_scores,
-    )
-    weights, ids = step.ops.fused_topk(inputs)
+    logits = moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight))
+    weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         weights = weights * moe.routing.expert_scale.float()[ids.long()]
     return weights, ids
+
+
+def topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
+    """The router's rules for these logits."""
+    config = moe.routing.config
+    return FusedTopkInputs(
+        logits, moe.routing.selection_bias, config.top_k, config.scores == SIGMOID,
+        config.renormalize, config.scale, config.groups, config.top_groups, config.group_scores,
+    )  # fmt: skip
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
