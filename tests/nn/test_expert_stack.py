@@ -144,7 +144,8 @@ def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> No
         pytest.skip(str(build.available("cpu")))
     router, shared = RouterConfig(EXPERTS, 3, bias=True, logit_scale=0.5), MLPSpec(HIDDEN, INNER)
     spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN), shared, shared_gate=True)
-    moe, calls = lying_in_one_storage(filled(spec, weight_format)), []
+    moe = lying_in_one_storage(filled(spec, weight_format))
+    calls: list[tuple[str, int]] = []
     op = "routed_moe" if whole else OPS[weight_format]
     step = counted(calls, op, **({} if whole else {"routed_moe": None}))
     fused = FusedMoE(moe)
