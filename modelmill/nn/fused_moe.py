@@ -7,7 +7,6 @@ a grouped op computes steps of few tokens where the weights lie in a stack alrea
 
 from __future__ import annotations
 
-from operator import is_
 from typing import cast
 
 import torch
@@ -15,11 +14,10 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import SIGMOID, Expert, MoE
+from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
-from modelmill.ops.fused_topk import FusedTopkInputs
-from modelmill.ops.routed_moe import RoutedMoEWeights
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -43,64 +41,49 @@ class FusedMoE(nn.Module):
         self._stacked: StackedExperts | None = None
         if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
-        self._read_by_router: tuple[object, ...] = ()
-        self._weights: RoutedMoEWeights | None = None
+        self._operands: RoutedMoEOperands | None = None
+        if self._stacked is not None:
+            self._operands = RoutedMoEOperands(plain, self._stacked)
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
-        if x.device.type == "cpu" and len(x) <= MAX_SINGLE_THREAD_TOKENS:
-            out = self._run_as_one_op(x, step, router_input)
-            if out is None:
+        if x.device.type != "cpu" or len(x) > MAX_SINGLE_THREAD_TOKENS:
+            return self._run(x, step, router_input)
+        op, moe, shared = step.ops.routed_moe, cast(MoE, self.plain), None
+        if op is not None and self._operands is not None and self._operands.served(x, step.ops):
+            if moe.shared_expert is not None:
                 with single_thread_torch():
-                    out = self._run(x, step, router_input)
-            return out
-        return self._run(x, step, router_input)
+                    shared = moe.shared_output(x, step)
+            out: torch.Tensor | None = op(
+                x, self._operands.weights(), router_input, shared[0] if shared else None
+            )
+            if out is not None:
+                return out
+        with single_thread_torch():
+            return self._run(x, step, router_input, shared)
 
-    def _run_as_one_op(
-        self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """None where no op computes the whole mixture."""
-        op, stacked = step.ops.routed_moe, self._stacked
-        if op is None or stacked is None or not stacked.serves(x, step.ops):
-            return None
-        moe, shared = cast(MoE, self.plain), None
-        if moe.shared_expert is not None:
-            with single_thread_torch():
-                (shared,) = moe.shared_output(x, step)
-        out: torch.Tensor | None = op(x, self._routed_weights(moe, stacked), router_input, shared)
-        return out
-
-    def _routed_weights(self, moe: MoE, stacked: StackedExperts) -> RoutedMoEWeights:
-        """The operands of ``routed_moe``, gathered again where the router got other ones."""
-        router, routing = moe.router, moe.routing
-        read = (
-            routing.config, router.scale, router.weight, router.bias, routing.selection_bias,
-            routing.expert_scale,
-        )  # fmt: skip
-        if self._weights is None or not all(map(is_, read, self._read_by_router)):
-            self._read_by_router = read
-            self._weights = RoutedMoEWeights(
-                stacked.op, stacked.weights_like(router.weight), router.weight,
-                topk_inputs(moe, router.weight.new_empty(0, len(moe.experts)).float()),
-                router.bias, router.scale, routing.expert_scale,
-            )  # fmt: skip
-        return self._weights
-
-    def _run(self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None) -> torch.Tensor:
+    def _run(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        router_input: torch.Tensor | None,
+        shared: tuple[torch.Tensor, ...] | None = None,
+    ) -> torch.Tensor:
+        """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.serves(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
-            shared = next(iter(moe.shared_output(x, step)), None)
-            return self._stacked.run(x, weights, ids, shared, step.ops)
+            shared = moe.shared_output(x, step) if shared is None else shared
+            return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)
         routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             total = all_experts(moe, x, routing, step)
         else:
             total = chosen_experts(moe, x, routing, step)
-        for shared in moe.shared_output(x, step):
-            total += shared.float()
+        for each in moe.shared_output(x, step) if shared is None else shared:
+            total += each.float()
         return total.to(x.dtype)
 
 
@@ -111,15 +94,6 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     if moe.routing.expert_scale is not None:
         weights = weights * moe.routing.expert_scale.float()[ids.long()]
     return weights, ids
-
-
-def topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
-    """The router's rules for these logits."""
-    config = moe.routing.config
-    return FusedTopkInputs(
-        logits, moe.routing.selection_bias, config.top_k, config.scores == SIGMOID,
-        config.renormalize, config.scale, config.groups, config.top_groups, config.group_scores,
-    )  # fmt: skip
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:

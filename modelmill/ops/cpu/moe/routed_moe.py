@@ -43,12 +43,15 @@ def supports(
         packed = moe.packed["cpu"] = _pack(moe)
     return (
         packed.at != 0
-        and len(x) <= build.SMALL_M_LIMIT
-        and all(
-            each is None or (each.dtype is moe.router.dtype and each.is_contiguous())
-            for each in (x, router_input, shared)
-        )
+        and x.shape[0] <= build.SMALL_M_LIMIT
+        and _is_packed_as(moe, x)
+        and (router_input is None or _is_packed_as(moe, router_input))
+        and (shared is None or _is_packed_as(moe, shared))
     )
+
+
+def _is_packed_as(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
+    return x.dtype is moe.router.dtype and x.is_contiguous()
 
 
 def run(
@@ -61,7 +64,7 @@ def run(
     out = torch.empty_like(x)
     gemm_function("routed_moe", "pppppqi")(
         out.data_ptr(), x.data_ptr(), (x if router_input is None else router_input).data_ptr(),
-        None if shared is None else shared.data_ptr(), moe.packed["cpu"].at, len(x),
+        None if shared is None else shared.data_ptr(), moe.packed["cpu"].at, x.shape[0],
         build.DTYPES[x.dtype],
     )  # fmt: skip
     return out
