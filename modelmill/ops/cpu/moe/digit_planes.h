@@ -105,11 +105,12 @@ struct DigitRow {
 // with the row's only scale; a number of its own; or one for each run of 32 columns.
 enum class DigitScales { kRow, kBlock, kRun };
 
-// Weight rows of `bytes` bytes. scales: one a row, or `pitch` a row for its blocks or runs, times
-// their powers of two; offsets [., groups] or null.
+// Weight rows of `bytes` bytes. ahead: how far the rows lie behind these that are multiplied next,
+// whose lines are prefetched; 0: a fixed distance. scales: one a row, or `pitch` a row for its
+// blocks or runs, times their powers of two; offsets [., groups] or null.
 struct DigitWeights {
     const uint8_t* rows;
-    int64_t bytes;
+    int64_t bytes, ahead;
     const float* scales;
     int64_t pitch;
     const float* offsets;
@@ -134,7 +135,7 @@ __attribute__((noinline)) void digit_dots(float* sums, const DigitRow& x, const 
     vf total[NB];
     for (int n = 0; n < NB; n++)
         total[n] = !kOfRow && w.offsets ? offset_parts(x, w, n0 + n) : zero();
-    const int64_t bytes = w.bytes, distance = prefetch_distance<1>(NB * bytes),
+    const int64_t bytes = w.bytes, distance = w.ahead ? w.ahead : prefetch_distance<1>(NB * bytes),
                   whole = bytes / Codes::kBytes;
     const uint8_t* rows = w.rows + n0 * bytes;
     const float* scales = w.scales + n0 * w.pitch;
@@ -146,8 +147,10 @@ __attribute__((noinline)) void digit_dots(float* sums, const DigitRow& x, const 
         const vi high0 = digits.high[0], high1 = digits.high[1], low0 = digits.low[0],
                  low1 = digits.low[1], start = digits.start;
         for (int n = 0; n < NB; n++) {
+            // to L2 in the order of memory, whose rows and pages are then opened once
+            const uint8_t* far = kToL2<1> ? rows + (b * NB + n) * Codes::kBytes : at + n * bytes;
             for (int64_t line = 0; line < Codes::kBytes; line += 64)
-                prefetch_line<1>(at + n * bytes + line + distance);
+                prefetch_line<1>(far + line + distance);
             vi codes[2];
             Codes::load(at + n * bytes, count, codes);
             vi value = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), high0);

@@ -22,13 +22,34 @@ template <class Code> inline bool has_offsets(const Grouped<Code>& w) {
     return w.offset || Code::kZeroPoint != 0.0f;
 }
 
+// Rows of a weight that are multiplied next, for prefetches; null: unknown.
+struct NextRows {
+    const uint8_t* codes = nullptr;
+    const uint8_t* scale = nullptr;
+    const uint8_t* offset = nullptr;
+    int64_t grid_bytes = 0;  // of the scales, and of the offsets
+};
+
+// Rows from .. to.
+template <class Code> NextRows next_rows(const Grouped<Code>& w, int64_t from, int64_t to) {
+    const int64_t size = w.scale_type == kE8M0Scale   ? 1
+                         : w.scale_type == kHalfScale ? 2
+                                                      : 4,
+                  row = w.groups * size;
+    const auto* scale = static_cast<const uint8_t*>(w.scale);
+    const auto* offset = static_cast<const uint8_t*>(w.offset);
+    return {w.codes + from * w.bytes, scale + from * row, offset ? offset + from * row : nullptr,
+            (to - from) * row};
+}
+
 // With float products.
 template <class Code, class T> class WideRows {
   public:
     void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
         rows_ = widen_rows(scratch, x, w, rows, k);
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows&) const {
         const auto put_sums = [=](int64_t, int64_t j, const float* values, int count) {
             std::memcpy(sums + j - from, values, static_cast<size_t>(count) * sizeof(float));
         };
@@ -72,14 +93,20 @@ template <class Code, class T> class IntegerRows {
         }
         rows_ = {blocks, powers, group_sums, count};
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows& next) const {
         thread_local Scratch scratch, run_scratch;
+        for (int64_t at = 0; at < next.grid_bytes; at += 64) {
+            prefetch_line<1>(next.scale + at);
+            if (next.offset) prefetch_line<1>(next.offset + at);
+        }
         const int64_t rows = to - from;
         const float* grids = w.grids(from, rows, scratch);
         const DigitRow row{rows_.blocks + m * rows_.count, rows_.powers + m * rows_.count,
                            rows_.group_sums + m * w.groups, rows_.count};
         DigitWeights weights{w.codes + from * w.bytes,
                              w.bytes,
+                             kToL2<1> && next.codes ? next.codes - (w.codes + from * w.bytes) : 0,
                              grids,
                              1,
                              has_offsets(w) ? grids + rows * w.groups : nullptr,
@@ -132,7 +159,8 @@ template <class Code, class T> class IntegerRows {
     void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
         rows_ = pack_rows(scratch, x, rows, k, has_offsets(w) ? w.runs : 0, Code::kUnit);
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows&) const {
         thread_local Scratch scratch;
         const int64_t rows = to - from;
         const float* grids = w.grids(from, rows, scratch);

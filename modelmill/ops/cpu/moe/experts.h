@@ -107,9 +107,10 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
     int64_t used = 0;
     for (int64_t at = 0; at < count; at = end_of_expert(pairs, at, count)) starts[used++] = at;
     starts[used] = count;
-    const auto chunk = [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+    const auto end_of = [=](int64_t from) { return from + step < width ? from + step : width; };
+    const auto chunk = [&](int64_t begin, int64_t end, int64_t from, const NextRows& next) {
         thread_local Scratch scratch, value_scratch;
-        const int64_t n = to - from, expert = pairs[begin].expert;
+        const int64_t to = end_of(from), n = to - from, expert = pairs[begin].expert;
         float* sums = scratch.get<float>(n);
         T* gate = value_scratch.get<T>(2 * n);
         T* up = gate + n;
@@ -117,9 +118,10 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
         const T* bias = static_cast<const T*>(call.gate_up.bias);
         if (bias) bias += expert * 2 * width;
         for (int64_t i = begin; i < end; i++) {
-            rows.multiply(sums, pairs[i].token, w, from, to);
+            rows.multiply(sums, pairs[i].token, w, from, to,
+                          next_rows(w, width + from, width + to));
             put_rounded(gate, sums, bias ? bias + from : nullptr, n);
-            rows.multiply(sums, pairs[i].token, w, width + from, width + to);
+            rows.multiply(sums, pairs[i].token, w, width + from, width + to, next);
             put_rounded(up, sums, bias ? bias + width + from : nullptr, n);
             gate_row(inner + i * width + from, gate, up, n, call.gate, alpha, limit);
         }
@@ -127,7 +129,14 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
     parallel_for(used * chunks, 1, used * 2 * width * first.bytes, [&](int64_t item, int64_t last) {
         for (; item < last; item++) {
             const int64_t e = item / chunks, from = item % chunks * step;
-            chunk(starts[e], starts[e + 1], from, from + step < width ? from + step : width);
+            NextRows next;
+            if (item + 1 < used * chunks) {
+                const int64_t start = (item + 1) % chunks * step,
+                              expert = pairs[starts[(item + 1) / chunks]].expert;
+                next = next_rows(matrix_of<Code>(call.gate_up, expert, call.group, scale_type),
+                                 start, end_of(start));
+            }
+            chunk(starts[e], starts[e + 1], from, next);
         }
     });
 }
@@ -150,7 +159,14 @@ void multiply_down(const ExpertRows<Code, T>& rows, const ExpertsCall& call, con
         for (int64_t i = 0; i < count; i++) {
             const Pair& pair = pairs[i];
             const Grouped<Code> w = matrix_of<Code>(call.down, pair.expert, call.group, scale_type);
-            rows.multiply(sums, i, w, from, to);
+            const bool more = i + 1 < count;  // else the next rows of the first expert
+            const int64_t start = more ? from : to, end = more ? to : to + n;
+            NextRows next;
+            if (end <= hidden)
+                next = next_rows(matrix_of<Code>(call.down, pairs[more ? i + 1 : 0].expert,
+                                                 call.group, scale_type),
+                                 start, end);
+            rows.multiply(sums, i, w, from, to, next);
             const T* bias = static_cast<const T*>(call.down.bias);
             put_rounded(value, sums, bias ? bias + pair.expert * hidden + from : nullptr, n);
             float* total = totals + pair.token * n;
