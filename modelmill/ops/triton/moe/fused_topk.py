@@ -155,8 +155,8 @@ def _top_groups(
 @triton.jit
 def _ranked_in(allowed, group, group_of_expert, ranked):
     """What experts are chosen by; −∞ outside of the token's groups."""
-    mine = (group_of_expert[:, None] == group[None, :]).to(tl.int32)
-    return tl.where(tl.sum(mine * allowed[None, :], axis=1) > 0, ranked, float("-inf"))
+    is_in = (group_of_expert[:, None] == group[None, :]).to(tl.int32)
+    return tl.where(tl.sum(is_in * allowed[None, :], axis=1) > 0, ranked, float("-inf"))
 
 
 _launcher = CachedLauncher(_kernel)
