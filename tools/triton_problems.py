@@ -406,6 +406,9 @@ def routing() -> Iterator[Problem]:
         logits, bias = tensor(tokens, count, dtype=F32), tensor(count, dtype=F32)
         scored = FusedTopkInputs(logits, bias if sigmoid else None, 8, sigmoid=sigmoid)
         yield from _call("fused_topk", scored)
+        for scores in (1, 2):
+            grouped = scored._replace(groups=8, top_groups=4, group_scores=scores)
+            yield from _call("fused_topk", grouped)
     for tokens, experts_of, block in ((1, 128, 16), (8192, 512, 128)):
         ids = tensor(tokens, 8, dtype=torch.int32)
         yield from _call("moe_align_block_size", ids, block, experts_of)

@@ -139,6 +139,11 @@ class StackedExperts:
         inputs = self._inputs(x, topk_weights, topk_ids, shared)
         return cast(torch.Tensor, getattr(ops, self.op)(inputs))
 
+    def weights_like(self, x: torch.Tensor) -> FusedMoEInputs:
+        """The op's inputs for no tokens of x's dtype [., H]."""
+        ids = torch.empty(0, 1, dtype=torch.int32, device=x.device)
+        return self._inputs(x[:0], ids.float(), ids, None)
+
     def _inputs(
         self,
         x: torch.Tensor,

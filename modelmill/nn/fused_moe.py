@@ -14,10 +14,10 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import SIGMOID, Expert, MoE
+from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.routed_moe import RoutedMoEOperands, topk_inputs
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
-from modelmill.ops.fused_topk import FusedTopkInputs
 
 MAX_SINGLE_THREAD_TOKENS = 16
 """Tokens up to which torch's part is small beside the experts' products, which are our kernels'."""
@@ -39,54 +39,58 @@ class FusedMoE(nn.Module):
             self.add_module(name, child)
         in_place = stacks is None and not plain.router.weight.is_cuda
         self._stacked: StackedExperts | None = None
-        if stacks is not False and _op_routes(plain):
+        if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
+        self._operands: RoutedMoEOperands | None = None
+        if self._stacked is not None:
+            self._operands = RoutedMoEOperands(plain, self._stacked)
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
-        if x.device.type == "cpu" and len(x) <= MAX_SINGLE_THREAD_TOKENS:
-            with single_thread_torch():
-                return self._run(x, step, router_input)
-        return self._run(x, step, router_input)
+        if x.device.type != "cpu" or len(x) > MAX_SINGLE_THREAD_TOKENS:
+            return self._run(x, step, router_input)
+        op, moe, shared = step.ops.routed_moe, cast(MoE, self.plain), None
+        if op is not None and self._operands is not None and self._operands.served(x, step.ops):
+            if moe.shared_expert is not None:
+                with single_thread_torch():
+                    shared = moe.shared_output(x, step)
+            out: torch.Tensor | None = op(
+                x, self._operands.weights(), router_input, shared[0] if shared else None
+            )
+            if out is not None:
+                return out
+        with single_thread_torch():
+            return self._run(x, step, router_input, shared)
 
-    def _run(self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None) -> torch.Tensor:
+    def _run(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        router_input: torch.Tensor | None,
+        shared: tuple[torch.Tensor, ...] | None = None,
+    ) -> torch.Tensor:
+        """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
         if self._stacked is not None and self._stacked.serves(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
-            shared = next(iter(moe.shared_output(x, step)), None)
-            return self._stacked.run(x, weights, ids, shared, step.ops)
+            shared = moe.shared_output(x, step) if shared is None else shared
+            return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)
         routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             total = all_experts(moe, x, routing, step)
         else:
             total = chosen_experts(moe, x, routing, step)
-        for shared in moe.shared_output(x, step):
-            total += shared.float()
+        for each in moe.shared_output(x, step) if shared is None else shared:
+            total += each.float()
         return total.to(x.dtype)
-
-
-def _op_routes(moe: MoE) -> bool:
-    """Whether ``fused_topk`` chooses as the router does: by the two best scores of a group."""
-    config = moe.routing.config
-    return config.groups == 1 or config.group_scores == 2
 
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config = moe.routing.config
-    inputs = FusedTopkInputs(
-        moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight)),
-        moe.routing.selection_bias,
-        config.top_k,
-        config.scores == SIGMOID,
-        config.renormalize,
-        config.scale,
-        config.groups,
-        config.top_groups,
-    )
-    weights, ids = step.ops.fused_topk(inputs)
+    logits = moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight))
+    weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         weights = weights * moe.routing.expert_scale.float()[ids.long()]
     return weights, ids

@@ -22,10 +22,11 @@ class FusedTopkInputs(NamedTuple):
         sigmoid: whether a score is the sigmoid of a logit; otherwise the softmax of all.
         renormalize: whether the weights of a token are divided by their sum.
         scale: factor of the weights.
-        groups: the experts are divided into so many groups, of which a token has ``top_groups``,
-            those with the largest sum of their two largest scores (arXiv:2412.19437, section
-            2.1.2); 1: no groups.
+        groups: the experts are divided into so many groups, of which a token has ``top_groups``;
+            1: no groups.
         top_groups: see ``groups``.
+        group_scores: groups are ranked by the sum of so many of their largest scores: two in
+            DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2.
     """
 
     logits: torch.Tensor
@@ -36,6 +37,7 @@ class FusedTopkInputs(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    group_scores: int = 2
 
 
 DECLARATION = OpDeclaration(inputs=FusedTopkInputs)
@@ -54,7 +56,7 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     ranked = scores if inputs.bias is None else scores + inputs.bias.to(scores.dtype)
     if inputs.groups > 1:
         by_group = ranked.unflatten(1, (inputs.groups, -1))
-        group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+        group_scores = by_group.topk(inputs.group_scores, dim=-1).values.sum(-1)
         groups = group_scores.topk(inputs.top_groups, dim=-1, sorted=False).indices
         allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, groups, True)
         ranked = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
@@ -72,10 +74,14 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  l
         (3, 12, 4, {"renormalize": False}),
         (2, 16, 3, {"sigmoid": True, "scale": 2.5, "biased": True}),
         (2, 16, 4, {"sigmoid": True, "biased": True, "groups": 4, "top_groups": 2}),
+        (3, 60, 6, {"groups": 6, "top_groups": 3, "group_scores": 1, "scale": 16.0}),
+        (3, 60, 4, {"groups": 3, "top_groups": 1, "biased": True}),
         (2, 300, 6, {}),
     ]
     if device != "cpu":
         shapes += [(rows, 128, 8, {}) for rows in (1, 32, 4096)]
+        shapes += [(32, 256, 8, {"sigmoid": True, "biased": True, "groups": 8, "top_groups": 4})]
+        shapes += [(32, 160, 6, {"groups": 8, "top_groups": 3, "group_scores": 1})]
     for rows, experts, top_k, switches in shapes:
         biased = switches.get("biased", False)
         rest = {name: value for name, value in switches.items() if name != "biased"}

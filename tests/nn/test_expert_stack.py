@@ -126,34 +126,65 @@ def test_in_place_nothing_is_copied() -> None:
     assert all(a is linear.weight for a, linear in zip(weights, experts_linears(moe), strict=True))
 
 
+def counted(calls: list[tuple[str, int]], op: str, **bound: Any) -> Any:
+    """A step whose op notes its calls with their numbers of tokens; ``bound``: other ops."""
+
+    def counting(first: Any, *rest: Any) -> torch.Tensor:
+        calls.append((op, len(first if isinstance(first, torch.Tensor) else first.x)))
+        return getattr(STEP.ops, op)(first, *rest)
+
+    return SimpleNamespace(ops=STEP.ops.replace({op: counting, **bound}))
+
+
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
-def test_few_tokens_on_a_cpu_are_one_call_for_all_experts(weight_format: str) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> None:
+    """For all experts, or with the router as well."""
     if build.available("cpu") is not None:
         pytest.skip(str(build.available("cpu")))
-    router, shared = RouterConfig(EXPERTS, 3), MLPSpec(HIDDEN, INNER)
+    router, shared = RouterConfig(EXPERTS, 3, bias=True, logit_scale=0.5), MLPSpec(HIDDEN, INNER)
     spec = MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN), shared, shared_gate=True)
-    moe, calls = lying_in_one_storage(filled(spec, weight_format)), []
-    op = OPS[weight_format]
-
-    def counting(inputs: Any) -> torch.Tensor:
-        calls.append(len(inputs.x))
-        return getattr(STEP.ops, op)(inputs)
-
-    step: Any = SimpleNamespace(ops=STEP.ops.replace({op: counting}))
+    moe = lying_in_one_storage(filled(spec, weight_format))
+    calls: list[tuple[str, int]] = []
+    op = "routed_moe" if whole else OPS[weight_format]
+    step = counted(calls, op, **({} if whole else {"routed_moe": None}))
     fused = FusedMoE(moe)
     for tokens in (1, 2, MAX_CPU_TOKENS, MAX_CPU_TOKENS + 1):
         x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
         torch.testing.assert_close(fused(x, step), moe(x, STEP), rtol=1e-4, atol=1e-5)
-    assert calls == [1, 2, MAX_CPU_TOKENS]
+    assert calls == [(op, 1), (op, 2), (op, MAX_CPU_TOKENS)]
     assert fused(x[:1].double(), STEP).dtype == torch.float64, "what the kernel does not serve"
+    other = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
+    actual = fused(x[:3], step, other)
+    torch.testing.assert_close(actual, moe(x[:3], STEP, other), rtol=1e-4, atol=1e-5)
 
 
-def test_a_choice_that_the_op_does_not_make_is_the_routers() -> None:
-    router = RouterConfig(EXPERTS, 2, groups=4, top_groups=2)
-    for group_scores, is_stacked in ((2, True), (1, False)):
-        spec = MoESpec(replace(router, group_scores=group_scores), MLPSpec(HIDDEN, INNER))
-        moe = filled(spec, "int8")
-        assert (FusedMoE(moe, stacks=True)._stacked is not None) is is_stacked
+def test_a_router_that_got_other_operands_is_computed_with_them() -> None:
+    if build.available("cpu") is not None:
+        pytest.skip(str(build.available("cpu")))
+    router = RouterConfig(EXPERTS, 3, selection_bias=True, expert_scale=True, bias=True)
+    moe = lying_in_one_storage(filled(MoESpec(router, MLPSpec(HIDDEN, 2 * HIDDEN)), "int8"))
+    calls: list[tuple[str, int]] = []
+    step, fused = counted(calls, "routed_moe"), FusedMoE(moe)
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+    def assert_is_plain() -> torch.Tensor:
+        expected = moe(x, STEP)
+        torch.testing.assert_close(fused(x, step), expected, rtol=1e-4, atol=1e-5)
+        return expected
+
+    before = assert_is_plain()
+    for module, name in (
+        (moe.router, "weight"), (moe.router, "bias"), (moe.routing, "selection_bias"),
+        (moe.routing, "expert_scale"),
+    ):  # fmt: skip
+        setattr(module, name, getattr(module, name).flip(0) * 3.0)
+        after = assert_is_plain()
+        assert not torch.equal(after, before), name
+        before = after
+    moe.routing.config = replace(router, top_k=2, scale=3.0)
+    assert not torch.equal(assert_is_plain(), before)
+    assert len(calls) == 6
 
 
 def test_what_no_grouped_op_computes_is_not_stacked() -> None:

@@ -53,6 +53,7 @@ LEFT_TO_THE_REFERENCE = {"quantize": ("fp8", "order", "groups"), "router_gemm": 
 # kernels that write in place or read tables, pages or angles where they are
 NEEDS_PACKED = (
     "add_rms_norm",
+    "fused_topk",
     "int4_fused_moe",
     "int8_fused_moe",
     "paged_attention",

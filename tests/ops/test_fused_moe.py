@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,23 @@ def test_biases_and_gates_are_those_of_the_plain_mixture(
     for expert in moe.experts:
         expert.down_proj.bias = None  # type: ignore[union-attr]
     assert (moe(x, STEP) - other).abs().max() > 1e-2, "the biases take part"
+
+
+@pytest.mark.parametrize("group_scores", [1, 2])
+def test_groups_are_ranked_by_their_best_scores(group_scores: int, grouped_step: Any) -> None:
+    """DeepSeek-V2 ranks a group by its best score, DeepSeek-V3 by the sum of the two best."""
+    router = RouterConfig(12, 3, scale=4.0, groups=4, top_groups=2, group_scores=group_scores)
+    moe = filled(MoESpec(router, MLPSpec(HIDDEN, INNER)), "dense")
+    moe.router.weight *= 12.0  # logits far apart
+    x = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(3))
+    expected = moe(x, STEP)
+    fused = FusedMoE(moe, stacks=True)
+    assert fused._stacked is not None
+    for step in (STEP, grouped_step):
+        torch.testing.assert_close(fused(x, step), expected, rtol=1e-4, atol=1e-5)
+    moe.routing.config = replace(router, group_scores=3 - group_scores)
+    differ = ((moe(x, STEP) - expected).abs() > 1e-2).any(1)
+    assert 0 < int(differ.sum()) < len(x), "some tokens have other groups then"
 
 
 @pytest.mark.gpu

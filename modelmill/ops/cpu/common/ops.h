@@ -1,11 +1,12 @@
-// C declarations of the ops that decode.cpp calls.
+// C declarations of the ops that other ops call.
 //
 // Computes: declarations only; their source files include this header too, so that the compiler
 //     rejects a declaration that does not match: C linkage has no types
 // Range: as the ops
 // Technique: none of its own
-// Used by: add_rms_norm.cpp, decode.cpp, int4_linear.cpp, int8_group_linear.cpp, int8_linear.cpp,
-//     linear.cpp, paged_attention.cpp, rms_norm.cpp, rope_cache.cpp, silu_mul.cpp
+// Used by: add_rms_norm.cpp, decode.cpp, int4_fused_moe.cpp, int4_linear.cpp, int8_fused_moe.cpp,
+//     int8_group_linear.cpp, int8_linear.cpp, linear.cpp, paged_attention.cpp, rms_norm.cpp,
+//     rope_cache.cpp, routed_moe.cpp, router_gemm.cpp, silu_mul.cpp
 #pragma once
 
 #include <cstdint>
@@ -36,4 +37,8 @@ void paged_attention(void* out, const void* q, const void* k_cache, const void* 
                      const float* sinks, int64_t sequences, int64_t heads, int64_t kv_heads,
                      int64_t page_size, int64_t dim, int64_t table_stride, int64_t window,
                      double scale, double softcap, int dtype, int cache_dtype);
+void router_gemm(float* out, const void* x, const void* weight, int64_t rows, int64_t hidden,
+                 int64_t experts, int dtype);
+void int8_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);
+void int4_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);
 }

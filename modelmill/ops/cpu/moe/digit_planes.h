@@ -101,64 +101,78 @@ struct DigitRow {
     int64_t count;
 };
 
-// Weight rows of `bytes` bytes; scales: `pitch` a row, for groups of `group_runs` runs each or,
-// without one scale a block, for each run; offsets [., groups] or null.
+// What the products of a block of columns are multiplied with: its power of two, and the row's sum
+// with the row's only scale; a number of its own; or one for each run of 32 columns.
+enum class DigitScales { kRow, kBlock, kRun };
+
+// Weight rows of `bytes` bytes. ahead: how far the rows lie behind these that are multiplied next,
+// whose lines are prefetched; 0: a fixed distance. scales: one a row, or `pitch` a row for its
+// blocks or runs, times their powers of two; offsets [., groups] or null.
 struct DigitWeights {
     const uint8_t* rows;
-    int64_t bytes;
+    int64_t bytes, ahead;
     const float* scales;
-    int64_t pitch, group_runs;
+    int64_t pitch;
     const float* offsets;
     int64_t groups;
 };
 
-// sums[NB] of a row of x and NB weight rows from n0. ONE_SCALE: a block of columns has one scale.
-template <class Code, int NB, bool ONE_SCALE>
+// Sums of offset times sum of x, spread over the lanes.
+inline vf offset_parts(const DigitRow& x, const DigitWeights& w, int64_t row) {
+    vf total = zero();
+    for_each_vector(w.groups, [&](int64_t g, int c) {
+        total = fma(take(w.offsets + row * w.groups + g, c), take(x.group_sums + g, c), total);
+    });
+    return total;
+}
+
+// sums[NB] of a row of x and NB weight rows from n0.
+template <class Code, int NB, DigitScales SCALES>
 __attribute__((noinline)) void digit_dots(float* sums, const DigitRow& x, const DigitWeights& w,
                                           int64_t n0) {
     using Codes = DigitCodes<Code>;
+    constexpr bool kOfRow = SCALES == DigitScales::kRow;
     vf total[NB];
-    for (int n = 0; n < NB; n++) total[n] = zero();
-    const int64_t bytes = w.bytes, distance = prefetch_distance<1>(NB * bytes),
+    for (int n = 0; n < NB; n++)
+        total[n] = !kOfRow && w.offsets ? offset_parts(x, w, n0 + n) : zero();
+    const int64_t bytes = w.bytes, distance = w.ahead ? w.ahead : prefetch_distance<1>(NB * bytes),
                   whole = bytes / Codes::kBytes;
     const uint8_t* rows = w.rows + n0 * bytes;
-    const float *scales = w.scales + n0 * w.pitch, *offsets = w.offsets;
+    const float* scales = w.scales + n0 * w.pitch;
     const vi run_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const auto block = [&](int64_t b, int64_t count) {
         const uint8_t* at = rows + b * Codes::kBytes;
         const vf power = set1(x.powers[b]);
-        const int64_t group = ONE_SCALE ? b * kBlockRuns / w.group_runs : b * kBlockRuns;
         const DigitBlock& digits = x.blocks[b];
         const vi high0 = digits.high[0], high1 = digits.high[1], low0 = digits.low[0],
                  low1 = digits.low[1], start = digits.start;
         for (int n = 0; n < NB; n++) {
+            // to L2 in the order of memory, whose rows and pages are then opened once
+            const uint8_t* far = kToL2<1> ? rows + (b * NB + n) * Codes::kBytes : at + n * bytes;
             for (int64_t line = 0; line < Codes::kBytes; line += 64)
-                prefetch_line<1>(at + n * bytes + line + distance);
+                prefetch_line<1>(far + line + distance);
             vi codes[2];
             Codes::load(at + n * bytes, count, codes);
-            vi high = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), high0);
-            vi low = _mm512_dpbusd_epi32(_mm512_setzero_si512(), low0, codes[0]);
-            high = _mm512_dpbusd_epi32(high, Codes::without_sign(codes[1]), high1);
-            low = _mm512_dpbusd_epi32(low, low1, codes[1]);
-            const vf value = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-            const float* grid = scales + n * w.pitch + group;
-            const vf scale =
-                ONE_SCALE ? set1(*grid)
-                          : _mm512_permutexvar_ps(run_of_lane,
-                                                  _mm512_castps128_ps512(_mm_loadu_ps(grid)));
-            total[n] = fma(value, mul(scale, power), total[n]);
+            vi value = _mm512_dpbusd_epi32(start, Codes::without_sign(codes[0]), high0);
+            value = _mm512_dpbusd_epi32(value, Codes::without_sign(codes[1]), high1);
+            value = _mm512_dpbusd_epi32(_mm512_slli_epi32(value, 8), low0, codes[0]);
+            value = _mm512_dpbusd_epi32(value, low1, codes[1]);
+            vf scale = power;
+            if constexpr (SCALES == DigitScales::kBlock) scale = set1(scales[n * w.pitch + b]);
+            if constexpr (SCALES == DigitScales::kRun) {
+                const float* grid = scales + n * w.pitch + b * kBlockRuns;
+                scale =
+                    _mm512_permutexvar_ps(run_of_lane, _mm512_castps128_ps512(_mm_loadu_ps(grid)));
+            }
+            total[n] = fma(_mm512_cvtepi32_ps(value), scale, total[n]);
         }
     };
     for (int64_t b = 0; b < whole; b++) block(b, Codes::kBytes);
     if (whole < x.count) block(whole, bytes - whole * Codes::kBytes);
     sums_of(sums, total, NB);
-    for (int n = 0; offsets && n < NB; n++) {
-        const float* row = offsets + (n0 + n) * w.groups;
-        vf part = zero();
-        for_each_vector(w.groups, [&](int64_t g, int c) {
-            part = fma(take(row + g, c), take(x.group_sums + g, c), part);
-        });
-        sums[n] += sum(part);
+    for (int n = 0; kOfRow && n < NB; n++) {
+        sums[n] *= scales[n];
+        if (w.offsets) sums[n] += w.offsets[n0 + n] * x.group_sums[0];
     }
 }
 

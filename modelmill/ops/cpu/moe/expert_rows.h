@@ -22,13 +22,34 @@ template <class Code> inline bool has_offsets(const Grouped<Code>& w) {
     return w.offset || Code::kZeroPoint != 0.0f;
 }
 
+// Rows of a weight that are multiplied next, for prefetches; null: unknown.
+struct NextRows {
+    const uint8_t* codes = nullptr;
+    const uint8_t* scale = nullptr;
+    const uint8_t* offset = nullptr;
+    int64_t grid_bytes = 0;  // of the scales, and of the offsets
+};
+
+// Rows from .. to.
+template <class Code> NextRows next_rows(const Grouped<Code>& w, int64_t from, int64_t to) {
+    const int64_t size = w.scale_type == kE8M0Scale   ? 1
+                         : w.scale_type == kHalfScale ? 2
+                                                      : 4,
+                  row = w.groups * size;
+    const auto* scale = static_cast<const uint8_t*>(w.scale);
+    const auto* offset = static_cast<const uint8_t*>(w.offset);
+    return {w.codes + from * w.bytes, scale + from * row, offset ? offset + from * row : nullptr,
+            (to - from) * row};
+}
+
 // With float products.
 template <class Code, class T> class WideRows {
   public:
     void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
         rows_ = widen_rows(scratch, x, w, rows, k);
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows&) const {
         const auto put_sums = [=](int64_t, int64_t j, const float* values, int count) {
             std::memcpy(sums + j - from, values, static_cast<size_t>(count) * sizeof(float));
         };
@@ -72,41 +93,60 @@ template <class Code, class T> class IntegerRows {
         }
         rows_ = {blocks, powers, group_sums, count};
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows& next) const {
         thread_local Scratch scratch, run_scratch;
+        for (int64_t at = 0; at < next.grid_bytes; at += 64) {
+            prefetch_line<1>(next.scale + at);
+            if (next.offset) prefetch_line<1>(next.offset + at);
+        }
         const int64_t rows = to - from;
         const float* grids = w.grids(from, rows, scratch);
-        DigitWeights weights{w.codes + from * w.bytes,
-                             w.bytes,
-                             grids,
-                             w.groups,
-                             w.runs,
-                             has_offsets(w) ? grids + rows * w.groups : nullptr,
-                             w.groups};
         const DigitRow row{rows_.blocks + m * rows_.count, rows_.powers + m * rows_.count,
                            rows_.group_sums + m * w.groups, rows_.count};
-        if (w.groups == 1 || w.runs % kBlockRuns == 0)
-            return multiply_by<true>(sums, row, weights, rows);
-        weights.pitch = rows_.count * kBlockRuns;
-        weights.scales = scale_of_each_run(run_scratch, weights, rows, w);
-        multiply_by<false>(sums, row, weights, rows);
+        DigitWeights weights{w.codes + from * w.bytes,
+                             w.bytes,
+                             kToL2<1> && next.codes ? next.codes - (w.codes + from * w.bytes) : 0,
+                             grids,
+                             1,
+                             has_offsets(w) ? grids + rows * w.groups : nullptr,
+                             w.groups};
+        if (w.groups == 1) return multiply_by<DigitScales::kRow>(sums, row, weights, rows);
+        const bool of_blocks = w.runs % kBlockRuns == 0;
+        const int64_t parts = of_blocks ? 1 : kBlockRuns;
+        weights.pitch = rows_.count * parts;
+        weights.scales = scales_of_parts(run_scratch, grids, row, rows, w, parts);
+        if (of_blocks)
+            multiply_by<DigitScales::kBlock>(sums, row, weights, rows);
+        else
+            multiply_by<DigitScales::kRun>(sums, row, weights, rows);
     }
 
   private:
-    template <bool ONE_SCALE>
+    template <DigitScales SCALES>
     static void multiply_by(float* sums, const DigitRow& x, const DigitWeights& w, int64_t rows) {
         int64_t n = 0;
-        for (; n + 8 <= rows; n += 8) digit_dots<Code, 8, ONE_SCALE>(sums + n, x, w, n);
-        for (; n < rows; n++) digit_dots<Code, 1, ONE_SCALE>(sums + n, x, w, n);
+        for (; n + 8 <= rows; n += 8) digit_dots<Code, 8, SCALES>(sums + n, x, w, n);
+        for (; n < rows; n++) digit_dots<Code, 1, SCALES>(sums + n, x, w, n);
     }
-    static const float* scale_of_each_run(Scratch& scratch, const DigitWeights& weights,
-                                          int64_t rows, const Grouped<Code>& w) {
-        float* out = scratch.get<float>(rows * weights.pitch);
+    // Scale times power of two for each of the `parts` parts of each block; 0 behind the last one.
+    static const float* scales_of_parts(Scratch& scratch, const float* grids, const DigitRow& x,
+                                        int64_t rows, const Grouped<Code>& w, int64_t parts) {
+        const int64_t pitch = x.count * parts, runs_of_part = kBlockRuns / parts;
+        float* out = scratch.get<float>(rows * pitch);
+        if (w.runs == kBlockRuns) {  // a group is a block
+            for (int64_t n = 0; n < rows; n++)
+                for_each_vector(pitch, [&](int64_t b, int c) {
+                    put(out + n * pitch + b,
+                        mul(take(grids + n * w.groups + b, c), take(x.powers + b, c)), c);
+                });
+            return out;
+        }
         for (int64_t n = 0; n < rows; n++)
-            for (int64_t run = 0; run < weights.pitch; run++) {
-                const int64_t g = run / w.runs;
-                out[n * weights.pitch + run] =
-                    g < w.groups ? weights.scales[n * w.groups + g] : 0.0f;
+            for (int64_t part = 0; part < pitch; part++) {
+                const int64_t g = part * runs_of_part / w.runs;
+                out[n * pitch + part] =
+                    g < w.groups ? grids[n * w.groups + g] * x.powers[part / parts] : 0.0f;
             }
         return out;
     }
@@ -119,7 +159,8 @@ template <class Code, class T> class IntegerRows {
     void pack(Scratch& scratch, const T* x, int64_t rows, int64_t k, const Grouped<Code>& w) {
         rows_ = pack_rows(scratch, x, rows, k, has_offsets(w) ? w.runs : 0, Code::kUnit);
     }
-    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to) const {
+    void multiply(float* sums, int64_t m, const Grouped<Code>& w, int64_t from, int64_t to,
+                  const NextRows&) const {
         thread_local Scratch scratch;
         const int64_t rows = to - from;
         const float* grids = w.grids(from, rows, scratch);

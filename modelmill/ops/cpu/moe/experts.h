@@ -12,42 +12,25 @@
 // A token's experts are summed in the order of their numbers, each value by one thread, so that the
 // bits depend neither on the number of threads nor on the batch.
 #pragma once
+#include "moe/expert_matrices.h"
 #include "moe/expert_rows.h"
 #include "norm_quantize/activation.h"
 
 namespace mill {
 
-// One product of all experts, as moe/experts.py packs it; strides: bytes from expert to expert.
-struct ExpertMatrices {
-    const uint8_t* codes;
-    const uint8_t* scale;
-    const uint8_t* offset;  // null: symmetric
-    const void* bias;       // [E, N] or null
-    int64_t codes_stride, scale_stride, offset_stride, rows, columns;
-
-    template <class Code> Grouped<Code> of(int64_t expert, int64_t group, int scale_type) const {
-        const int64_t width = group ? group : columns;
-        return {codes + expert * codes_stride,
-                scale + expert * scale_stride,
-                offset ? offset + expert * offset_stride : nullptr,
-                scale_type,
-                columns / kPackColumns * Code::kBytes,
-                (columns + width - 1) / width,
-                width / kPackColumns};
-    }
-};
-
-enum Gate { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
-
-struct ExpertsCall {
-    void* out;
-    const void* x;
-    const float* topk_weights;
-    const int32_t* topk_ids;
-    const void* shared;  // null: none
-    int64_t tokens, top_k, experts, group, gate;
-    ExpertMatrices gate_up, down;
-};
+// The matrix of one expert.
+template <class Code>
+Grouped<Code> matrix_of(const ExpertMatrices& stack, int64_t expert, int64_t group,
+                        int scale_type) {
+    const int64_t width = group ? group : stack.columns;
+    return {stack.codes + expert * stack.codes_stride,
+            stack.scale + expert * stack.scale_stride,
+            stack.offset ? stack.offset + expert * stack.offset_stride : nullptr,
+            scale_type,
+            stack.columns / kPackColumns * Code::kBytes,
+            (stack.columns + width - 1) / width,
+            width / kPackColumns};
+}
 
 // A token and one of its experts.
 struct Pair {
@@ -116,7 +99,7 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
                       const Pair* pairs, int64_t count, int scale_type, float alpha, float limit) {
     constexpr int64_t kChunkBytes = 32 << 10;
     const int64_t width = call.gate_up.rows / 2;
-    const Grouped<Code> first = call.gate_up.of<Code>(0, call.group, scale_type);
+    const Grouped<Code> first = matrix_of<Code>(call.gate_up, 0, call.group, scale_type);
     const int64_t step = rows_at_once(width, first.bytes, kChunkBytes),
                   chunks = (width + step - 1) / step;
     thread_local Scratch start_scratch;
@@ -124,19 +107,21 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
     int64_t used = 0;
     for (int64_t at = 0; at < count; at = end_of_expert(pairs, at, count)) starts[used++] = at;
     starts[used] = count;
-    const auto chunk = [&](int64_t begin, int64_t end, int64_t from, int64_t to) {
+    const auto end_of = [=](int64_t from) { return from + step < width ? from + step : width; };
+    const auto chunk = [&](int64_t begin, int64_t end, int64_t from, const NextRows& next) {
         thread_local Scratch scratch, value_scratch;
-        const int64_t n = to - from, expert = pairs[begin].expert;
+        const int64_t to = end_of(from), n = to - from, expert = pairs[begin].expert;
         float* sums = scratch.get<float>(n);
         T* gate = value_scratch.get<T>(2 * n);
         T* up = gate + n;
-        const Grouped<Code> w = call.gate_up.of<Code>(expert, call.group, scale_type);
+        const Grouped<Code> w = matrix_of<Code>(call.gate_up, expert, call.group, scale_type);
         const T* bias = static_cast<const T*>(call.gate_up.bias);
         if (bias) bias += expert * 2 * width;
         for (int64_t i = begin; i < end; i++) {
-            rows.multiply(sums, pairs[i].token, w, from, to);
+            rows.multiply(sums, pairs[i].token, w, from, to,
+                          next_rows(w, width + from, width + to));
             put_rounded(gate, sums, bias ? bias + from : nullptr, n);
-            rows.multiply(sums, pairs[i].token, w, width + from, width + to);
+            rows.multiply(sums, pairs[i].token, w, width + from, width + to, next);
             put_rounded(up, sums, bias ? bias + width + from : nullptr, n);
             gate_row(inner + i * width + from, gate, up, n, call.gate, alpha, limit);
         }
@@ -144,7 +129,14 @@ void multiply_gate_up(T* inner, const ExpertRows<Code, T>& rows, const ExpertsCa
     parallel_for(used * chunks, 1, used * 2 * width * first.bytes, [&](int64_t item, int64_t last) {
         for (; item < last; item++) {
             const int64_t e = item / chunks, from = item % chunks * step;
-            chunk(starts[e], starts[e + 1], from, from + step < width ? from + step : width);
+            NextRows next;
+            if (item + 1 < used * chunks) {
+                const int64_t start = (item + 1) % chunks * step,
+                              expert = pairs[starts[(item + 1) / chunks]].expert;
+                next = next_rows(matrix_of<Code>(call.gate_up, expert, call.group, scale_type),
+                                 start, end_of(start));
+            }
+            chunk(starts[e], starts[e + 1], from, next);
         }
     });
 }
@@ -155,7 +147,7 @@ void multiply_down(const ExpertRows<Code, T>& rows, const ExpertsCall& call, con
                    int64_t count, int scale_type) {
     constexpr int64_t kChunkBytes = 24 << 10;
     const int64_t hidden = call.down.rows;
-    const Grouped<Code> first = call.down.of<Code>(0, call.group, scale_type);
+    const Grouped<Code> first = matrix_of<Code>(call.down, 0, call.group, scale_type);
     const int64_t step = rows_at_once(hidden, first.bytes, kChunkBytes);
     const auto chunk = [&](int64_t from, int64_t to) {
         thread_local Scratch scratch, value_scratch;
@@ -166,8 +158,15 @@ void multiply_down(const ExpertRows<Code, T>& rows, const ExpertsCall& call, con
         std::memset(totals, 0, static_cast<size_t>(call.tokens * n) * sizeof(float));
         for (int64_t i = 0; i < count; i++) {
             const Pair& pair = pairs[i];
-            const Grouped<Code> w = call.down.of<Code>(pair.expert, call.group, scale_type);
-            rows.multiply(sums, i, w, from, to);
+            const Grouped<Code> w = matrix_of<Code>(call.down, pair.expert, call.group, scale_type);
+            const bool more = i + 1 < count;  // else the next rows of the first expert
+            const int64_t start = more ? from : to, end = more ? to : to + n;
+            NextRows next;
+            if (end <= hidden)
+                next = next_rows(matrix_of<Code>(call.down, pairs[more ? i + 1 : 0].expert,
+                                                 call.group, scale_type),
+                                 start, end);
+            rows.multiply(sums, i, w, from, to, next);
             const T* bias = static_cast<const T*>(call.down.bias);
             put_rounded(value, sums, bias ? bias + pair.expert * hidden + from : nullptr, n);
             float* total = totals + pair.token * n;
@@ -198,11 +197,11 @@ void multiply_experts(const ExpertsCall& call, double alpha, double limit, int d
         const int64_t count = sort_pairs(scratch, call, pairs), width = call.down.columns;
         T* inner = inner_scratch.get<T>(count * width);
         input.pack(rows_scratch, static_cast<const T*>(call.x), call.tokens, call.gate_up.columns,
-                   call.gate_up.of<Code>(0, call.group, scale_type));
+                   matrix_of<Code>(call.gate_up, 0, call.group, scale_type));
         multiply_gate_up<Code, T>(inner, input, call, pairs, count, scale_type,
                                   static_cast<float>(alpha), static_cast<float>(limit));
         activated.pack(inner_rows_scratch, inner, count, width,
-                       call.down.of<Code>(0, call.group, scale_type));
+                       matrix_of<Code>(call.down, 0, call.group, scale_type));
         multiply_down<Code, T>(activated, call, pairs, count, scale_type);
     });
 }

@@ -12,7 +12,7 @@ from modelmill.ops.fused_moe import ACTIVATIONS, FusedMoEInputs, SwigluClamp
 from modelmill.ops.groupwise import PACK_COLUMNS
 
 CLAMPED_SWIGLU = len(ACTIVATIONS)
-"""The gate's code in experts.h, behind those of ACTIVATIONS."""
+"""The gate's code in expert_matrices.h, behind those of ACTIVATIONS."""
 NO_CLAMP = SwigluClamp(0.0, 0.0)
 
 
@@ -60,33 +60,41 @@ def _packs_experts(stack: torch.Tensor) -> bool:
 
 def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     """Compute the op by the C function ``name``."""
-    x, scale = inputs.x, inputs.gate_up_scale
-    assert scale is not None, "see supports_grids"
+    x = inputs.x
     out = torch.empty_like(x)
-    gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
-    words = np.array(
-        (
-            out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(),
-            inputs.topk_ids.data_ptr(), _address(inputs.shared), *inputs.topk_ids.shape,
-            len(inputs.gate_up), inputs.group, gate,
-            *_matrices(inputs, "gate_up", x.shape[1]),
-            *_matrices(inputs, "down", inputs.gate_up.shape[1] // 2),
-        ),
-        dtype=np.int64,
-    )  # fmt: skip
+    words = np.array(call_words(inputs, out), dtype=np.int64)
     function = gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
     clamp = inputs.clamp or NO_CLAMP
-    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], SCALE_TYPES[scale.dtype])
+    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], scale_type(inputs))
     return out
 
 
+def scale_type(inputs: FusedMoEInputs) -> int:
+    """The code of the scales' dtype."""
+    assert inputs.gate_up_scale is not None, "see supports_grids"
+    return SCALE_TYPES[inputs.gate_up_scale.dtype]
+
+
+def call_words(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
+    """ExpertsCall of expert_matrices.h."""
+    x, gate_up = inputs.x, inputs.gate_up
+    gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
+    return [
+        out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
+        address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
+        *_matrices(inputs, "gate_up", x.shape[1]),
+        *_matrices(inputs, "down", gate_up.shape[1] // 2),
+    ]  # fmt: skip
+
+
 def _matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
-    """ExpertMatrices of experts.h: addresses, the experts' distances in bytes, rows, columns."""
+    """ExpertMatrices: addresses, the experts' distances in bytes, rows, columns."""
     stacks = [getattr(inputs, name + suffix) for suffix in ("", "_scale", "_offset")]
-    addresses = [_address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]
+    addresses = [address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]
     distances = [0 if each is None else each.stride(0) * each.itemsize for each in stacks]
     return [*addresses, *distances, stacks[0].shape[1], columns]
 
 
-def _address(tensor: torch.Tensor | None) -> int:
+def address(tensor: torch.Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

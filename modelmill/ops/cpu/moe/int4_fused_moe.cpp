@@ -9,6 +9,7 @@
 // Technique: two pool calls for all experts (experts.h); AVX-512 VNNI products of bytes
 //     (digit_planes.h), AVX2 products of 16-bit integers, or FMA
 // Ops: int4_fused_moe
+#include "common/ops.h"
 #include "moe/experts.h"
 
 extern "C" void int4_fused_moe(const void* words, double alpha, double limit, int dtype,

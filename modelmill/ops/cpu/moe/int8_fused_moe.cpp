@@ -7,6 +7,7 @@
 // Technique: two pool calls for all experts (experts.h); AVX-512 VNNI products of bytes
 //     (digit_planes.h), AVX2 products of 16-bit integers, or FMA
 // Ops: int8_fused_moe
+#include "common/ops.h"
 #include "moe/experts.h"
 
 extern "C" void int8_fused_moe(const void* words, double alpha, double limit, int dtype,

@@ -6,6 +6,7 @@
 // Range: any M, meant for few
 // Technique: float FMA or exact products of bfloat16, software prefetch (gemm_small_m.h)
 // Ops: router_gemm
+#include "common/ops.h"
 #include "gemm_16bit/gemm_small_m.h"
 
 extern "C" void router_gemm(float* out, const void* x, const void* weight, int64_t rows,

@@ -3,12 +3,13 @@
 Computes: weights[M, top_k] and ids[M, top_k] of logits[M, E]
 Dtypes: logits float32; weights float32; ids int32
 Layout: row-major, contiguous rows
-Range: any M; E ≤ 1024, without groups of experts
+Range: any M; E ≤ 1024; groups ranked by one or two scores
 Technique: one program for each token, ranks by comparing all pairs of experts, PDL
 Ops: fused_topk
 
 The rank of an expert is the number of experts with a larger score, or an equal one and a lower id.
-A score of NaN ranks last, so that every slot gets a valid id.
+A score of NaN ranks last, so that every slot gets a valid id. Groups are ranked likewise, and the
+experts of the others rank behind all.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ _MAX_COMPARED = 16384  # values of the comparison in registers at once
 
 
 def supports(inputs: FusedTopkInputs) -> bool:
-    """Packed float32 logits, one group."""
+    """Packed float32 logits, groups of one size."""
     logits, bias = inputs.logits, inputs.bias
     return (
-        inputs.groups == 1
+        (inputs.groups == 1 or _ranks_groups(inputs))
         and logits.dtype == torch.float32
         and logits.is_contiguous()
         and 0 < logits.shape[1] <= MAX_EXPERTS
         and len(logits) > 0
         and (bias is None or (bias.is_contiguous() and bias.dtype != torch.float64))
     )
+
+
+def _ranks_groups(inputs: FusedTopkInputs) -> bool:
+    size, rest = divmod(inputs.logits.shape[1], inputs.groups)
+    return rest == 0 and inputs.group_scores in (1, 2) and size >= inputs.group_scores
 
 
 def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,8 +54,11 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
     block = max(16, power_of_two(experts))
     pdl = pdl_launch_options(logits.device, tokens)
+    group_size = experts // inputs.groups
     constants = (
-        top_k, inputs.sigmoid, inputs.renormalize, bias is not None, block,
+        top_k, inputs.sigmoid, inputs.renormalize, bias is not None,
+        inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
+        power_of_two(inputs.groups), power_of_two(group_size), block,
         min(block, _MAX_COMPARED // block), pdl["PDL"],
     )  # fmt: skip
     _launcher(
@@ -64,6 +73,8 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -76,6 +87,16 @@ def _kernel(
     total = tl.sum(tl.exp(logit - largest), axis=0)
     score = _score(logit, largest, total, SIGMOID)
     ranked = _ranked(score, bias_ptr, expert, inside, BIAS)
+    if GROUPS > 1:
+        group, in_group = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+        member = group[:, None] * GROUP_SIZE + in_group[None, :]
+        present = (group[:, None] < GROUPS) & (in_group[None, :] < GROUP_SIZE)
+        member_logit = tl.load(logits_ptr + member, mask=present, other=float("-inf"))
+        member_score = _score(member_logit, largest, total, SIGMOID)
+        member_ranked = _ranked(member_score, bias_ptr, member, present, BIAS)
+        member_ranked = tl.where(present, member_ranked, float("-inf"))
+        allowed = _top_groups(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
+        ranked = _ranked_in(allowed, group, expert // GROUP_SIZE, ranked)
     key = _sortable(ranked)
     rank = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, BLOCK_E, CHUNK):
@@ -84,6 +105,8 @@ def _kernel(
         logit_there = tl.load(logits_ptr + other, mask=there, other=float("-inf"))
         score_there = _score(logit_there, largest, total, SIGMOID)
         ranked_there = _ranked(score_there, bias_ptr, other, there, BIAS)
+        if GROUPS > 1:
+            ranked_there = _ranked_in(allowed, group, other // GROUP_SIZE, ranked_there)
         key_there = _sortable(tl.where(there, ranked_there, float("-inf")))
         # the same score under a lower id counts as the next larger one
         first = (other[:, None] < expert[None, :]).to(tl.int32)
@@ -119,6 +142,29 @@ def _sortable(value):
     """Float32 as integers in the same order, without NaN and −0."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _top_groups(
+    ranked, group, in_group,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
+):  # fmt: skip
+    """1 for each of the token's groups, else 0: [BLOCK_G], of what ranks [BLOCK_G, BLOCK_S]."""
+    scores = tl.max(ranked, axis=1)
+    if GROUP_SCORES == 2:
+        places = tl.where(ranked == scores[:, None], in_group[None, :], 1 << 20)
+        others = in_group[None, :] != tl.min(places, axis=1)[:, None]
+        scores += tl.max(tl.where(others, ranked, float("-inf")), axis=1)
+    before = (scores[None, :] == scores[:, None]) & (group[None, :] < group[:, None])
+    before = (before | (scores[None, :] > scores[:, None])) & (group[None, :] < GROUPS)
+    return (tl.sum(before.to(tl.int32), axis=1) < TOP_GROUPS).to(tl.int32)
+
+
+@triton.jit
+def _ranked_in(allowed, group, group_of_expert, ranked):
+    """What experts are chosen by; −∞ outside of the token's groups."""
+    is_in = (group_of_expert[:, None] == group[None, :]).to(tl.int32)
+    return tl.where(tl.sum(is_in * allowed[None, :], axis=1) > 0, ranked, float("-inf"))
 
 
 _launcher = CachedLauncher(_kernel)

@@ -1,0 +1,106 @@
+"""A whole mixture of experts in one C++ call (routed_moe.cpp), to the bit as the single ops."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.common.gemm import gemm_function
+from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe
+from modelmill.ops.cpu.moe.experts import NO_CLAMP, address, call_words, scale_type
+from modelmill.ops.cpu.moe.fused_topk import float_word, rule_words, supports_rules
+from modelmill.ops.routed_moe import RoutedMoEWeights
+
+available = build.available
+_BITS = {"int8_fused_moe": 8, "int4_fused_moe": 4}
+_SUPPORTS = {"int8_fused_moe": int8_fused_moe.supports, "int4_fused_moe": int4_fused_moe.supports}
+
+
+class _PackedMoE(NamedTuple):
+    """The addresses of a mixture's tensors as routed_moe.cpp reads them.
+
+    Attributes:
+        words: its RoutedMoE.
+        at: where they lie; 0 where the kernel does not serve the mixture.
+    """
+
+    words: np.ndarray
+    at: int
+
+
+def supports(
+    x: torch.Tensor,
+    moe: RoutedMoEWeights,
+    router_input: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+) -> bool:
+    """A few packed rows of the router's dtype, where the kernels of the replaced ops serve them."""
+    packed = moe.packed.get("cpu")
+    if packed is None:
+        packed = moe.packed["cpu"] = _pack(moe)
+    return (
+        packed.at != 0
+        and x.shape[0] <= build.SMALL_M_LIMIT
+        and _is_packed_as(moe, x)
+        and (router_input is None or _is_packed_as(moe, router_input))
+        and (shared is None or _is_packed_as(moe, shared))
+    )
+
+
+def _is_packed_as(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
+    return x.dtype is moe.router.dtype and x.is_contiguous()
+
+
+def run(
+    x: torch.Tensor,
+    moe: RoutedMoEWeights,
+    router_input: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run the op; ``supports`` has packed the weights."""
+    out = torch.empty_like(x)
+    gemm_function("routed_moe", "pppppqi")(
+        out.data_ptr(), x.data_ptr(), (x if router_input is None else router_input).data_ptr(),
+        None if shared is None else shared.data_ptr(), moe.packed["cpu"].at, x.shape[0],
+        build.DTYPES[x.dtype],
+    )  # fmt: skip
+    return out
+
+
+def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
+    """Of what the kernel does not serve, no words."""
+    router, experts = moe.router, moe.experts
+    vectors = [each for each in (moe.router_bias, moe.expert_scale) if each is not None]
+    if (
+        moe.op not in _BITS
+        or not _SUPPORTS[moe.op](experts)
+        or not supports_rules(moe.rules, len(router))
+        or router.dtype is not experts.x.dtype
+        or not router.is_contiguous()
+        or any(each.dtype not in build.DTYPES or not each.is_contiguous() for each in vectors)
+    ):
+        return _PackedMoE(np.zeros(0, np.int64), 0)
+    words = np.array(
+        (
+            router.data_ptr(), address(moe.router_bias), address(moe.expert_scale),
+            _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
+            *map(float_word, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
+            _BITS[moe.op], scale_type(experts),
+            *rule_words(moe.rules, len(router)), *_experts_words(moe),
+        ),
+        dtype=np.int64,
+    )  # fmt: skip
+    return _PackedMoE(words, words.ctypes.data)
+
+
+def _experts_words(moe: RoutedMoEWeights) -> list[int]:
+    """The call of the experts with as many of them a token as the router chooses."""
+    ids = moe.experts.topk_ids.new_empty(0, moe.rules.top_k)
+    return call_words(moe.experts._replace(topk_ids=ids), moe.experts.x)
+
+
+def _dtype_code(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else build.DTYPES[tensor.dtype]

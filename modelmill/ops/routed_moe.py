@@ -1,0 +1,114 @@
+"""A whole mixture of experts for a few tokens (fused op): router, choice and experts in one call.
+
+It computes what the ops that it replaces compute one after another. An implementation saves the
+host's work between them, which takes as long as a part of the experts. See ``OpDeclaration``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from modelmill.ops import int4_fused_moe, int8_fused_moe
+from modelmill.ops.case import Case, randn
+from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_topk import FusedTopkInputs, fused_topk
+from modelmill.ops.router_gemm import router_gemm
+
+DECLARATION = OpDeclaration(
+    fuses=("router_gemm", "fused_topk", "int8_fused_moe", "int4_fused_moe"), optional=True
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedMoEWeights:
+    """The weights of a mixture and the rules of its router.
+
+    Attributes:
+        op: name of the op that computes the experts.
+        experts: its inputs; x, topk_weights, topk_ids and shared are of no tokens.
+        router: [E, H].
+        rules: how experts are chosen; the logits are of no tokens.
+        router_bias: [E], added to the logits, or None.
+        logit_scale: factor of the products with the router.
+        expert_scale: [E], factors of the experts' weights, or None.
+        packed: what an implementation derived from the weights (its cache).
+    """
+
+    op: str
+    experts: FusedMoEInputs
+    router: torch.Tensor
+    rules: FusedTopkInputs
+    router_bias: torch.Tensor | None = None
+    logit_scale: float = 1.0
+    expert_scale: torch.Tensor | None = None
+    packed: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+def routed_moe(
+    x: torch.Tensor,
+    moe: RoutedMoEWeights,
+    router_input: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute the experts of each token of x that the router chooses, plus ``shared``.
+
+    Args:
+        x: [T, H], floating point.
+        moe: weights and rules.
+        router_input: [T, H], what the router reads; None: x.
+        shared: [T, H] of x's dtype, added to the sum of a token's experts, or None.
+
+    Returns:
+        [T, H] of x's dtype.
+    """
+    logits = router_gemm(x if router_input is None else router_input, moe.router) * moe.logit_scale
+    if moe.router_bias is not None:
+        logits = logits + moe.router_bias.to(logits.dtype)
+    weights, ids = fused_topk(moe.rules._replace(logits=logits))
+    if moe.expert_scale is not None:
+        weights = weights * moe.expert_scale.float()[ids.long()]
+    inputs = moe.experts._replace(x=x, topk_weights=weights, topk_ids=ids, shared=shared)
+    out: torch.Tensor = getattr(import_module(f"modelmill.ops.{moe.op}"), moe.op)(inputs)
+    return out
+
+
+def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Both formats; biases, factors, groups and another input of the router."""
+    formats = ((int8_fused_moe, "int8_fused_moe"), (int4_fused_moe, "int4_fused_moe"))
+    for module, op in formats if device == "cpu" else ():
+        for number, case in enumerate(module.cases(device, dtype)):
+            inputs = FusedMoEInputs(**case.args)
+            x, shared = inputs.x, inputs.shared
+            count, hidden = len(inputs.gate_up), x.shape[1]
+            draws = [
+                randn(*shape, device=device, dtype=dtype, seed=number + 1, scale=scale)
+                for shape, scale in (((count, hidden), 4 * hidden**-0.5), ((3, count), 0.5))
+            ]
+            rules = FusedTopkInputs(
+                x.new_empty(0, count, dtype=torch.float32),
+                draws[1][0] if number % 2 else None, inputs.topk_ids.shape[1],
+                sigmoid=number % 3 == 1, renormalize=number % 2 == 0, scale=1.5,
+            )  # fmt: skip
+            if count % 4 == 0 and inputs.topk_ids.shape[1] == 2:
+                rules = rules._replace(groups=4, top_groups=2, group_scores=1 + number % 2)
+            extras = (draws[1][1], 0.5, draws[1][2]) if number % 2 else ()
+            weights = RoutedMoEWeights(op, without_tokens(inputs), draws[0], rules, *extras)
+            router_input = randn(*x.shape, device=device, dtype=dtype, seed=99)
+            args = {"x": x, "moe": weights, "shared": shared}
+            args["router_input"] = router_input if number % 2 else None
+            yield Case(f"{op[:4]} {case.name}", args)
+
+
+def without_tokens(inputs: FusedMoEInputs) -> FusedMoEInputs:
+    """The same weights for no tokens."""
+    return inputs._replace(
+        x=inputs.x[:0], topk_weights=inputs.topk_weights[:0], topk_ids=inputs.topk_ids[:0],
+        shared=None,
+    )  # fmt: skip
