@@ -14,7 +14,7 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import SIGMOID, Expert, MoE
+from modelmill.nn.moe import SIGMOID, MoE
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.fused_topk import FusedTopkInputs
@@ -74,8 +74,12 @@ def _op_routes(moe: MoE) -> bool:
 
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
-    config = moe.routing.config
+    """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts.
+
+    Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.
+    """
+    config, (first, end) = moe.routing.config, moe.local_experts
+    has_all = end - first == config.experts
     inputs = FusedTopkInputs(
         moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight)),
         moe.routing.selection_bias,
@@ -85,20 +89,25 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
         config.scale,
         config.groups,
         config.top_groups,
+        None if has_all else (first, end),
     )
     weights, ids = step.ops.fused_topk(inputs)
     if moe.routing.expert_scale is not None:
-        weights = weights * moe.routing.expert_scale.float()[ids.long()]
+        scales = moe.routing.expert_scale[first:end].float()
+        weights = weights * scales[(ids if has_all else ids.clamp(min=0)).long()]
     return weights, ids
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
-    """The weighted sum [T, H] float32 of each token's experts."""
+    """The weighted sum [T, H] float32 of each token's experts on this rank."""
+    routing, present = _local_columns(moe, routing), moe.present_experts
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_gated_mlp(cast(Expert, moe.experts[index]), x if len(x) == 1 else x[rows], step)
-        for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
+        run_gated_mlp(present[index], x if len(x) == 1 else x[rows], step)
+        for index, rows in tokens_by_expert(experts, tokens, len(present))
     ]
+    if not outputs:  # other ranks have the experts of all tokens
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     weighted = torch.cat(outputs).float() * routing[tokens, experts, None]
     if len(x) == 1:  # index_add_ starts threads, which takes longer than the sum
         return weighted.sum(0, keepdim=True)
@@ -109,10 +118,17 @@ def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step)
 def all_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
     """The same where every expert computes every token."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index, expert in enumerate(moe.experts):
-        out = run_gated_mlp(cast(Expert, expert), x, step)
+    routing = _local_columns(moe, routing)
+    for index, expert in enumerate(moe.present_experts):
+        out = run_gated_mlp(expert, x, step)
         total += out.float() * routing[:, index, None]
     return total
+
+
+def _local_columns(moe: MoE, routing: torch.Tensor) -> torch.Tensor:
+    """Of the weights [T, E], those of this rank's experts."""
+    first, end = moe.local_experts
+    return routing[:, first:end]
 
 
 def tokens_by_expert(

@@ -9,6 +9,7 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.moe_align_block_size import NO_EXPERT as NO_EXPERT
 
 
 class FusedTopkInputs(NamedTuple):
@@ -26,6 +27,7 @@ class FusedTopkInputs(NamedTuple):
             those with the largest sum of their two largest scores (arXiv:2412.19437, section
             2.1.2); 1: no groups.
         top_groups: see ``groups``.
+        local_experts: the range of experts whose weights this rank has; None: all.
     """
 
     logits: torch.Tensor
@@ -36,6 +38,7 @@ class FusedTopkInputs(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    local_experts: tuple[int, int] | None = None
 
 
 DECLARATION = OpDeclaration(inputs=FusedTopkInputs)
@@ -47,7 +50,8 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts with the largest scores, in descending order.
 
     Returns:
-        Weights [T, top_k] float32 and ids [T, top_k] int32.
+        Weights [T, top_k] float32 and ids [T, top_k] int32. With ``local_experts`` ids count from
+        its first, and experts outside of it are NO_EXPERT with the weight 0.
     """
     logits = inputs.logits
     scores = logits.sigmoid() if inputs.sigmoid else logits.softmax(-1)
@@ -62,17 +66,24 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = scores.gather(1, ids)
     if inputs.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * inputs.scale, ids.int()
+    weights, ids = weights * inputs.scale, ids.int()
+    if inputs.local_experts is None:
+        return weights, ids
+    first, end = inputs.local_experts
+    local = (ids >= first) & (ids < end)
+    return torch.where(local, weights, 0.0), torch.where(local, ids - first, NO_EXPERT)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  logits are float32
-    """Softmax and sigmoid, with and without bias, renormalization and groups."""
+    """Softmax and sigmoid, with and without bias, renormalization, groups and others' experts."""
     shapes: list[tuple[int, int, int, dict[str, Any]]] = [
         (1, 8, 2, {}),
         (3, 12, 4, {"renormalize": False}),
         (2, 16, 3, {"sigmoid": True, "scale": 2.5, "biased": True}),
         (2, 16, 4, {"sigmoid": True, "biased": True, "groups": 4, "top_groups": 2}),
         (2, 300, 6, {}),
+        (5, 12, 3, {"local_experts": (4, 9)}),
+        (3, 16, 4, {"sigmoid": True, "groups": 4, "top_groups": 2, "local_experts": (0, 5)}),
     ]
     if device != "cpu":
         shapes += [(rows, 128, 8, {}) for rows in (1, 32, 4096)]

@@ -239,7 +239,7 @@ class EngineCore:
             check(artifact)
             return cls.for_rank(artifact, config, device)
         # fails before processes are started if the model cannot be split over this many ranks
-        build_rank_model(artifact, TPGroup(size=config.tp))
+        build_rank_model(artifact, TPGroup(size=config.tp), config.enable_expert_parallel)
         workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
         try:
             with workers.guard():
@@ -261,7 +261,7 @@ class EngineCore:
         """Load the engine core of one rank."""
         if device == "cpu":
             use_threads(config.threads, tp_group.size)
-        model = load_model(artifact, device, tp_group)
+        model = load_model(artifact, device, tp_group, config.enable_expert_parallel)
         manifest = artifact.manifest
         length = manifest.max_model_len
         digest = manifest.digest()

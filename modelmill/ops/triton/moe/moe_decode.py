@@ -67,6 +67,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     pdl = pdl_launch_options(x.device, tokens)
     gate_up, down = inputs.gate_up, inputs.down
+    skips = inputs.global_num_experts is not None
 
     is_8bit = gate_up.element_size() == 1
     tile = GATE_UP_TILE_8BIT if is_8bit else GATE_UP_TILE
@@ -83,7 +84,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         sizes, sizes,
         (
             top_k, x_scale is not None, scale is not None, bias is not None,
-            *gate_constants(inputs), hidden % columns == 0, rows, columns, pdl["PDL"],
+            skips, *gate_constants(inputs), hidden % columns == 0, rows, columns, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -103,7 +104,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         down_sizes, down_sizes,
         (
             top_k, power_of_two(top_k), inner_scale is not None, scale is not None,
-            bias is not None, shared is not None, inner_size % columns == 0, rows, columns,
+            bias is not None, shared is not None, skips, inner_size % columns == 0, rows, columns,
             pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
@@ -121,8 +122,8 @@ def _gate_up_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, expert_stride, stride,
     TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SKIPS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,13 +131,13 @@ def _gate_up_kernel(
     weight_row = tl.minimum(row, inner - 1)
     column = tl.arange(0, BLOCK_K)
     pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert, columns = load_expert(ids_ptr, pair, k, SKIPS)
     gate_at = weight_ptr + expert * expert_stride + weight_row[:, None] * stride + column[None, :]
     up_at = gate_at + inner.to(tl.int64) * stride
     x_ptr += pair // TOP_K * x_stride
     gates = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(0, columns, BLOCK_K):
         if EVEN:
             g = tl.load(gate_at + start, eviction_policy="evict_first")
             u = tl.load(up_at + start, eviction_policy="evict_first")
@@ -165,6 +166,19 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def load_expert(ids_ptr, pair, k, SKIPS: tl.constexpr):
+    """A pair's expert, and how many columns of its weights to read.
+
+    Of an expert of another rank none are read, and the values that follow are not used.
+    """
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if SKIPS:
+        return tl.maximum(expert, 0), tl.where(expert >= 0, k, 0)
+    else:  # noqa: RET505  Triton needs both branches
+        return expert, k
+
+
+@triton.jit
 def store_activated(
     out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner,
     BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -183,21 +197,23 @@ def _down_kernel(
     inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, routing_ptr, shared_ptr,
     out_ptr, n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    BIAS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, SKIPS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, PDL)
+    pair, live, expert, routing = load_experts(
+        ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS, PDL
+    )
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
     total = tl.zeros([BLOCK_N, SLOTS, BLOCK_K // 8], tl.float32)
     for start in range(0, k, BLOCK_K):
         there = live[:, None] & (column < k - start)[None, :]
-        if EVEN and SLOTS == TOP_K:
+        if EVEN and SLOTS == TOP_K and not SKIPS:
             w = tl.load(weight_at + start, eviction_policy="evict_first")
             x = tl.load(inner_at + start)
         else:
@@ -218,14 +234,18 @@ def _down_kernel(
 
 @triton.jit
 def load_experts(
-    ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
-):
-    """A token's pairs [SLOTS], which of them exist, their experts and their weights."""
+    ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SKIPS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A token's pairs [SLOTS], which of them exist here, their experts and their weights."""
     slot = tl.arange(0, SLOTS)
     live = slot < TOP_K
     pair = token * TOP_K + slot
     pdl_wait(PDL)
     expert = tl.load(ids_ptr + pair, mask=live, other=0).to(tl.int64)
+    if SKIPS:
+        live = live & (expert >= 0)
+        expert = tl.maximum(expert, 0)
     routing = tl.load(routing_ptr + pair, mask=live, other=0.0)
     return pair, live, expert, routing
 
