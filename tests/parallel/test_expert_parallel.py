@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from benchmarks.weight_formats import mxfp4_weight
-from modelmill.core.config import RunConfig
+from modelmill.artifact.store import open_artifact
+from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CorruptArtifact, UsageError
+from modelmill.llm import build_engine
 from modelmill.loader.capacity import weight_bytes
-from modelmill.loader.model_loader import build_model, fill_weights
+from modelmill.loader.model_loader import build_model, fill_weights, load_model
 from modelmill.nn.linear import Linear
 from modelmill.nn.moe import MoE, RemoteExpert
 from modelmill.nn.partition import ExpertPartition
@@ -120,6 +123,38 @@ def test_weight_formats_over_ranks_equal_the_whole(
         error = (output.float() - expected).norm() / expected.norm()
         assert error < (1e-4 if dtype == torch.float32 else BFLOAT16_ERROR[weight_format])
         assert torch.equal(output, outputs[0])
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "int4": {"group_size": 32, "method": "awq+gptq"},
+    "smoothquant": {},
+    "rptq": {},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_calibrated_engines_over_ranks_equal_the_whole(
+    name: str, recipe: str, tmp_path: Path
+) -> None:
+    """Scales folded into experts, and ranges of each expert's own, go with the expert."""
+    pytest.importorskip("transformers")
+    head = "v_head_dim" if name == "deepseek_v3" else "head_dim"
+    CASES[name].save(tmp_path / "hf", **SIZES[name], num_attention_heads=4, **{head: 16})
+    config = BuildConfig(
+        dtype="float32", target="cpu", quantization=recipe,
+        calibration_samples=8, calibration_length=32, **RECIPES[recipe],
+    )  # fmt: skip
+    build_engine(tmp_path / "hf", tmp_path / "e", config, check=False, tune=False)
+    artifact = open_artifact(tmp_path / "e")
+    expected = logits(load_model(artifact, "cpu"), SINGLE_RANK)
+    outputs = run_on_ranks(
+        2, lambda group: logits(load_model(artifact, "cpu", group, expert_parallel=True), group)
+    )
+    for output in outputs:
+        error = (output - expected).norm() / expected.norm()
+        # a rank quantizes its part of an attention's output by itself
+        assert error < (1e-4 if recipe == "int4" else 0.04)
 
 
 def test_gemma4_experts_beside_an_mlp_over_ranks() -> None:
