@@ -9,7 +9,7 @@ mixture are divided by inner channels, too, or in expert parallelism each rank h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import cast
@@ -41,7 +41,7 @@ from modelmill.nn.partition import (
     SplitsHeads,
     StateHeadPartition,
 )
-from modelmill.parallel.shard import Range, Shard
+from modelmill.parallel.shard import Range, Shard, range_lengths
 from modelmill.parallel.tp_group import TPGroup
 
 
@@ -97,17 +97,25 @@ def shard_model(
 
 def _take_experts(model: nn.Module, tp_group: TPGroup) -> None:
     """Leave in each mixture the rank's experts."""
-    mixtures = [
-        (layer.get_submodule(part.module), part)
-        for layer in model.get_submodule("layers").children()
-        for part in layer_spec(layer).partitions
-        if isinstance(part, ExpertPartition)
-    ]
+    mixtures = list(_mixtures(model))
     if not mixtures:
         raise UsageError("--enable-expert-parallel: the model has no experts; leave the option out")
     for mixture, part in mixtures:
-        experts = part.rank_experts(tp_group.rank, tp_group.size)
-        cast(SplitsExperts, mixture).take_experts(experts)
+        mixture.take_experts(part.rank_experts(tp_group.rank, tp_group.size))
+
+
+def experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
+    """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
+    part = next(part for _, part in _mixtures(model))
+    return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
+
+
+def _mixtures(model: nn.Module) -> Iterator[tuple[SplitsExperts, ExpertPartition]]:
+    """The mixtures of a model, and how they are divided."""
+    for layer in model.get_submodule("layers").children():
+        for part in layer_spec(layer).partitions:
+            if isinstance(part, ExpertPartition):
+                yield cast(SplitsExperts, layer.get_submodule(part.module)), part
 
 
 def _common_alignment(

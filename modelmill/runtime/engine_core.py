@@ -35,6 +35,7 @@ from modelmill.nn.kv import KVCache, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
+from modelmill.nn.shard_model import experts_by_rank
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -294,6 +295,13 @@ class EngineCore:
     def state_cache_bytes(self) -> int:
         """Bytes of recurrent state on this rank, of running sequences and of the prefix cache."""
         return 0 if self.state_capacity is None else self.state_capacity.nbytes
+
+    @property
+    def experts_by_rank(self) -> tuple[int, ...]:
+        """Experts of a mixture that each rank has as a whole; empty where experts are divided."""
+        if not self.config.enable_expert_parallel:
+            return ()
+        return experts_by_rank(self.model, self.config.tp)
 
     @property
     def has_work(self) -> bool:

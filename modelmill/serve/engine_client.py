@@ -581,6 +581,8 @@ class EngineClient:
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:
             data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_bytes
+        if engine_info.experts_by_rank:
+            data["experts_by_rank"] = engine_info.experts_by_rank
         _log.info("ready", extra={"data": data})
 
     def worker_lost_error(self) -> WorkerLost:

@@ -171,6 +171,8 @@ def test_the_same_answers_with_whole_experts_on_each_rank(
     logits = TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0]
     engine_core = open_engine(engines(name), tp, enable_expert_parallel=True)
     try:
+        assert alone.experts_by_rank == ()
+        assert engine_core.experts_by_rank == ((3, 2) if tp == 2 else (2, 2, 1))
         assert run_requests(engine_core) == expected
         torch.testing.assert_close(
             TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
