@@ -14,7 +14,7 @@ from torch import nn
 
 from modelmill.nn.expert_stack import StackedExperts, stack_experts
 from modelmill.nn.mlp import GatedMLP, SiluMul
-from modelmill.nn.moe import SIGMOID, MoE
+from modelmill.nn.moe import SIGMOID, Expert, MoE
 from modelmill.nn.step import Step
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch
 from modelmill.ops.fused_topk import FusedTopkInputs
@@ -100,11 +100,11 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
     """The weighted sum [T, H] float32 of each token's experts on this rank."""
-    routing, present = _local_columns(moe, routing), moe.present_experts
+    routing, first = _local_columns(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_gated_mlp(present[index], x if len(x) == 1 else x[rows], step)
-        for index, rows in tokens_by_expert(experts, tokens, len(present))
+        run_gated_mlp(cast(Expert, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
+        for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
     ]
     if not outputs:  # other ranks have the experts of all tokens
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -88,6 +88,10 @@ class Rank:
         return logits(self.model, self.tp_group, self.dtype)
 
 
+FURTHER_FAMILIES = (
+    "deepseek_v2", "glm4_moe", "granitemoe", "granitemoehybrid", "olmoe", "qwen3_5_moe_text",
+    "qwen3_next",
+)  # fmt: skip
 # whole blocks of MXFP4 in both products
 SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden_size": 64, "intermediate_size": 96},
@@ -102,7 +106,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", [*SIZES, "granitemoe", "qwen3_next"])
+@pytest.mark.parametrize("name", [*SIZES, *FURTHER_FAMILIES])
 def test_families_over_ranks_equal_the_whole(name: str, size: int) -> None:
     """Prefill, and decode beside prefill; attention and shared experts are split as ever."""
     expected = Rank(name, SINGLE_RANK).logits()
