@@ -83,7 +83,7 @@ def random_model(options: argparse.Namespace, tp_group: TPGroup) -> nn.Module:
     """A rank's part of a model, every weight drawn at random."""
     raw = with_num_layers(options.shape, options.layers)
     model = build_model(str(raw["model_type"]), raw)
-    shard_model(model, tp_group, lambda _: 1)
+    shard_model(model, tp_group, lambda _: 1, options.enable_expert_parallel)
     device = f"cuda:{tp_group.rank}"
     return fill_random_weights(model, {}, getattr(torch, str(raw["torch_dtype"])), device)
 
@@ -333,6 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--enable-expert-parallel", action="store_true")
     parser.add_argument("--sums", default="")
     parser.add_argument("--decode", default="")
     parser.add_argument("--prefill", default="")
@@ -352,6 +353,7 @@ def main() -> None:
         **provenance(),
         "command": "python benchmarks/tensor_parallel.py " + " ".join(sys.argv[1:]),
         "shape": options.shape,
+        **({"expert_parallel": True} if options.enable_expert_parallel else {}),
         "device": f"{torch.cuda.get_device_name()} x{options.tp}",
         "versions": {"torch": torch.__version__},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

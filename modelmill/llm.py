@@ -163,6 +163,7 @@ class LLM(OpenedEngine[EngineCore]):
             "quantization": manifest.build.get("quantization", "none"),
             "device": str(core.device),
             **({"tp": core.config.tp} if core.config.tp > 1 else {}),
+            **({"enable_expert_parallel": True} if core.config.enable_expert_parallel else {}),
             "weights": format_bytes(manifest.weight_bytes),
             "max_model_len": core.max_model_len,
         }

@@ -46,6 +46,20 @@ class Fault:
 
 _OTHER_AREAS = (
     Fault(
+        "nn: a rank weights its experts as the first ones",
+        "modelmill/nn/fused_moe.py",
+        "return routing[:, first:end]",
+        "return routing[:, : end - first]",
+        ("tests/parallel/test_expert_parallel.py",),
+    ),
+    Fault(
+        "triton: ids of a rank's experts count from 0 of all",
+        "modelmill/ops/triton/moe/fused_topk.py",
+        "expert = tl.where(local, expert - FIRST, NONE)",
+        "expert = tl.where(local, expert, NONE)",
+        ("tests/ops/test_local_experts.py",),
+    ),
+    Fault(
         "quant: GPTQ leaves the columns in the order of rounding",
         "modelmill/quant/gptq.py",
         "out[:, order] = values",

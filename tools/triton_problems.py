@@ -394,6 +394,12 @@ def experts() -> Iterator[Problem]:
         yield from _call("int8_fused_moe", inputs._replace(**int8, **biased))
         yield from _call("mxfp4_fused_moe", inputs._replace(**mxfp4, **biased))
         yield from _call("fused_moe", inputs._replace(activation=GELU_TANH))
+        if tokens in (1, 32) and dtype == BF16:
+            local = inputs._replace(global_num_experts=256)
+            yield from _call("fused_moe", local)
+            yield from _call("w8a8_fused_moe", local._replace(**int8))
+            yield from _call("int4_fused_moe", local._replace(**int4))
+            yield from _call("mxfp4_fused_moe", local._replace(**mxfp4, **biased))
 
 
 def routing() -> Iterator[Problem]:
@@ -409,6 +415,7 @@ def routing() -> Iterator[Problem]:
         for scores in (1, 2):
             grouped = scored._replace(groups=8, top_groups=4, group_scores=scores)
             yield from _call("fused_topk", grouped)
+    yield from _call("fused_topk", scored._replace(local_experts=(128, 256)))
     for tokens, experts_of, block in ((1, 128, 16), (8192, 512, 128)):
         ids = tensor(tokens, 8, dtype=torch.int32)
         yield from _call("moe_align_block_size", ids, block, experts_of)

@@ -227,7 +227,7 @@ async def _serve(
         await Server([*engines.values()], place, by_name, manager, watch).run(
             lambda url: announce_address(args, url, shown, "; ".join(doing), record),
             lambda engine: print_note(
-                "; ".join(filter(None, (f"{engine.name} is ready", engine.kv_cache_summary)))
+                "; ".join((f"{engine.name} is ready", *engine.memory_summary))
             ),
         )
     finally:

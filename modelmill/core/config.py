@@ -142,6 +142,10 @@ class RunConfig:
         "tensor parallelism: number of GPUs, starting at the device (on a CPU: processes)",
         flags=("--tp", "-tp", "--tensor-parallel-size"),
     )
+    enable_expert_parallel: bool = option(
+        False,
+        "with --tp: each GPU has whole experts of a mixture, instead of a part of every expert",
+    )
     max_model_len: int | None = option(None, "lower the engine's maximum sequence length")
     max_num_seqs: int = option(256, "maximum number of sequences in one step")
     max_num_batched_tokens: int = option(
@@ -213,6 +217,11 @@ class RunConfig:
             )
         if self.page_size not in (8, 16, 32, 64):
             raise UsageError(f"--page-size must be 8, 16, 32 or 64, not {self.page_size}")
+        if self.enable_expert_parallel and self.tp == 1:
+            raise UsageError(
+                "--enable-expert-parallel divides experts over ranks: give --tp 2 or more, or "
+                "leave it out"
+            )
 
 
 def from_dict(cls: type[T], raw: Mapping[str, Any], source: str) -> T:
@@ -243,6 +252,7 @@ def _check_types(config: RunConfig) -> None:
         "seed": (int, "an integer"),
         "gpu_memory_utilization": ((int, float), "a number"),
         "enable_prefix_caching": (bool, "true or false"),
+        "enable_expert_parallel": (bool, "true or false"),
         "cuda_graphs": (bool, "true or false"),
         "kernels": (Mapping, "OP=VARIANT pairs, a dict"),
     }

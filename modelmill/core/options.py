@@ -25,6 +25,7 @@ class RunOptions(TypedDict, total=False):
 
     device: str
     tp: int
+    enable_expert_parallel: bool
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

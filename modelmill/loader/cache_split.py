@@ -29,7 +29,8 @@ def split_cache_bytes(config: RunConfig, artifact: Artifact, cache_bytes: int) -
     Raises:
         CapacityError: not even one sequence's state fits.
     """
-    shape = model_state_shape(build_rank_model(artifact, TPGroup(size=config.tp)))
+    ranks = TPGroup(size=config.tp)
+    shape = model_state_shape(build_rank_model(artifact, ranks, config.enable_expert_parallel))
     state_bytes = 0
     if shape:
         if config.state_cache_bytes is None:

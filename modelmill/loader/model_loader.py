@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from modelmill.core.errors import CorruptArtifact, IncompatibleArtifact
 from modelmill.core.model_family import family_options
 from modelmill.core.registry import find_module, module_names
 from modelmill.nn.linear import Linear
+from modelmill.nn.moe import RemoteExpert
 from modelmill.nn.shard_model import shard_model
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.weights import base
@@ -35,19 +37,25 @@ def build_model(model_type: str, config: Mapping[str, object]) -> nn.Module:
     return module.Model(module.config_from_hf(config))
 
 
-def load_model(artifact: Artifact, device: str, tp_group: TPGroup = SINGLE_RANK) -> nn.Module:
+def load_model(
+    artifact: Artifact,
+    device: str,
+    tp_group: TPGroup = SINGLE_RANK,
+    expert_parallel: bool = False,
+) -> nn.Module:
     """Load the engine's model to ``device``; on the CPU the weights are views of the files.
 
     Args:
         artifact: The open engine folder.
         device: Where the weights go.
         tp_group: Only this rank's shards are read.
+        expert_parallel: Whether the ranks divide whole experts.
 
     Raises:
         CorruptArtifact: A tensor is missing, unexpected, or has a wrong shape or dtype.
         UsageError: The model cannot be split over so many ranks.
     """
-    model, manifest = build_rank_model(artifact, tp_group), artifact.manifest
+    model, manifest = build_rank_model(artifact, tp_group, expert_parallel), artifact.manifest
     if manifest.aliases not in ({}, TIED_HEAD_ALIASES):
         raise CorruptArtifact(
             f"{artifact.path} shares other tensors than head and embedding; rebuild the engine"
@@ -86,14 +94,22 @@ def _check_dtypes(model: nn.Module, artifact: Artifact, computed: set[str]) -> N
             )
 
 
-def build_rank_model(artifact: Artifact, tp_group: TPGroup) -> nn.Module:
+def build_rank_model(
+    artifact: Artifact, tp_group: TPGroup, expert_parallel: bool = False
+) -> nn.Module:
     """Build a rank's shard of the engine's model on the meta device.
 
-    Raises UsageError if the model cannot be split over so many ranks.
+    Args:
+        artifact: The open engine folder.
+        tp_group: The rank's group.
+        expert_parallel: Whether the ranks divide whole experts.
+
+    Raises:
+        UsageError: The model cannot be split over so many ranks, or has no experts to divide.
     """
     manifest = artifact.manifest
     model = build_model(manifest.model_type, manifest.config)
-    shard_model(model, tp_group, lambda name: _column_alignment(artifact, name))
+    shard_model(model, tp_group, lambda name: _column_alignment(artifact, name), expert_parallel)
     return model
 
 
@@ -140,6 +156,7 @@ def fill_weights(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             _fill_linear(name, module, store, weight_formats.get(name, "dense"))
+    store.skip({n for n, m in model.named_modules() if isinstance(m, RemoteExpert)})
     for name, buffer in list(model.named_buffers()):
         _fill_buffer(model, name, buffer, store)
     unused = sorted(store.names - store.used)
@@ -174,6 +191,13 @@ class _TensorStore:
         all_names = [*self.names, *(a for a in self.aliases if a not in self.names)]
         suffixes = [n.removeprefix(prefix) for n in all_names if n.startswith(prefix)]
         return [s for s in suffixes if s != "bias" and "." not in s]
+
+    def skip(self, modules: Container[str]) -> None:
+        """Leave the tensors of these modules to other ranks."""
+        for name in self.names:
+            parents = accumulate(name.split("."), "{}.{}".format)
+            if any(parent in modules for parent in parents):
+                self.used.add(name)
 
     def get(self, name: str, *, lazy: bool = False) -> torch.Tensor:
         """A tensor by name; ``lazy``: not copied to the device unless it is shared."""

@@ -14,7 +14,7 @@ from torch import nn
 from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, SiteSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
-from modelmill.nn.partition import ChannelPartition
+from modelmill.nn.partition import ExpertPartition
 from modelmill.nn.step import Step
 
 PARTITION = "expert_inner"
@@ -37,9 +37,9 @@ class ExpertBranchSpec:
         return ExpertBranch(self)
 
     @property
-    def partitions(self) -> tuple[ChannelPartition, ...]:
-        """How ranks divide the inner channels of the experts."""
-        return (ChannelPartition(PARTITION, self.moe.expert.inner),)
+    def partitions(self) -> tuple[ExpertPartition, ...]:
+        """How ranks divide the inner channels of each expert, or the experts."""
+        return (self.moe.expert_partition(PARTITION, "experts.moe"),)
 
     @property
     def site_specs(self) -> tuple[SiteSpec, ...]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from modelmill.nn.linear import Linear, weight_changes
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
-from modelmill.nn.moe import Expert, MoE
+from modelmill.nn.moe import MoE
 from modelmill.ops.fused_moe import GELU_TANH, SILU, FusedMoEInputs, SwigluClamp
 from modelmill.ops.registry import Ops, serves
 from modelmill.weights._groupwise import GroupwiseWeight
@@ -77,11 +77,21 @@ class StackedExperts:
         linears: tuple[Sequence[Linear], Sequence[Linear]],
         parts: Sequence[dict[str, torch.Tensor]],
         gate: ExpertActivation,
+        global_num_experts: int | None = None,
     ) -> None:
-        """linears, parts: of both products, the experts' layers and their stacked tensors."""
+        """Take what ``stack_experts`` made.
+
+        Args:
+            op: The grouped op.
+            linears: Of both products, the experts' layers.
+            parts: Their stacked tensors.
+            gate: Between the products.
+            global_num_experts: As in ``FusedMoEInputs``.
+        """
         gate_up, down = linears
         self.op = op
         self._gate = gate
+        self._global_num_experts = global_num_experts
         self._linears = (*gate_up, *down)
         self._served_on_cpu: dict[torch.dtype, bool] = {}
         self._checked_at = -1
@@ -153,16 +163,17 @@ class StackedExperts:
     ) -> FusedMoEInputs:
         return FusedMoEInputs(
             x, topk_weights, topk_ids, shared=shared, group=self._group,
-            activation=self._gate.activation, clamp=self._gate.clamp, **self._operands,
+            activation=self._gate.activation, clamp=self._gate.clamp,
+            global_num_experts=self._global_num_experts, **self._operands,
         )  # fmt: skip
 
 
 def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
-    """Move the weights of all experts into stacks; None where no grouped op computes them.
+    """Move the weights of this rank's experts into stacks; None where no grouped op has them.
 
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
-    experts = [cast(Expert, expert) for expert in moe.experts]
+    experts, total = moe.present_experts, len(moe.experts)
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
@@ -177,7 +188,9 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
     down_parts = stack_weights(down, in_place=in_place)
     if gate_up_parts is None or down_parts is None:
         return None
-    return StackedExperts(op, (gate_up, down), (gate_up_parts, down_parts), gate)
+    stacks = (gate_up_parts, down_parts)
+    elsewhere = total if len(experts) < total else None
+    return StackedExperts(op, (gate_up, down), stacks, gate, elsewhere)
 
 
 def _expert_activation(act: nn.Module) -> ExpertActivation | None:

@@ -88,21 +88,29 @@ class FusedMoE(nn.Module):
 
 
 def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts."""
+    """Weights [T, top_k] float32 and ids [T, top_k] int32 of each token's experts.
+
+    Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.
+    """
     logits = moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight))
     weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
-        weights = weights * moe.routing.expert_scale.float()[ids.long()]
+        first, end = moe.local_experts
+        scales = moe.routing.expert_scale[first:end].float()
+        weights = weights * scales[(ids if moe.has_all_experts else ids.clamp(min=0)).long()]
     return weights, ids
 
 
 def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
-    """The weighted sum [T, H] float32 of each token's experts."""
+    """The weighted sum [T, H] float32 of each token's experts on this rank."""
+    routing, first = _local_columns(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
-        run_gated_mlp(cast(Expert, moe.experts[index]), x if len(x) == 1 else x[rows], step)
+        run_gated_mlp(cast(Expert, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
         for index, rows in tokens_by_expert(experts, tokens, routing.shape[1])
     ]
+    if not outputs:  # other ranks have the experts of all tokens
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     weighted = torch.cat(outputs).float() * routing[tokens, experts, None]
     if len(x) == 1:  # index_add_ starts threads, which takes longer than the sum
         return weighted.sum(0, keepdim=True)
@@ -113,10 +121,17 @@ def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step)
 def all_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
     """The same where every expert computes every token."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for index, expert in enumerate(moe.experts):
-        out = run_gated_mlp(cast(Expert, expert), x, step)
+    routing = _local_columns(moe, routing)
+    for index, expert in enumerate(moe.present_experts):
+        out = run_gated_mlp(expert, x, step)
         total += out.float() * routing[:, index, None]
     return total
+
+
+def _local_columns(moe: MoE, routing: torch.Tensor) -> torch.Tensor:
+    """Of the weights [T, E], those of this rank's experts."""
+    first, end = moe.local_experts
+    return routing[:, first:end]
 
 
 def tokens_by_expert(

@@ -7,12 +7,14 @@ tokens by expert first, and runs those only that have some.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 
 from modelmill.nn.mlp import GatedMLP, MLPSpec
 from modelmill.nn.step import Step
+from modelmill.parallel.shard import Range
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
@@ -138,6 +140,10 @@ class Expert(GatedMLP):
         return super().forward(x, step) if len(x) else x
 
 
+class RemoteExpert(nn.Module):
+    """In the place of an expert whose weights another rank has."""
+
+
 class SharedExpertGate(nn.Module):
     """sigmoid(x · w) for each token, times the shared expert's output (Qwen2-MoE)."""
 
@@ -155,18 +161,20 @@ class SharedExpertGate(nn.Module):
 class CombineExperts(nn.Module):
     """The sum of a token's experts by their weights, and of a shared expert's output."""
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: Range) -> None:
+        """experts: this rank's."""
         super().__init__()
         self.experts = experts
 
     def forward(self, routing: torch.Tensor, *outputs_and_step: torch.Tensor) -> torch.Tensor:
         """Weights [T, E], the output of each expert, that of the shared one if any → [T, H]."""
-        outputs = outputs_and_step[: self.experts]
-        shared = outputs_and_step[self.experts : -1]
+        first, end = self.experts
+        outputs = outputs_and_step[: end - first]
+        shared = outputs_and_step[end - first : -1]
         total = torch.zeros(
             len(routing), outputs[0].shape[1], dtype=torch.float32, device=routing.device
         )
-        for expert, out in enumerate(outputs):
+        for expert, out in enumerate(outputs, first):
             rows = (routing[:, expert] != 0).nonzero()[:, 0]
             total.index_add_(0, rows, out.float() * routing[rows, expert, None])
         if shared:
@@ -175,7 +183,12 @@ class CombineExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """combine(experts chosen by the router, the shared expert)."""
+    """combine(experts chosen by the router, the shared expert).
+
+    Attributes:
+        local_experts: The range of experts that this rank has, all or in expert parallelism some.
+            The router, which every rank has, chooses of all; the ranks' outputs are partial sums.
+    """
 
     def __init__(
         self, router: RouterConfig, expert: MLPSpec, shared: MLPSpec | None, *, shared_gate: bool
@@ -186,17 +199,35 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
         self.shared_expert = None if shared is None else shared.make()
         self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
-        self.combine = CombineExperts(router.experts)
+        self.local_experts: Range = (0, router.experts)
+        self.combine = CombineExperts(self.local_experts)
+
+    def take_experts(self, experts: Range) -> None:
+        """Keep these experts, under their numbers; called before any weight is put in place."""
+        first, end = self.local_experts = experts
+        self.experts = nn.ModuleList(
+            expert if first <= index < end else RemoteExpert()
+            for index, expert in enumerate(self.experts)
+        )
+        self.combine = CombineExperts(experts)
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Whether this rank has every expert."""
+        return self.local_experts == (0, self.routing.config.experts)
+
+    @property
+    def present_experts(self) -> list[Expert]:
+        """The experts of this rank, in order."""
+        first, end = self.local_experts
+        return cast(list[Expert], list(self.experts)[first:end])
 
     def forward(
         self, x: torch.Tensor, step: Step, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
         routing = self.routing(self.router(x if router_input is None else router_input, step), step)
-        outputs = [
-            expert(expert.tokens(x, routing, step), step)  # type: ignore[operator]
-            for expert in self.experts
-        ]
+        outputs = [expert(expert.tokens(x, routing, step), step) for expert in self.present_experts]
         return self.combine(routing, *outputs, *self.shared_output(x, step), step)
 
     def shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:

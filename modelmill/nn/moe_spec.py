@@ -16,7 +16,7 @@ from modelmill.nn.layer_spec import (
 )
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import MoE, RouterConfig
-from modelmill.nn.partition import ChannelPartition
+from modelmill.nn.partition import ChannelPartition, ExpertPartition
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,15 @@ class MoESpec:
 
     @property
     def partitions(self) -> tuple[ChannelPartition, ...]:
-        """How ranks divide the inner channels: every rank has a part of each expert."""
-        own = ChannelPartition("inner", self.expert.inner)
+        """How ranks divide the inner channels of each expert, or the experts."""
+        own = self.expert_partition("inner", "mlp")
         if self.shared is None:
             return (own,)
         return own, ChannelPartition("shared_inner", self.shared.inner)
+
+    def expert_partition(self, name: str, module: str) -> ExpertPartition:
+        """How ranks divide the experts of the mixture at the path ``module``."""
+        return ExpertPartition(name, self.expert.inner, module, self.router.experts)
 
     def make(self) -> MoE:
         """The module."""

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group divide of a layer: heads, heads with a state, channels.
+"""What the ranks of a group divide of a layer: heads, heads with a state, channels, experts.
 
 Parts and columns of linear layers name the partition by which they are divided.
 """
@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from modelmill.parallel.shard import Range, partition_channels, partition_heads
+from modelmill.core.errors import UsageError
+from modelmill.parallel.shard import Range, partition, partition_channels, partition_heads
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,46 @@ class ChannelPartition:
     def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
+
+
+class SplitsExperts(Protocol):
+    """A mixture that keeps a rank's experts."""
+
+    def take_experts(self, experts: Range) -> None:
+        """Keep these experts."""
+
+
+@dataclass(frozen=True)
+class ExpertPartition(ChannelPartition):
+    """Ranks divide the inner channels of each expert or, in expert parallelism, whole experts.
+
+    Attributes:
+        module: The mixture that takes the rank's experts (``take_experts``).
+        experts: How many there are.
+    """
+
+    module: str
+    experts: int
+
+    def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
+        """The rank's channels by name."""
+        try:
+            return super().ranges(rank, size, alignment)
+        except UsageError as error:
+            if self.experts < size:
+                raise
+            raise UsageError(f"{error}, or --enable-expert-parallel to divide experts") from None
+
+    def rank_experts(self, rank: int, size: int) -> Range:
+        """The rank's experts.
+
+        Raises:
+            UsageError: A rank would get none.
+        """
+        try:
+            return partition(self.experts, size, item_name="experts")[rank]
+        except UsageError as error:
+            raise UsageError(f"{error}, or no --enable-expert-parallel") from None
 
 
 Partition = HeadPartition | StateHeadPartition | ChannelPartition

@@ -23,8 +23,8 @@ class RoutedMoEOperands:
         self._weights: RoutedMoEWeights | None = None
 
     def served(self, x: torch.Tensor, ops: Ops) -> bool:
-        """Whether the experts may be computed by a grouped op."""
-        return self._experts.serves(x, ops)
+        """Whether all experts are here, and may be computed by a grouped op."""
+        return self._moe.has_all_experts and self._experts.serves(x, ops)
 
     def weights(self) -> RoutedMoEWeights:
         """The op's operand."""
@@ -51,4 +51,5 @@ def topk_inputs(moe: MoE, logits: torch.Tensor) -> FusedTopkInputs:
     return FusedTopkInputs(
         logits, moe.routing.selection_bias, config.top_k, config.scores == SIGMOID,
         config.renormalize, config.scale, config.groups, config.top_groups, config.group_scores,
+        None if moe.has_all_experts else moe.local_experts,
     )  # fmt: skip

@@ -3,18 +3,20 @@
 A branch (attention, MLP) is sharded so that it needs nothing of the other ranks: by heads, or by
 inner channels, with the columns of its last product that read them. The ranks' outputs are partial
 sums of the branch; the norm behind it all-reduces them. What is divided how is in the layer's spec;
-a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank.
+a layer whose spec says ``REPLICATED``, as a vision encoder's, is on every rank. The experts of a
+mixture are divided by inner channels, too, or in expert parallelism each rank has some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import cast
 
 from torch import nn
 
+from modelmill.core.errors import UsageError
 from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
@@ -31,25 +33,50 @@ from modelmill.nn.layer_stack import (
     state_shape,
 )
 from modelmill.nn.linear import Linear
-from modelmill.nn.partition import HeadPartition, Partition, SplitsHeads, StateHeadPartition
-from modelmill.parallel.shard import Range, Shard
+from modelmill.nn.partition import (
+    ExpertPartition,
+    HeadPartition,
+    Partition,
+    SplitsExperts,
+    SplitsHeads,
+    StateHeadPartition,
+)
+from modelmill.parallel.shard import Range, Shard, range_lengths
 from modelmill.parallel.tp_group import TPGroup
 
 
-def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]) -> None:
+def shard_model(
+    model: nn.Module,
+    tp_group: TPGroup,
+    alignment_for: Callable[[str], int],
+    expert_parallel: bool = False,
+) -> None:
     """Leave of a model without weights what ``tp_group.rank`` computes, KV heads and states too.
 
-    alignment_for: at which multiples the columns of a linear layer (by name) may be cut. Raises
-    UsageError where there are more ranks than parts.
+    Args:
+        model: The model.
+        tp_group: The rank's group.
+        alignment_for: At which multiples the columns of a linear layer (by name) may be cut.
+        expert_parallel: Whether ranks divide whole experts instead of the channels of each.
+
+    Raises:
+        UsageError: There are more ranks than parts, or no experts to divide.
     """
     if tp_group.size == 1:
         return
+    if expert_parallel:
+        _take_experts(model, tp_group)
     alignment_for = _common_alignment(model, alignment_for)
     heads = [
         each
         for stack in layer_stacks(model)
         for index, layer in enumerate(model.get_submodule(stack.path).children())
-        for each in _shard_layer(layer, tp_group, _prefixed(f"{stack.path}.{index}", alignment_for))
+        for each in _shard_layer(
+            layer,
+            tp_group,
+            _prefixed(f"{stack.path}.{index}", alignment_for),
+            expert_parallel=expert_parallel,
+        )
     ]
     for name, module in model.named_modules():
         if isinstance(module, LMHead):
@@ -66,6 +93,29 @@ def shard_model(model: nn.Module, tp_group: TPGroup, alignment_for: Callable[[st
     if model_state_shape(model):
         layers = model.get_submodule("layers").children()
         model.state = state_shape(layers)  # type: ignore[assignment]
+
+
+def _take_experts(model: nn.Module, tp_group: TPGroup) -> None:
+    """Leave in each mixture the rank's experts."""
+    mixtures = list(_mixtures(model))
+    if not mixtures:
+        raise UsageError("--enable-expert-parallel: the model has no experts; leave the option out")
+    for mixture, part in mixtures:
+        mixture.take_experts(part.rank_experts(tp_group.rank, tp_group.size))
+
+
+def experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
+    """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
+    part = next(part for _, part in _mixtures(model))
+    return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
+
+
+def _mixtures(model: nn.Module) -> Iterator[tuple[SplitsExperts, ExpertPartition]]:
+    """The mixtures of a model, and how they are divided."""
+    for layer in model.get_submodule("layers").children():
+        for part in layer_spec(layer).partitions:
+            if isinstance(part, ExpertPartition):
+                yield cast(SplitsExperts, layer.get_submodule(part.module)), part
 
 
 def _common_alignment(
@@ -103,13 +153,22 @@ class _RankHeads:
 
 
 def _shard_layer(
-    layer: nn.Module, tp_group: TPGroup, alignment_for: Callable[[str], int]
+    layer: nn.Module,
+    tp_group: TPGroup,
+    alignment_for: Callable[[str], int],
+    *,
+    expert_parallel: bool,
 ) -> list[_RankHeads]:
-    """Shard a layer by its spec; return the KV heads of each attention with a cache."""
+    """Shard a layer by its spec; return the KV heads of each attention with a cache.
+
+    expert_parallel: experts are whole, and those of other ranks are gone.
+    """
     spec, rank, size = layer_spec(layer), tp_group.rank, tp_group.size
     ranges: dict[str, Range] = {}
     kv_heads = []
     for part in spec.partitions:
+        if expert_parallel and isinstance(part, ExpertPartition):
+            continue
         alignment = _column_alignment(spec, part, alignment_for)
         ranges |= part.ranges(rank, size, alignment)
         if isinstance(part, HeadPartition):
@@ -123,6 +182,8 @@ def _shard_layer(
             mixer = cast(SplitsHeads, layer.get_submodule(part.module))
             mixer.take_heads(*part.rank_heads(rank, size, alignment))
     for linear in spec.linears:
+        if expert_parallel and linear.expert is not None:
+            continue
         shard = _linear_shard(linear, ranges, rank)
         if shard is not None:
             module = layer.get_submodule(linear.path)

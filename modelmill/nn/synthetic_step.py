@@ -52,9 +52,10 @@ def fill_random_weights(
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             for path in ("gate_up_proj", "down_proj"):
-                linears = [cast(Linear, expert.get_submodule(path)) for expert in module.experts]
+                experts = module.present_experts
+                linears = [cast(Linear, expert.get_submodule(path)) for expert in experts]
                 n, k = linears[0].shape
-                first = f"{name}.experts.0.{path}".removeprefix(".")
+                first = f"{name}.experts.{module.local_experts[0]}.{path}".removeprefix(".")
                 stack = draw_weight(first, len(linears) * n, k)
                 for index, linear in enumerate(linears):
                     linear.weight = stack.slice([(index * n, index * n + n)], (0, k))

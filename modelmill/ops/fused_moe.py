@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.moe_align_block_size import NO_EXPERT
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
 ACTIVATIONS = (SILU, GELU_TANH)
@@ -45,7 +46,8 @@ class FusedMoEInputs(NamedTuple):
     Attributes:
         x: [T, H], floating point.
         topk_weights: [T, top_k] float32.
-        topk_ids: [T, top_k] int32, each below E.
+        topk_ids: [T, top_k] int32, each below E; with ``global_num_experts`` also NO_EXPERT, for an
+            expert of another rank, of which nothing is read or added.
         gate_up: [E, 2·I, row]: the matrices of the first product, gate above up.
         down: [E, H, row]: those of the second.
         shared: [T, H] of x's dtype, added to the sum of a token's experts, or None.
@@ -58,6 +60,8 @@ class FusedMoEInputs(NamedTuple):
         down_bias: [E, H] of x's dtype, or None.
         activation: of the gate, one of ACTIVATIONS.
         clamp: in the place of the activation, or None.
+        global_num_experts: of how many experts tokens choose, where this rank has E of them; None:
+            of E.
     """
 
     x: torch.Tensor
@@ -75,6 +79,12 @@ class FusedMoEInputs(NamedTuple):
     down_bias: torch.Tensor | None = None
     activation: str = SILU
     clamp: SwigluClamp | None = None
+    global_num_experts: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts the tokens choose of."""
+        return self.global_num_experts or len(self.gate_up)
 
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
@@ -148,6 +158,8 @@ Shape = tuple[int, int, int, int, int]  # tokens, hidden, inner, experts, top_k
 SMALL_SHAPES: list[Shape] = [(1, 64, 32, 8, 2), (5, 64, 32, 4, 3), (21, 96, 64, 3, 2)]
 # with biases: gpt-oss's clamped gate, or GELU where the number of tokens is even
 BIASED_SHAPES: list[Shape] = [(1, 96, 64, 4, 3), (4, 64, 32, 3, 2)]
+# of a rank that has half of the experts; its last token has none of them
+LOCAL_SHAPES: list[Shape] = [(1, 64, 32, 4, 3), (2, 64, 32, 2, 2), (22, 96, 64, 3, 2)]
 A3B_SHAPES: list[Shape] = [(rows, 2048, 768, 128, 8) for rows in (1, 8, 64, 1024)]
 
 
@@ -163,7 +175,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
 
 def shapes(device: str) -> list[Shape]:
     """The shapes of the cases on a device."""
-    small = [*SMALL_SHAPES, *BIASED_SHAPES]
+    small = [*SMALL_SHAPES, *BIASED_SHAPES, *LOCAL_SHAPES]
     return small if device == "cpu" else [*small, *A3B_SHAPES]
 
 
@@ -198,8 +210,12 @@ def experts_case(
     Those of BIASED_SHAPES have biases and another gate as well.
     """
     tokens, hidden, inner, experts, top_k = shape
-    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens))
+    total = 2 * experts if shape in LOCAL_SHAPES else experts
+    scores = torch.rand(tokens, total, generator=torch.Generator().manual_seed(tokens))
     topk_weights, ids = scores.topk(top_k, dim=-1)
+    if total > experts:
+        ids[-1] = NO_EXPERT
+        ids[ids >= experts] = NO_EXPERT
     inputs = FusedMoEInputs(
         randn(tokens, hidden, device=device, dtype=dtype, seed=tokens + hidden),
         (topk_weights / topk_weights.sum(-1, keepdim=True)).to(device),
@@ -211,12 +227,14 @@ def experts_case(
         ),
         **weights,
         group=group,
+        global_num_experts=total if total > experts else None,
         **(_biases_and_gate(shape, device, dtype) if shape in BIASED_SHAPES else {}),
     )
     tensors = [value for value in weights.values() if value is not None]
-    read = nbytes(*tensors) * len(ids.unique()) // experts
+    read = nbytes(*tensors) * len(ids[ids != NO_EXPERT].unique()) // experts
     moved = read + nbytes(inputs.x, inputs.shared) + nbytes(inputs.x)
     suffix = (f" g{group}" if group else "") + (" bias" if shape in BIASED_SHAPES else "")
+    suffix += f" of {total}" if total > experts else ""
     name = f"{tokens}x{hidden}->2x{inner} top {top_k} of {experts}{suffix}"
     return Case(name, inputs._asdict(), moved, 6 * tokens * top_k * hidden * inner)
 

@@ -9,6 +9,7 @@ import torch
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
+from modelmill.ops.moe_align_block_size import NO_EXPERT as NO_EXPERT
 
 
 class FusedTopkInputs(NamedTuple):
@@ -27,6 +28,7 @@ class FusedTopkInputs(NamedTuple):
         top_groups: see ``groups``.
         group_scores: groups are ranked by the sum of so many of their largest scores: two in
             DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), one in DeepSeek-V2.
+        local_experts: the range of experts whose weights this rank has; None: all.
     """
 
     logits: torch.Tensor
@@ -38,6 +40,7 @@ class FusedTopkInputs(NamedTuple):
     groups: int = 1
     top_groups: int = 1
     group_scores: int = 2
+    local_experts: tuple[int, int] | None = None
 
 
 DECLARATION = OpDeclaration(inputs=FusedTopkInputs)
@@ -49,7 +52,8 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts with the largest scores, in descending order.
 
     Returns:
-        Weights [T, top_k] float32 and ids [T, top_k] int32.
+        Weights [T, top_k] float32 and ids [T, top_k] int32. With ``local_experts`` ids count from
+        its first, and experts outside of it are NO_EXPERT with the weight 0.
     """
     logits = inputs.logits
     scores = logits.sigmoid() if inputs.sigmoid else logits.softmax(-1)
@@ -64,11 +68,16 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = scores.gather(1, ids)
     if inputs.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * inputs.scale, ids.int()
+    weights, ids = weights * inputs.scale, ids.int()
+    if inputs.local_experts is None:
+        return weights, ids
+    first, end = inputs.local_experts
+    local = (ids >= first) & (ids < end)
+    return torch.where(local, weights, 0.0), torch.where(local, ids - first, NO_EXPERT)
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  logits are float32
-    """Softmax and sigmoid, with and without bias, renormalization and groups."""
+    """Softmax and sigmoid, with and without bias, renormalization, groups and others' experts."""
     shapes: list[tuple[int, int, int, dict[str, Any]]] = [
         (1, 8, 2, {}),
         (3, 12, 4, {"renormalize": False}),
@@ -77,6 +86,8 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  l
         (3, 60, 6, {"groups": 6, "top_groups": 3, "group_scores": 1, "scale": 16.0}),
         (3, 60, 4, {"groups": 3, "top_groups": 1, "biased": True}),
         (2, 300, 6, {}),
+        (5, 12, 3, {"local_experts": (4, 9)}),
+        (3, 16, 4, {"sigmoid": True, "groups": 4, "top_groups": 2, "local_experts": (0, 5)}),
     ]
     if device != "cpu":
         shapes += [(rows, 128, 8, {}) for rows in (1, 32, 4096)]

@@ -32,7 +32,8 @@ def moe_align_block_size(
     """Sort pairs by expert; those of an expert keep their order.
 
     Args:
-        topk_ids: [T, top_k] int32, the experts of each token. Pair i is that of token i // top_k.
+        topk_ids: [T, top_k] int32, the experts of each token, or NO_EXPERT, whose pairs are left
+            out. Pair i is that of token i // top_k.
         block_size: pairs of a block.
         experts: how many there are.
 
@@ -43,23 +44,28 @@ def moe_align_block_size(
     flat = topk_ids.flatten().long()
     pairs, device = flat.numel(), flat.device
     blocks = max_blocks(pairs, block_size, experts)
-    counts = torch.zeros(experts, dtype=torch.long, device=device)
+    flat = torch.where(flat == NO_EXPERT, experts, flat)  # last, in a bin of their own
+    counts = torch.zeros(experts + 1, dtype=torch.long, device=device)
     counts.scatter_add_(0, flat, torch.ones_like(flat))
-    padded = (counts + block_size - 1) // block_size * block_size
+    padded = (counts[:-1] + block_size - 1) // block_size * block_size
     ends = padded.cumsum(0)
     order = flat.argsort(stable=True)
     experts_sorted = flat[order]
     rank = torch.arange(pairs, device=device) - (counts.cumsum(0) - counts)[experts_sorted]
-    sorted_ids = torch.full((blocks * block_size,), pairs, dtype=torch.int32, device=device)
-    sorted_ids[(ends - padded)[experts_sorted] + rank] = order.int()
+    # pairs that are left out go to one place behind the end
+    length = blocks * block_size
+    sorted_ids = torch.full((length + 1,), pairs, dtype=torch.int32, device=device)
+    firsts = torch.nn.functional.pad(ends - padded, (0, 1))
+    places = torch.where(experts_sorted < experts, firsts[experts_sorted] + rank, length)
+    sorted_ids[places] = order.int()
     starts = torch.arange(blocks, device=device) * block_size
     block_experts = torch.searchsorted(ends, starts, right=True)
     unused = torch.full_like(block_experts, NO_EXPERT)
-    return sorted_ids, torch.where(starts < ends[-1], block_experts, unused).int()
+    return sorted_ids[:-1], torch.where(starts < ends[-1], block_experts, unused).int()
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  integers only
-    """Experts without tokens, full and padded blocks, several chunks of pairs."""
+    """Experts without tokens, full and padded blocks, several chunks of pairs, others' experts."""
     shapes = [(1, 2, 8, 16), (7, 2, 4, 4), (150, 4, 5, 16), (40, 1, 300, 8)]
     if device != "cpu":
         shapes += [(32, 8, 128, 16), (4096, 8, 128, 128), (8192, 2, 8, 128)]
@@ -69,4 +75,10 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:  # noqa: ARG001  i
         ids = scores.topk(top_k, dim=-1).indices.int().to(device)
         args = {"topk_ids": ids, "block_size": block, "experts": experts}
         written = 4 * max_blocks(ids.numel(), block, experts) * (block + 1)
-        yield Case(f"{tokens}x{top_k} of {experts} by {block}", args, nbytes(ids) + written)
+        name = f"{tokens}x{top_k} of {experts} by {block}"
+        yield Case(name, args, nbytes(ids) + written)
+        own = experts // 2
+        local = torch.where(ids < own, ids, NO_EXPERT)
+        args = {"topk_ids": local, "block_size": block, "experts": own}
+        written = 4 * max_blocks(ids.numel(), block, own) * (block + 1)
+        yield Case(f"{name}, {own} here", args, nbytes(ids) + written)

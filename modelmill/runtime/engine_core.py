@@ -35,6 +35,7 @@ from modelmill.nn.kv import KVCache, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
+from modelmill.nn.shard_model import experts_by_rank
 from modelmill.ops.launch_configs import Tuning
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
@@ -239,7 +240,7 @@ class EngineCore:
             check(artifact)
             return cls.for_rank(artifact, config, device)
         # fails before processes are started if the model cannot be split over this many ranks
-        build_rank_model(artifact, TPGroup(size=config.tp))
+        build_rank_model(artifact, TPGroup(size=config.tp), config.enable_expert_parallel)
         workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
         try:
             with workers.guard():
@@ -261,7 +262,7 @@ class EngineCore:
         """Load the engine core of one rank."""
         if device == "cpu":
             use_threads(config.threads, tp_group.size)
-        model = load_model(artifact, device, tp_group)
+        model = load_model(artifact, device, tp_group, config.enable_expert_parallel)
         manifest = artifact.manifest
         length = manifest.max_model_len
         digest = manifest.digest()
@@ -294,6 +295,13 @@ class EngineCore:
     def state_cache_bytes(self) -> int:
         """Bytes of recurrent state on this rank, of running sequences and of the prefix cache."""
         return 0 if self.state_capacity is None else self.state_capacity.nbytes
+
+    @property
+    def experts_by_rank(self) -> tuple[int, ...]:
+        """Experts of a mixture that each rank has as a whole; empty where experts are divided."""
+        if not self.config.enable_expert_parallel:
+            return ()
+        return experts_by_rank(self.model, self.config.tp)
 
     @property
     def has_work(self) -> bool:

@@ -271,18 +271,19 @@ class EngineClient:
         return caches * int(self._open_engine.run.get("tp", 1))
 
     @property
-    def kv_cache_summary(self) -> str:
-        """One line about the KV cache; empty for an engine without one.
+    def memory_summary(self) -> tuple[str, ...]:
+        """What lies where, in short texts: the KV cache, and whole experts of ranks if they are.
 
         Raises:
             EngineNotReady: the engine is not ready.
         """
         info = self._require_ready()
-        return (
-            ""
-            if info.engine_type == SEGMENTATION
-            else budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_bytes)
-        )
+        if info.engine_type == SEGMENTATION:
+            return ()
+        cache = budget.kv_cache_summary(info.device, info.kv_tokens, *self._kv_cache_bytes)
+        if not info.experts_by_rank:
+            return (cache,)
+        return cache, f"experts by rank: {', '.join(map(str, info.experts_by_rank))}"
 
     def check_segments(self) -> None:
         """Check that the engine can take a segmentation request now.
@@ -581,6 +582,8 @@ class EngineClient:
         data = {"engine": self.name, "device": engine_info.device, "pages": engine_info.num_pages}
         if engine_info.engine_type != SEGMENTATION:
             data["kv_cache_bytes"], data["prefix_cache_bytes"] = self._kv_cache_bytes
+        if engine_info.experts_by_rank:
+            data["experts_by_rank"] = engine_info.experts_by_rank
         _log.info("ready", extra={"data": data})
 
     def worker_lost_error(self) -> WorkerLost:

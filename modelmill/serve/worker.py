@@ -167,6 +167,7 @@ def ready_message(engine_core: EngineCore, path: str) -> EngineReady:
         max_prefix_pages=engine_core.scheduler.pool.max_idle,
         state_cache_bytes=engine_core.state_cache_bytes,
         kv_tokens=limits.kv_tokens,
+        experts_by_rank=list(engine_core.experts_by_rank),
     )
 
 

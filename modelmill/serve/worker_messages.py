@@ -12,7 +12,7 @@ import base64
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -149,6 +149,7 @@ class EngineReady:
         max_prefix_pages: KV pages, of ``num_pages``, that may hold cached prefixes.
         state_cache_bytes: Bytes of recurrent state on each rank; 0 for a model without any.
         kv_tokens: Tokens of a sequence that the KV pages can hold.
+        experts_by_rank: Experts of a mixture that each rank has as a whole; empty otherwise.
     """
 
     path: str
@@ -163,6 +164,7 @@ class EngineReady:
     max_prefix_pages: int = 0
     state_cache_bytes: int = 0
     kv_tokens: int = 0
+    experts_by_rank: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelmill.accept.token_scorer import TokenScorer
+from modelmill.artifact.store import open_artifact
 from modelmill.builder.config_only import checkpoint_of_config
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.gpt_oss_experts import GptOssExperts
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig, RunConfig
-from modelmill.core.errors import CheckpointError, CorruptCheckpoint
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UsageError
+from modelmill.loader.model_loader import load_model
 from modelmill.models import gpt_oss
 from modelmill.nn.attention import AttentionCore
 from modelmill.ops.score_mods import ScoreMods
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.weights.mxfp4 import Mxfp4Weight
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.family_cases import transformers_model
 from tests.models.tiny_models import save_model
+from tests.parallel.test_shard_model import logits as rank_logits
+from tests.parallel.thread_tp_group import run_on_ranks
 from tests.trust.error_lines import check_one_line
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -76,6 +81,20 @@ def test_mxfp4_is_kept(packed: Any, tmp_path: Path) -> None:
     ids = torch.randint(2, 120, (50,), generator=torch.Generator().manual_seed(3)).tolist()
     actual = TokenScorer(engine).logits([ids], decode_from=30)[0]
     assert (actual - logits(ids)).abs().max() < 1e-4
+
+
+def test_blocks_that_cannot_be_cut_divide_by_experts(packed: Any, tmp_path: Path) -> None:
+    """Three blocks of 32 columns over four ranks, five experts over four ranks."""
+    report, written = build_and_accept(packed[0], tmp_path / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    artifact = open_artifact(tmp_path / "e")
+    with pytest.raises(UsageError, match=r"use --tp 3 or less, or --enable-expert-parallel"):
+        load_model(artifact, "cpu", TPGroup(0, 4))
+    expected = rank_logits(load_model(artifact, "cpu"), SINGLE_RANK)
+    for output in run_on_ranks(
+        4, lambda group: rank_logits(load_model(artifact, "cpu", group, True), group)
+    ):
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int4"])

@@ -35,7 +35,8 @@ def swapped_experts() -> Iterator[None]:
 
 
 def without_shared(self: CombineExperts, routing: torch.Tensor, *args: Any) -> torch.Tensor:
-    return real_combine(self, routing, *args[: self.experts], args[-1])
+    first, end = self.experts
+    return real_combine(self, routing, *args[: end - first], args[-1])
 
 
 def without_weights(self: CombineExperts, routing: torch.Tensor, *args: Any) -> torch.Tensor:

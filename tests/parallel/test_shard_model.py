@@ -74,9 +74,9 @@ def make_shard(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
 
 
 @torch.inference_mode()
-def logits(model: nn.Module, tp_group: TPGroup) -> torch.Tensor:
+def logits(model: nn.Module, tp_group: TPGroup, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A prompt of 11 tokens, then one of 3 beside a next token of the first."""
-    kv = KVCache.allocate(model.kv, 8, 8, torch.float32, "cpu")  # type: ignore[arg-type]
+    kv = KVCache.allocate(model.kv, 8, 8, dtype, "cpu")  # type: ignore[arg-type]
     ops = select_backends("cpu")
     out = []
     shape = model_state_shape(model)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from modelmill.llm import build_engine
 from modelmill.loader.device import rank_devices
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand
+from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand, TPWorkers
 from tests.models import tiny_models
 from tests.models.all_families import CASES
 from tests.runtime import tiny
@@ -77,8 +78,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             folder = tmp_path_factory.mktemp(name)
             checkpoint = folder / "checkpoint"
             quantization = "int8" if name.endswith("-int8") else "none"
-            if name in CASES:
-                CASES[name].save(checkpoint)
+            if name.removesuffix("-int8") in CASES:
+                CASES[name.removesuffix("-int8")].save(checkpoint)
             else:
                 tiny_models.save_hf(name.removesuffix("-int8"), checkpoint)
             config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
@@ -158,6 +159,39 @@ def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: 
             TokenScorer(engine_core).trace([[5, 6]])
     finally:
         engine_core.close()
+
+
+@pytest.mark.parametrize(("name", "tp"), [("mixtral", 2), ("gpt_oss", 2), ("mixtral-int8", 3)])
+def test_the_same_answers_with_whole_experts_on_each_rank(
+    engines: Callable[[str], Path], name: str, tp: int
+) -> None:
+    """5 experts over 2 or 3 ranks: most steps have a rank without any of the chosen ones."""
+    alone = open_engine(engines(name), 1)
+    expected = run_requests(alone)
+    logits = TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0]
+    engine_core = open_engine(engines(name), tp, enable_expert_parallel=True)
+    try:
+        assert alone.experts_by_rank == ()
+        assert engine_core.experts_by_rank == ((3, 2) if tp == 2 else (2, 2, 1))
+        assert run_requests(engine_core) == expected
+        torch.testing.assert_close(
+            TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
+            logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+    finally:
+        engine_core.close()
+
+
+def test_a_model_without_experts_is_refused_before_ranks_start(
+    engines: Callable[[str], Path],
+) -> None:
+    with (
+        mock.patch.object(TPWorkers, "__init__", side_effect=AssertionError("started")),
+        pytest.raises(UsageError, match=r"^--enable-expert-parallel: the model has no experts"),
+    ):
+        open_engine(engines("llama"), 2, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 3)])

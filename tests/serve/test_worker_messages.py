@@ -43,6 +43,7 @@ MESSAGES: list[wire.Message] = [
     wire.Heartbeat(),
     wire.LoadingUpdate("checking", 3, 2**40),
     wire.EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, max_prefix_pages=10, kv_tokens=480),
+    wire.EngineReady("p", "cpu", 10, 20, 30, 16, 4096, 8, experts_by_rank=[3, 2]),
     wire.RequestStarted("r1", 0.25),
     wire.StepTokens([
         TokenOutput("r1", 0, 5),

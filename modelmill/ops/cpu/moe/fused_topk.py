@@ -30,6 +30,7 @@ def supports_rules(inputs: FusedTopkInputs, experts: int) -> bool:
     return (
         0 < inputs.top_k <= experts
         and rest == 0
+        and inputs.local_experts is None
         and inputs.group_scores in (1, 2)
         and (inputs.groups == 1 or size >= inputs.group_scores)
         and (bias is None or (bias.dtype in build.DTYPES and bias.is_contiguous()))

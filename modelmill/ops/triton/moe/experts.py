@@ -22,7 +22,7 @@ def uses_pair_kernel(inputs: FusedMoEInputs, few_pairs: float = FEW_PAIRS) -> bo
     few_pairs: pairs of a token and its expert, for each expert, up to which this holds.
     """
     tokens, top_k = inputs.topk_ids.shape
-    few = tokens * top_k <= few_pairs * len(inputs.gate_up)
+    few = tokens * top_k <= few_pairs * inputs.num_experts
     return tokens == 1 or few or inputs.x.dtype == torch.float32
 
 

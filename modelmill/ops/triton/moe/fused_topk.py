@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.fused_topk import NO_EXPERT, FusedTopkInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
@@ -55,8 +55,9 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     block = max(16, power_of_two(experts))
     pdl = pdl_launch_options(logits.device, tokens)
     group_size = experts // inputs.groups
+    first, end = inputs.local_experts or (0, 0)
     constants = (
-        top_k, inputs.sigmoid, inputs.renormalize, bias is not None,
+        top_k, inputs.sigmoid, inputs.renormalize, bias is not None, first, end, NO_EXPERT,
         inputs.groups, inputs.top_groups, inputs.group_scores, group_size,
         power_of_two(inputs.groups), power_of_two(group_size), block,
         min(block, _MAX_COMPARED // block), pdl["PDL"],
@@ -73,6 +74,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr, experts, scale,
     TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr, END: tl.constexpr, NONE: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SCORES: tl.constexpr,
     GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -116,6 +118,10 @@ def _kernel(
     if RENORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, score, 0.0), axis=0)
     slot = token * TOP_K + rank
+    if END > 0:  # other ranks have the other experts
+        local = (expert >= FIRST) & (expert < END)
+        weight = tl.where(local, weight, 0.0)
+        expert = tl.where(local, expert - FIRST, NONE)
     tl.store(weights_ptr + slot, weight * scale, mask=chosen)
     tl.store(ids_ptr + slot, expert, mask=chosen)
 

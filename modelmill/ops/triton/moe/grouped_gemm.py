@@ -63,7 +63,7 @@ GROUP = 8  # tiles of tokens that share tiles of the weight in L2
 
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
-    average = inputs.topk_ids.numel() / len(inputs.gate_up)
+    average = inputs.topk_ids.numel() / inputs.num_experts
     return next((size for size in TILES if average <= size), 128)
 
 
@@ -153,8 +153,12 @@ def sum_pairs(by_pair: torch.Tensor, inputs: FusedMoEInputs) -> torch.Tensor:
     block = min(1024, power_of_two(hidden))
     _sum_launcher(
         (-(-hidden // block), tokens, 1),
-        (by_pair, weights, by_pair if shared is None else shared, out), (hidden,), (hidden,),
-        (weights.shape[1], shared is not None, block, pdl["PDL"]),
+        (by_pair, inputs.topk_ids, weights, by_pair if shared is None else shared, out),
+        (hidden,), (hidden,),
+        (
+            weights.shape[1], shared is not None, inputs.global_num_experts is not None, block,
+            pdl["PDL"],
+        ),
         {"num_warps": 4, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
     return out
@@ -286,8 +290,9 @@ def store_pairs(
 
 @triton.jit
 def _sum_kernel(
-    pairs_ptr, routing_ptr, shared_ptr, out_ptr, hidden,
-    TOP_K: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    pairs_ptr, ids_ptr, routing_ptr, shared_ptr, out_ptr, hidden,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, SKIPS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -296,7 +301,10 @@ def _sum_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
-        value = tl.load(pairs_ptr + pair * hidden + column, mask=inside, other=0.0)
+        there = inside
+        if SKIPS:  # pairs without an expert here were not written
+            there = column < tl.where(tl.load(ids_ptr + pair) >= 0, hidden, 0)
+        value = tl.load(pairs_ptr + pair * hidden + column, mask=there, other=0.0)
         total += value.to(tl.float32) * tl.load(routing_ptr + pair)
     if SHARED:
         total += tl.load(shared_ptr + token * hidden + column, mask=inside, other=0.0).to(

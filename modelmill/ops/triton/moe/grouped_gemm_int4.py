@@ -76,7 +76,7 @@ TILES_E2M1: dict[int, tuple[Tile, Tile]] = {
 
 def _tokens_per_tile(inputs: FusedMoEInputs) -> int:
     """Tokens of a tile: about as many as an expert has on average."""
-    average = inputs.topk_ids.numel() / len(inputs.gate_up)
+    average = inputs.topk_ids.numel() / inputs.num_experts
     tiles = _tiles(inputs)
     return next((size for size in tiles if average <= size), max(tiles))
 

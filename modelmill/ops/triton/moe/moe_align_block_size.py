@@ -107,8 +107,8 @@ def _scatter_kernel(
         owner = tl.where(block * BLOCK_SIZE < used, tl.sum(passed, axis=1), NONE)
         tl.store(experts_ptr + block, owner, mask=block < blocks)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    live = pair < pairs
-    ids = tl.load(ids_ptr + pair, mask=live, other=BLOCK_E)
+    ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=NONE)
+    live = ids != NONE
     other = chunk * CHUNK + tl.arange(0, CHUNK)
     others = tl.load(ids_ptr + other, mask=other < pairs, other=BLOCK_E)
     same = (others[None, :] == ids[:, None]) & (other[None, :] < pair[:, None])

@@ -98,6 +98,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
     pdl = gate_up_launch_options(x.device, tokens)
     gate_up, down = inputs.gate_up, inputs.down
+    skips = inputs.global_num_experts is not None
 
     is_8bit = gate_up.element_size() == 1
     tile = GATE_UP_TILE_8BIT if is_8bit else GATE_UP_TILE
@@ -114,7 +115,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         sizes, sizes,
         (
             top_k, x_scale is not None, scale is not None, bias is not None,
-            *gate_constants(inputs), hidden % columns == 0, rows, columns, pdl["PDL"],
+            skips, *gate_constants(inputs), hidden % columns == 0, rows, columns, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -135,7 +136,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         down_sizes, down_sizes,
         (
             top_k, slots, inner_scale is not None, scale is not None,
-            bias is not None, shared is not None, inner_size % columns == 0, rows, columns,
+            bias is not None, shared is not None, skips, inner_size % columns == 0, rows, columns,
             early_steps((rows, columns, warps), slots, down.element_size(), inner_size), pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
@@ -153,8 +154,8 @@ def _gate_up_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, expert_stride, stride,
     TOP_K: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    SKIPS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -162,13 +163,13 @@ def _gate_up_kernel(
     weight_row = tl.minimum(row, inner - 1)
     column = tl.arange(0, BLOCK_K)
     pdl_wait(PDL)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert, columns = load_expert(ids_ptr, pair, k, SKIPS)
     gate_at = weight_ptr + expert * expert_stride + weight_row[:, None] * stride + column[None, :]
     up_at = gate_at + inner.to(tl.int64) * stride
     x_ptr += pair // TOP_K * x_stride
     gates = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(0, columns, BLOCK_K):
         if EVEN:
             g = tl.load(gate_at + start, eviction_policy="evict_first")
             u = tl.load(up_at + start, eviction_policy="evict_first")
@@ -197,6 +198,19 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def load_expert(ids_ptr, pair, k, SKIPS: tl.constexpr):
+    """A pair's expert, and how many columns of its weights to read.
+
+    Of an expert of another rank none are read, and the values that follow are not used.
+    """
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if SKIPS:
+        return tl.maximum(expert, 0), tl.where(expert >= 0, k, 0)
+    else:  # noqa: RET505  Triton needs both branches
+        return expert, k
+
+
+@triton.jit
 def store_activated(
     out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner,
     BIAS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -215,15 +229,15 @@ def _down_kernel(
     inner_ptr, inner_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, routing_ptr, shared_ptr,
     out_ptr, n, k, expert_stride, stride,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, X_SCALE: tl.constexpr, SCALE: tl.constexpr,
-    BIAS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, SKIPS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    ALL: tl.constexpr = EVEN and SLOTS == TOP_K
+    ALL: tl.constexpr = EVEN and SLOTS == TOP_K and not SKIPS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     column = tl.arange(0, BLOCK_K)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS)
     weight_at = weight_ptr + weight_row[:, None, None] * stride + column[None, None, :]
     weight_at += (expert * expert_stride)[None, :, None]
     inner_at = inner_ptr + pair[:, None] * k + column[None, :]
@@ -274,8 +288,10 @@ def _down_products(weights, inner_at, live, column, start, k, ALL: tl.constexpr)
 
 
 @triton.jit
-def load_experts(ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr):
-    """A token's pairs [SLOTS], which of them exist, their experts and their weights.
+def load_experts(
+    ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.constexpr, SKIPS: tl.constexpr
+):
+    """A token's pairs [SLOTS], which of them exist here, their experts and their weights.
 
     Before the wait, and so from L2.
     """
@@ -283,6 +299,9 @@ def load_experts(ids_ptr, routing_ptr, token, TOP_K: tl.constexpr, SLOTS: tl.con
     live = slot < TOP_K
     pair = token * TOP_K + slot
     expert = tl.load(ids_ptr + pair, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    if SKIPS:
+        live = live & (expert >= 0)
+        expert = tl.maximum(expert, 0)
     routing = tl.load(routing_ptr + pair, mask=live, other=0.0, cache_modifier=".cg")
     return pair, live, expert, routing
 

@@ -31,6 +31,7 @@ from modelmill.ops.triton.moe.moe_decode import (
     early_steps,
     gate_constants,
     gate_up_launch_options,
+    load_expert,
     load_experts,
     store_activated,
     store_weighted,
@@ -106,6 +107,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     pdl = gate_up_launch_options(x.device, tokens)
 
     bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
+    skips = inputs.global_num_experts is not None
     tile = GATE_UP_TILE_E2M1 if e2m1 else GATE_UP_TILE
     rows, words, warps = _tile_config(tile, tokens, hidden)
     weight, scale, offset = inputs.gate_up, inputs.gate_up_scale, inputs.gate_up_offset
@@ -120,8 +122,8 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         ),
         sizes, sizes,
         (
-            top_k, e2m1, offset is not None, bias is not None, *gate_constants(inputs), ZERO_POINT,
-            group, hidden % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
+            top_k, e2m1, offset is not None, bias is not None, skips, *gate_constants(inputs),
+            ZERO_POINT, group, hidden % (words * WORD_COLUMNS) == 0, rows, words, pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -143,8 +145,9 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         down_sizes, down_sizes,
         (
             top_k, slots, e2m1, offset is not None, bias is not None, ZERO_POINT,
-            group, shared is not None, inner_size % (words * WORD_COLUMNS) == 0, rows, words,
-            early_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS), pdl["PDL"],
+            group, shared is not None, skips, inner_size % (words * WORD_COLUMNS) == 0, rows,
+            words, early_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS),
+            pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -167,7 +170,7 @@ def _gate_up_kernel(
     x_ptr, weight_ptr, scale_ptr, offset_ptr, bias_ptr, ids_ptr, out_ptr,
     inner, k, blocks, x_stride, groups, runs,
     TOP_K: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SKIPS: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     ZERO: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,7 +179,8 @@ def _gate_up_kernel(
     # rows past the end repeat the last one
     weight_row = tl.minimum(row, inner - 1)
     pdl_wait(PDL)
-    experts = tl.load(ids_ptr + pair).to(tl.int64) + tl.arange(0, 1)
+    expert, columns = load_expert(ids_ptr, pair, k, SKIPS)
+    experts = expert + tl.arange(0, 1)
     x_at = x_ptr + (pair // TOP_K + tl.arange(0, 1)) * x_stride
     inside = tl.arange(0, 1) == 0
     weight_at = weight_ptr + experts * (2 * inner * runs * 4)
@@ -184,7 +188,7 @@ def _gate_up_kernel(
     offset_at = offset_ptr + experts * (2 * inner * groups)
     gates = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
     ups = tl.zeros([BLOCK_N, 1, WORDS // 4], tl.float32)
-    for start in range(0, k // 8, WORDS):
+    for start in range(0, columns // 8, WORDS):
         x = _load_x(x_at, inside, start, k, E2M1, EVEN, WORDS)
         weights = _load_weights(
             weight_at, scale_at, offset_at, weight_row, inside, start, k, groups, runs,
@@ -198,7 +202,6 @@ def _gate_up_kernel(
         ups += _products(x, weights, E2M1, OFFSET, ZERO)
     gate = tl.sum(tl.reshape(gates, [BLOCK_N, WORDS // 4]), axis=1)
     up = tl.sum(tl.reshape(ups, [BLOCK_N, WORDS // 4]), axis=1)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
     store_activated(
         out_ptr, bias_ptr, gate, up, expert, pair, row, weight_row, inner, BIAS, GATE, ALPHA, LIMIT
     )
@@ -210,14 +213,15 @@ def _down_kernel(
     out_ptr, n, k, groups, runs,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr,
     BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
+    SKIPS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    ALL: tl.constexpr = EVEN and SLOTS == TOP_K
+    ALL: tl.constexpr = EVEN and SLOTS == TOP_K and not SKIPS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(row, n - 1)
     token = tl.program_id(1).to(tl.int64)
-    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS)
+    pair, live, expert, routing = load_experts(ids_ptr, routing_ptr, token, TOP_K, SLOTS, SKIPS)
     weight_at = weight_ptr + expert * (n * runs * 4)
     scale_at = scale_ptr + expert * (n * groups)
     offset_at = offset_ptr + expert * (n * groups)
