@@ -272,6 +272,9 @@ def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSiz
 
 
 def _check_supported(core: EngineCore) -> None:
+    memory = core.model_runner.memory
+    if memory is not None and memory.is_asleep:
+        raise UsageError("the engine sleeps; wake it up first")
     has_cache = core.model_runner.kv.tensors or core.model_runner.states is not None
     if not has_cache or not core.config.enable_prefix_caching:
         raise UsageError("this engine has no prefix cache to save sessions from")

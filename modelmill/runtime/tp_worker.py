@@ -27,6 +27,7 @@ from modelmill.runtime.batch import Packer
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.session_ranks import run_session_command
+from modelmill.runtime.sleep_mode import run_sleep_command
 from modelmill.runtime.tp_workers import (
     COPY,
     COPY_STATE,
@@ -34,6 +35,7 @@ from modelmill.runtime.tp_workers import (
     HEADER_BYTES,
     PING,
     SESSION_COMMANDS,
+    SLEEP_COMMANDS,
     StepCommand,
 )
 
@@ -98,6 +100,8 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
             return
         if command.command == PING:
             _send(connection, {"alive": True})
+        elif command.command in SLEEP_COMMANDS:
+            run_sleep_command(runner, command.command)
         elif command.command in (COPY, COPY_STATE, *SESSION_COMMANDS):
             words = np.empty(command.num_words, dtype=np.int64)
             if not _receive_into(connection, words.data.cast("B")):
