@@ -181,6 +181,7 @@ class RunConfig:
         False,
         "let the engine sleep: weights go to pinned host memory, the KV cache is dropped, and "
         "waking up needs no load and no new CUDA graphs",
+        python_only=True,
     )
     threads: int | None = option(
         None, "CPU threads; default: the physical cores that this process may use"

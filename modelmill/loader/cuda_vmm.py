@@ -80,7 +80,7 @@ class CudaDriver:
             )
         except RuntimeError as error:
             raise MissingDependency(
-                f"--enable-sleep-mode needs a GPU with virtual memory management: {error}"
+                f"sleep mode needs a GPU with virtual memory management: {error}"
             ) from None
         self.granularity = granularity.value
 
@@ -171,4 +171,4 @@ def _libcuda() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise MissingDependency(f"--enable-sleep-mode needs NVIDIA's driver: {error}") from None
+        raise MissingDependency(f"sleep mode needs NVIDIA's driver: {error}") from None

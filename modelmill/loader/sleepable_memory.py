@@ -64,7 +64,7 @@ class HostRegion(MemoryRegion):
 
     def __init__(self, nbytes: int) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):
-            raise UsageError("--enable-sleep-mode on a CPU needs Linux")
+            raise UsageError("sleep mode on a CPU needs Linux")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)[:nbytes]

@@ -39,7 +39,7 @@ def sleep(core: EngineCore) -> SleepReport:
     """Offload the weights and drop the KV cache; calling it again does nothing.
 
     Args:
-        core: with ``--enable-sleep-mode``.
+        core: with ``enable_sleep_mode``.
 
     Raises:
         UsageError: the engine core is without sleep mode, or has requests.
@@ -47,6 +47,8 @@ def sleep(core: EngineCore) -> SleepReport:
         RankError: another rank has ended.
     """
     memory = _sleepable(core)
+    while core.has_work and not core.output_processor.live_sequences:
+        core.step()  # one that was launched ahead in vain
     if core.has_work:
         raise UsageError("the engine has requests; it can sleep once they have ended")
     started = time.perf_counter()
@@ -82,7 +84,7 @@ def run_sleep_command(runner: ModelRunner, command: str) -> None:
 
 def _sleepable(core: EngineCore) -> SleepableMemory:
     if core.model_runner.memory is None:
-        raise UsageError("the engine was opened without sleep mode; give --enable-sleep-mode")
+        raise UsageError("the engine was opened without sleep mode; give enable_sleep_mode")
     return core.model_runner.memory
 
 

@@ -4,7 +4,7 @@ import { call, Refused } from "./api.js";
 import { openSettings } from "./settings.js";
 
 const STAGES = { starting: "starting", checking: "checking its files", loading: "reading its weights", "warming up": "warming up" };
-const SUFFIXES = { unloaded: "not loaded", loading: "loading", unloading: "being unloaded" };
+const SUFFIXES = { unloaded: "not loaded", loading: "loading", sleeping: "sleeping", unloading: "being unloaded" };
 const SOON_MS = 400;
 const LATER_MS = 1500;
 
