@@ -28,7 +28,7 @@ from modelmill.core.options import (
     describe_options,
 )
 from modelmill.core.progress import Progress
-from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -39,7 +39,6 @@ from modelmill.progress import show_progress
 from modelmill.request_state import RequestState
 from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.sleep_mode import SleepReport
 from modelmill.text_processor import (
     Messages,
     Prompt,

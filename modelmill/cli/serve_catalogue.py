@@ -70,7 +70,10 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
             raise UsageError("--sleep-memory is for --models-dir or --catalogue")
         return []
     if args.ray:
-        raise UsageError("--ray serves engines that stay loaded; leave out the catalogue")
+        raise UsageError(
+            "--ray serves engines that stay loaded: each replica would load others, and the router "
+            "could not tell which; leave out the catalogue, or serve it without --ray"
+        )
     if args.sleep_memory is not None and args.sleep_memory < 1:
         raise UsageError(f"--sleep-memory must be at least 1, not {args.sleep_memory}")
     if args.memory_budget is not None and args.memory_budget < 1:

@@ -8,31 +8,15 @@ captured again. With several ranks each offloads its own shard.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
 from modelmill.core.errors import CapacityError, UsageError
+from modelmill.core.types import SleepReport
 from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
 from modelmill.runtime.tp_workers import SLEEP, WAKE_UP, StepCommand
-
-
-@dataclass(frozen=True)
-class SleepReport:
-    """What going to sleep, or waking up, took.
-
-    Attributes:
-        seconds: until all ranks were done.
-        host_bytes: that the weights of all ranks take while the engine sleeps; 0 when it is awake.
-        device_bytes: of the GPUs that are still taken: step buffers and CUDA graphs, not the CUDA
-            contexts; 0 on a CPU.
-    """
-
-    seconds: float
-    host_bytes: int
-    device_bytes: int
 
 
 def sleep(core: EngineCore) -> SleepReport:

@@ -6,6 +6,7 @@ shows is marked ``gpu``.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
+from modelmill.core.types import SamplingParams
 from modelmill.llm import LLM, build_engine
 from modelmill.loader import sleepable_memory
 from modelmill.loader.reachable_tensors import reachable_tensors
@@ -163,6 +166,27 @@ def test_the_python_api_sleeps(tmp_path: Path) -> None:
         assert llm.wake_up().host_bytes == 0
     with LLM(engine, device="cpu", kv_cache_bytes=1 << 21) as llm, pytest.raises(UsageError):
         llm.sleep()
+
+
+def test_the_asyncio_api_sleeps(tmp_path: Path) -> None:
+    engine = build(tmp_path, "llama", "none")
+    options: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1 << 21}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+
+    async def main() -> None:
+        async with AsyncLLM(engine, enable_sleep_mode=True, **options) as llm:
+            before = await llm.generate(prompt, params)
+            assert (await llm.sleep()).host_bytes > 0
+            with pytest.raises(RequestError, match="the engine sleeps"):
+                await llm.generate(prompt, params)
+            assert (await llm.wake_up()).host_bytes == 0
+            after = await llm.generate(prompt, params)
+            assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        with pytest.raises(UsageError, match="is closed"):
+            await llm.sleep()
+
+    asyncio.run(main())
 
 
 @pytest.fixture

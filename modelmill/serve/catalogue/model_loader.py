@@ -252,8 +252,8 @@ class ModelLoader:
         try:
             await instance.engine.wake_up()
         except ModelmillError as error:
-            data = {"model": model.name, "reason": str(error)}
-            _log.warning("model does not wake up", extra={"data": data})
+            reason = {"model": model.name, "reason": str(error)}
+            _log.warning("model does not wake up", extra={"data": reason})
             await self.unload(model, "memory")
             return
         seconds = time.perf_counter() - started
@@ -273,8 +273,8 @@ class ModelLoader:
         try:
             reply = await engine.sleep()
         except ModelmillError as error:
-            data = {"model": model.name, "reason": str(error)}
-            _log.warning("model does not sleep", extra={"data": data})
+            reason = {"model": model.name, "reason": str(error)}
+            _log.warning("model does not sleep", extra={"data": reason})
             return False
         instance.set_bytes(reply.device_bytes, reply.host_bytes)
         instance.set_draining(model.unloading is not None)
