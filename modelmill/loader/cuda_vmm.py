@@ -53,7 +53,8 @@ class _AccessDescription(ctypes.Structure):
 class CudaDriver:
     """The functions of the driver that virtual memory needs, for one device.
 
-    The device's context must be current on the calling thread, as after any call of torch.
+    It is made on a thread where the device's context is current, as after any call of torch;
+    another thread calls ``make_current`` before the other methods.
     """
 
     def __init__(self, device_index: int, library: Any = None) -> None:
@@ -70,6 +71,8 @@ class CudaDriver:
         location = _Location(_ON_DEVICE, device_index)
         self._properties = _AllocationProperties(type=_PINNED, location=location)
         self._access = _AccessDescription(location, _READ_WRITE)
+        self._context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
         granularity = ctypes.c_size_t()
         try:
             self._call(
@@ -83,6 +86,10 @@ class CudaDriver:
                 f"sleep mode needs a GPU with virtual memory management: {error}"
             ) from None
         self.granularity = granularity.value
+
+    def make_current(self) -> None:
+        """Use the device's context on this thread."""
+        self._call("cuCtxSetCurrent", self._context)
 
     def reserve(self, nbytes: int) -> int:
         """Reserve addresses without memory; returns the first."""

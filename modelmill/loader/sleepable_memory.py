@@ -120,7 +120,8 @@ class _MappedRange:
             self.mapped = first
 
     def close(self) -> None:
-        """Give memory and addresses back."""
+        """Give memory and addresses back; a garbage collector calls it on any thread."""
+        self.driver.make_current()
         self.unmap()
         self.driver.free(self.address, self.nbytes)
 
@@ -254,6 +255,8 @@ class SleepableMemory:
         Raises:
             CapacityError: the host has not so much left; nothing was given back.
         """
+        if self._driver is not None:
+            self._driver.make_current()
         self.host_bytes = sum([region.offload() for region in self._weights])
         for region in self._caches:
             region.drop()
@@ -268,6 +271,7 @@ class SleepableMemory:
             CapacityError: the GPU has not so much left.
         """
         if self._driver is not None:
+            self._driver.make_current()
             torch.cuda.empty_cache()
         for region in self._weights:
             region.restore()

@@ -21,6 +21,7 @@ from modelmill.loader.sleepable_memory import CudaRegion, HostRegion, MemoryRegi
 
 UNIT = 4096
 CHUNK = 2 * UNIT
+CONTEXT = 0x1234
 GARBAGE = 0xA5
 """What memory holds that was just mapped."""
 
@@ -52,6 +53,12 @@ class FakeLibrary:
         assert ctypes.sizeof(properties._obj) == 32
         assert option.value == 0
         out._obj.value = UNIT
+
+    def do_cuCtxGetCurrent(self, out: Any) -> None:
+        out._obj.value = CONTEXT
+
+    def do_cuCtxSetCurrent(self, context: Any) -> None:
+        assert context.value == CONTEXT
 
     def do_cuMemAddressReserve(
         self, out: Any, size: Any, alignment: Any, hint: Any, flags: Any

@@ -62,11 +62,12 @@ function show({ status, engines }) {
 
 function showState(card) {
   const state = stateOf(card);
-  if (state === "unloaded") {
-    banner(`${card.id} is not loaded.`);
+  if (state === "unloaded" || state === "sleeping") {
+    const word = state === "sleeping" ? "Wake up" : "Load";
+    banner(state === "sleeping" ? `${card.id} is sleeping.` : `${card.id} is not loaded.`);
     $("load").hidden = false;
-    $("load").textContent = "Load";
-    $("load").setAttribute("aria-label", `Load ${card.id}`);
+    $("load").textContent = word;
+    $("load").setAttribute("aria-label", `${word} ${card.id}`);
     return;
   }
   const percent = Number.isFinite(card.progress) ? ` ${Math.round(100 * card.progress)} %` : " …";
