@@ -57,8 +57,10 @@ from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 ROUNDS, PROMPT = 15, 512
 
 
-def random_model(shape: str, weight_format: str = "dense", *, head: bool = False) -> nn.Module:
-    """Build a model of a ``make_checkpoint`` shape on the GPU with random weights.
+def random_model(
+    shape: str, weight_format: str = "dense", *, head: bool = False, device: str = "cuda"
+) -> nn.Module:
+    """Build a model of a ``make_checkpoint`` shape with random weights, on the GPU by default.
 
     weight_format: one of ``WEIGHT_FORMATS``.
 
@@ -75,7 +77,7 @@ def random_model(shape: str, weight_format: str = "dense", *, head: bool = False
         model,
         dict.fromkeys(linears, weight_quantizer(weight_format)),
         getattr(torch, str(raw["torch_dtype"])),
-        "cuda",
+        device,
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -15,7 +16,7 @@ import numpy as np
 
 from modelmill.core.errors import ModelmillError
 from modelmill.core.options import check_option_names, show_signature_of
-from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
 from modelmill.llm import LLM, LLMOptions
 from modelmill.opened_engine import closed_error
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
@@ -111,6 +112,30 @@ class AsyncLLM:
             async for _ in deltas:
                 pass
         return state.output
+
+    async def sleep(self) -> SleepReport:
+        """Give the engine's memory back, as ``LLM.sleep``; no request may run."""
+        return await self._on_engine_thread(self.llm.sleep)
+
+    async def wake_up(self) -> SleepReport:
+        """Take the memory again, as ``LLM.wake_up``."""
+        return await self._on_engine_thread(self.llm.wake_up)
+
+    async def _on_engine_thread(self, call: Callable[[], SleepReport]) -> SleepReport:
+        """Call between two steps. Raises what ``call`` raises."""
+        done: Future[SleepReport] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        with self._close_lock:  # a command queued after close() would never be read
+            if self._closed or not self._thread.is_alive():
+                raise closed_error(self, self.llm.path)
+            self._commands.put(run)
+        return await asyncio.wrap_future(done)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are ignored."""

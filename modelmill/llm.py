@@ -28,7 +28,7 @@ from modelmill.core.options import (
     describe_options,
 )
 from modelmill.core.progress import Progress
-from modelmill.core.types import POOL_MEAN, SamplingParams
+from modelmill.core.types import POOL_MEAN, SamplingParams, SleepReport
 from modelmill.loader.device import compile_cpu_kernels
 from modelmill.opened_engine import (
     OpenedEngine,
@@ -37,6 +37,7 @@ from modelmill.opened_engine import (
 from modelmill.outputs import OutputDelta, RequestOutput, stack_embeddings
 from modelmill.progress import show_progress
 from modelmill.request_state import RequestState
+from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.text_processor import (
     Messages,
@@ -152,6 +153,26 @@ class LLM(OpenedEngine[EngineCore]):
         core, self._opened = self._opened, None
         if core is not None:
             core.close()
+
+    def sleep(self) -> SleepReport:
+        """Move the weights to host memory and drop the KV cache, until ``wake_up``.
+
+        The engine was opened with ``enable_sleep_mode=True``. Calls meanwhile raise RequestError.
+
+        Raises:
+            UsageError: it was not, or a stream is open.
+            CapacityError: the host has not enough memory; the engine goes on.
+        """
+        return sleep_mode.sleep(self.engine_core)
+
+    def wake_up(self) -> SleepReport:
+        """Move the weights back; CUDA graphs stay valid, the prefix cache is empty.
+
+        Raises:
+            UsageError: the engine was opened without sleep mode.
+            CapacityError: the GPU has not enough memory now; the engine still sleeps.
+        """
+        return sleep_mode.wake_up(self.engine_core)
 
     def __repr__(self) -> str:
         if self._opened is None:

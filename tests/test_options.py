@@ -31,6 +31,8 @@ CALLS: dict[str, Callable[[LLM], Any]] = {
     "generate nothing": lambda llm: llm.generate([]),
     "chat": lambda llm: llm.chat([{"role": "user", "content": "Once"}], GREEDY),
     "stream": lambda llm: list(llm.stream("Once", GREEDY)),
+    "sleep": lambda llm: llm.sleep(),
+    "wake_up": lambda llm: llm.wake_up(),
     "embed": lambda llm: llm.embed("Once"),
     "request": lambda llm: llm.request("Once"),
     "chat_request": lambda llm: llm.chat_request([{"role": "user", "content": "Once"}], None),

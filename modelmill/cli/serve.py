@@ -67,6 +67,12 @@ class Args(CommonArgs):
         "at the start",
         is_bytes=True,
     )
+    sleep_memory: int | None = option(
+        None,
+        "with a catalogue: bytes of host memory for the weights of engines that sleep where they "
+        "would be unloaded for others' sake, as 64GiB; they wake up in less time than a load takes",
+        is_bytes=True,
+    )
     keep_alive: str = option(
         "5m", "how long an unused engine of the catalogue stays loaded; 0: not at all, -1: always"
     )

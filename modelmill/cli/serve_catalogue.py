@@ -66,9 +66,16 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
     if not entries:
         if args.memory_budget is not None:
             raise UsageError("--memory-budget is for --models-dir or --catalogue")
+        if args.sleep_memory is not None:
+            raise UsageError("--sleep-memory is for --models-dir or --catalogue")
         return []
     if args.ray:
-        raise UsageError("--ray serves engines that stay loaded; leave out the catalogue")
+        raise UsageError(
+            "--ray serves engines that stay loaded: each replica would load others, and the router "
+            "could not tell which; leave out the catalogue, or serve it without --ray"
+        )
+    if args.sleep_memory is not None and args.sleep_memory < 1:
+        raise UsageError(f"--sleep-memory must be at least 1, not {args.sleep_memory}")
     if args.memory_budget is not None and args.memory_budget < 1:
         raise UsageError(f"--memory-budget must be at least 1, not {args.memory_budget}")
     check_names(entries, used_names)
@@ -108,7 +115,7 @@ def make_manager(
     def fixed_bytes() -> int:
         return sum(weights + engine.cache_bytes for engine, weights in always_loaded)
 
-    loader = ModelLoader(budget, fixed_bytes=fixed_bytes)
+    loader = ModelLoader(budget, fixed_bytes=fixed_bytes, sleep_bytes=args.sleep_memory or 0)
     manager = ModelManager(
         [make.model(entry) for entry in entries],
         loader,
@@ -204,6 +211,7 @@ class _ModelFactory:
         return max(min(cache_bytes, self._budget - manifest.weight_bytes), 1)
 
     def _open_message(self, entry: CatalogueEntry, manifest: Manifest) -> OpenEngine:
+        from modelmill.serve.segment_messages import SEGMENTATION
         from modelmill.serve.worker_messages import OpenEngine
 
         args = self._args
@@ -213,6 +221,8 @@ class _ModelFactory:
             run = replace(run, kv_cache_bytes=None)
         elif entry.kv_cache_bytes is not None:
             run = replace(run, kv_cache_bytes=entry.kv_cache_bytes)
+        if args.sleep_memory is not None and manifest.engine_type != SEGMENTATION:
+            run = replace(run, enable_sleep_mode=True)
         return OpenEngine(
             str(entry.path), {}, non_default_fields(run), args.warm_up, args.chat_template,
             image_cache_bytes=args.image_cache_bytes, max_pixels=args.max_image_pixels,

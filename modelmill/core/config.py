@@ -181,6 +181,12 @@ class RunConfig:
     page_size: int = option(16, "tokens per KV page", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt prefixes")
     cuda_graphs: bool = option(True, "replay decode steps and short prompts as CUDA graphs")
+    enable_sleep_mode: bool = option(
+        False,
+        "let the engine sleep: weights go to pinned host memory, the KV cache is dropped, and "
+        "waking up needs no load and no new CUDA graphs",
+        python_only=True,
+    )
     threads: int | None = option(
         None, "CPU threads; default: the physical cores that this process may use"
     )
@@ -254,6 +260,7 @@ def _check_types(config: RunConfig) -> None:
         "enable_prefix_caching": (bool, "true or false"),
         "enable_expert_parallel": (bool, "true or false"),
         "cuda_graphs": (bool, "true or false"),
+        "enable_sleep_mode": (bool, "true or false"),
         "kernels": (Mapping, "OP=VARIANT pairs, a dict"),
     }
     for name, (cls, description) in expected_types.items():

@@ -38,6 +38,7 @@ class RunOptions(TypedDict, total=False):
     page_size: int
     enable_prefix_caching: bool
     cuda_graphs: bool
+    enable_sleep_mode: bool
     threads: int | None
     kernels: Mapping[str, str]
     seed: int

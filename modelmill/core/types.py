@@ -429,3 +429,19 @@ def _check_number(
     if value < low or value > high or (open_low and value == low):
         valid = f"above {low:g} and at most" if open_low else f"between {low:g} and"
         raise RequestError(f"{name} must be {valid} {high:g}, not {quote(value, 60)}")
+
+
+@dataclass(frozen=True)
+class SleepReport:
+    """What going to sleep, or waking up, took.
+
+    Attributes:
+        seconds: until all ranks were done.
+        host_bytes: that the weights of all ranks take while the engine sleeps; 0 when it is awake.
+        device_bytes: of the GPUs that are still taken: step buffers and CUDA graphs, not the CUDA
+            contexts; 0 on a CPU.
+    """
+
+    seconds: float
+    host_bytes: int
+    device_bytes: int

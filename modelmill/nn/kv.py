@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -28,6 +28,8 @@ import torch
 
 from modelmill.core.page_groups import PageGroup, page_places, plan_page_groups
 
+Zeros = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
+"""Allocates zeros of a size and dtype on a device."""
 QUANTIZED_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _SCALE_DTYPE = torch.float32
 
@@ -185,25 +187,33 @@ class KVCache:
 
     @staticmethod
     def allocate(
-        shape: KVShape, pages: int, page_size: int, dtype: torch.dtype, device: str
+        shape: KVShape,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        zeros: Zeros | None = None,
     ) -> KVCache:
         """Zeroed pages, so that nothing reads uninitialized memory.
 
-        In RAM they are backed once they are written.
+        In RAM they are backed once they are written. ``zeros`` allocates; None:
+        ``zeros_without_writing``.
         """
+        allocate = zeros_without_writing if zeros is None else zeros
         quantized = dtype in QUANTIZED_KV_DTYPES.values()
         sides = range(1 if shape.shares_values else 2)
 
-        def zeros(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return zeros_without_writing(size, dtype, device)
-
         rooms = [
-            [zeros((pages, heads, page_size, dim), dtype) for heads, dim in shape.page_sizes]
+            [
+                allocate((pages, heads, page_size, dim), dtype, device)
+                for heads, dim in shape.page_sizes
+            ]
             for _ in sides
         ]
         scales = [
             {
-                key: zeros((pages, heads, page_size), _SCALE_DTYPE)
+                key: allocate((pages, heads, page_size), _SCALE_DTYPE, device)
                 for key, heads in (shape.scale_heads.items() if quantized else ())
             }
             for _ in sides

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmill.nn.kv import zeros_without_writing
+from modelmill.nn.kv import Zeros, zeros_without_writing
 from modelmill.ops.state_rows import StateRows
 
 _ALIGNMENT = 64  # bytes: each state starts at a cache line
@@ -81,11 +81,16 @@ class RecurrentStateCache:
 
     @staticmethod
     def allocate(
-        shape: StateShape, slots: int, dtype: torch.dtype, device: str
+        shape: StateShape,
+        slots: int,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        zeros: Zeros = zeros_without_writing,
     ) -> RecurrentStateCache:
-        """Zeroed slots; in RAM they are backed once they are written."""
+        """Zeroed slots, of ``zeros``; in RAM they are backed once they are written."""
         offsets = shape.offsets(dtype)
-        buffer = zeros_without_writing((slots, offsets[-1]), torch.uint8, device)
+        buffer = zeros((slots, offsets[-1]), torch.uint8, device)
         states = []
         for state, first in zip(shape.states, offsets, strict=False):
             part = buffer[:, first : first + state.nbytes(dtype)].view(state.dtype or dtype)

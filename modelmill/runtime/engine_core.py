@@ -24,14 +24,16 @@ from modelmill.artifact.manifest import check_engine_type
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.artifact.verify import verify
 from modelmill.core.config import RunConfig
+from modelmill.core.errors import RequestError
 from modelmill.core.types import FinishReason, Request, Stats, TokenOutput
 from modelmill.loader import capacity
 from modelmill.loader.device import pick_device, rank_devices, use_threads
 from modelmill.loader.model_loader import build_rank_model, load_model
+from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
-from modelmill.nn.kv import KVCache, kv_cache_dtype
+from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, zeros_without_writing
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
@@ -113,8 +115,7 @@ class EngineCore:
         cuda = self.device.startswith("cuda")
         width = -(-self.max_model_len // self.page_size)
         self.scheduler = self._make_scheduler(width)
-        kv = self._allocate_pages()
-        states, padding = self._allocate_states()
+        memory, kv, states, padding = self._allocate_caches()
         packer = Packer(self.scheduler.tables, self.page_size, self.device, padding)
         self.vision_runner = VisionEncoderRunner(
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
@@ -135,6 +136,7 @@ class EngineCore:
             graph_limits=cuda_graphs.graph_limits(config, width, tp_group) if cuda else None,
             keep_last_ids=self._overlap or cuda,
             states=states,
+            memory=memory,
         )
         self.output_processor = OutputProcessor(self.scheduler, self.sampler)
         self._finalizer = _finalizer(self, tp_workers)
@@ -196,18 +198,29 @@ class EngineCore:
         pool = PagePool(self.num_pages, max_idle_pages, len(limits.windows))
         return Scheduler(limits, pool, width, states)
 
-    def _allocate_pages(self) -> KVCache:
-        """The KV pages, one more than the pool has: kernels write the padding rows there."""
-        count = self.num_pages + 1
-        return KVCache.allocate(self.kv_shape, count, self.page_size, self.kv_dtype, self.device)
+    def _allocate_caches(
+        self,
+    ) -> tuple[SleepableMemory | None, KVCache, RecurrentStateCache | None, int | None]:
+        """The memory that sleeps, if any, the KV pages, the states and their padding slot."""
+        memory = SleepableMemory(self.device) if self.config.enable_sleep_mode else None
+        zeros = zeros_without_writing if memory is None else memory.zeros
+        return memory, self._allocate_pages(zeros), *self._allocate_states(zeros)
 
-    def _allocate_states(self) -> tuple[RecurrentStateCache | None, int | None]:
+    def _allocate_pages(self, zeros: Zeros) -> KVCache:
+        """The KV pages, one more than the pool has: kernels write the padding rows there."""
+        count, dtype = self.num_pages + 1, self.kv_dtype
+        return KVCache.allocate(
+            self.kv_shape, count, self.page_size, dtype, self.device, zeros=zeros
+        )
+
+    def _allocate_states(self, zeros: Zeros) -> tuple[RecurrentStateCache | None, int | None]:
         """The recurrent states of all slots, and the padding slot; None without any."""
         if self.state_capacity is None:
             return None, None
         slots = self.state_capacity.slots
         shape = model_state_shape(self.model)
-        return RecurrentStateCache.allocate(shape, slots, self.dtype, self.device), slots - 1
+        cache = RecurrentStateCache.allocate(shape, slots, self.dtype, self.device, zeros=zeros)
+        return cache, slots - 1
 
     @classmethod
     def open(cls, engine: Path | Artifact, config: RunConfig | None = None) -> EngineCore:
@@ -319,8 +332,9 @@ class EngineCore:
                 output.
 
         Raises:
-            RequestError: It can never be served.
+            RequestError: It can never be served, or the engine sleeps.
         """
+        self._check_awake()
         self.input_processor.add(request, make_guide)
 
     def add_all(self, requests: Iterable[Request], make_guide: MakeGuide | None = None) -> None:
@@ -337,7 +351,13 @@ class EngineCore:
             RequestError: One of them can never be served; those before it in this order stay
                 queued.
         """
+        self._check_awake()
         self.input_processor.add_all(requests, make_guide)
+
+    def _check_awake(self) -> None:
+        memory = self.model_runner.memory
+        if memory is not None and memory.is_asleep:
+            raise RequestError("the engine sleeps; wake it up first")
 
     def abort(self, request_id: str) -> None:
         """End a request now; the next step returns ABORT for each of its sequences.

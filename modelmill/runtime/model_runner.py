@@ -19,6 +19,7 @@ from torch import nn
 
 from modelmill.core import log
 from modelmill.core.errors import UsageError
+from modelmill.loader.sleepable_memory import SleepableMemory
 from modelmill.nn.forward_hooks import PostHook, PreHook, attach_forward_hooks
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
@@ -75,6 +76,7 @@ class ModelRunner:
         graph_limits: GraphLimits | None = None,
         keep_last_ids: bool = False,
         states: RecurrentStateCache | None = None,
+        memory: SleepableMemory | None = None,
     ) -> None:
         """Make a runner that is ready for steps; graphs are captured at first use.
 
@@ -90,6 +92,8 @@ class ModelRunner:
             graph_limits: None: no CUDA graphs.
             keep_last_ids: Whether a step may use ids that the host has not read yet.
             states: Recurrent states of all slots; None for a model that keeps none.
+            memory: Where the engine can give the memory of weights and KV cache back; the weights
+                are moved there. None: it cannot sleep.
         """
         self.tp_group = tp_group
         self.tp_workers = tp_workers
@@ -102,6 +106,9 @@ class ModelRunner:
         self.last_ids = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self.hooked = False
         self.fused_model = fuse(model)
+        self.memory = memory
+        if memory is not None:
+            memory.adopt([model, self.fused_model])
         self.keep_last_ids = keep_last_ids
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -158,6 +165,8 @@ class ModelRunner:
         return logits, x[rest:]
 
     def _step(self, batch: PackedBatch) -> Step:
+        if self.memory is not None and self.memory.is_asleep:
+            raise UsageError("the engine sleeps; wake it up first")
         views = batch.views
         ids = views.ids
         if batch.uses_last_ids:

@@ -321,6 +321,12 @@ class Scheduler:
                 else AdaptiveChunk(chunk, max_tokens)
             )
 
+    def clear_prefix_cache(self) -> None:
+        """Forget all cached prefixes, while no sequence runs."""
+        self.pool.clear()
+        if self.states is not None:
+            self.states.clear()
+
     def observe_step(self, schedule: Schedule, seconds: float) -> None:
         """Report the duration of a step, which the size of the next chunks follows."""
         if self.adaptive_chunk is None:

@@ -88,17 +88,36 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
         raise _inconsistent()
     (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
     header = _header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
+    _check_ranks(_num_ranks(header), _num_ranks(layout))
     for key, what in (
         ("engine", "engine"),
         ("page_size", "page size"),
         ("windows", "version or --max-model-len, so that its layers share other pages"),
         ("tensors", "KV dtype"),
+        ("rank_page_bytes", "division of the KV heads among ranks"),
         ("states", "dtype of the recurrent state"),
         ("state_bytes", "layout of the recurrent state"),
     ):
         if header.get(key) != layout.get(key):
             raise UsageError(f"the session was saved with another {what}; it cannot be restored")
     return _pages(header, content[start + length :], layout)
+
+
+def _num_ranks(layout: Mapping[str, Any]) -> int:
+    """Ranks of a layout, or of a header, which may be forged."""
+    sizes = layout.get("rank_page_bytes", [0])
+    if not isinstance(sizes, list) or not sizes:
+        raise _inconsistent()
+    return len(sizes)
+
+
+def _check_ranks(saved: int, current: int) -> None:
+    """Raise UsageError if a session of so many ranks is not for this engine core."""
+    if saved != current:
+        raise UsageError(
+            f"the session was saved with --tp {saved} and the engine runs with --tp {current}; "
+            f"serve it with --tp {saved} to restore it"
+        )
 
 
 def _header(text: bytes) -> dict[str, Any]:
@@ -112,13 +131,15 @@ def _header(text: bytes) -> dict[str, Any]:
 
 
 def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any]) -> SessionPages:
-    """Cut the body into the pages of each tensor."""
+    """Cut the body into the pages of each tensor, or of each rank."""
     tokens, count = header.get("tokens"), header.get("pages")
     if not isinstance(tokens, list) or type(count) is not int or count < 1:
         raise _inconsistent()
     if not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in tokens):
         raise _inconsistent()
-    sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
+    sizes = layout.get("rank_page_bytes")
+    if sizes is None:
+        sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
     state_bytes = layout.get("state_bytes", 0)
     whole = len(tokens) % layout["page_size"] == 0
     places = _session_pages(tokens, layout)

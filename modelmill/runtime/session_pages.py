@@ -18,6 +18,14 @@ from modelmill.core.types import EmbeddingSpan
 from modelmill.core.window_pages import first_page_in_use
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.kv_pages import group_key, resumable_pages
+from modelmill.runtime.session_ranks import (
+    RankSizes,
+    gather_pages,
+    gather_sizes,
+    gather_state,
+    scatter_pages,
+    scatter_state,
+)
 
 Windows = tuple[int | None, ...]
 
@@ -29,9 +37,10 @@ class SessionPages:
     Attributes:
         tokens: of the prefix; they fill the pages.
         data: of each tensor of the KV cache [pages, bytes of a page] uint8; the pages of one page
-            group after another, as of ``saved_pages``.
-        state: recurrent state behind the last token [bytes of a slot] uint8; None: the model has
-            none.
+            group after another, as of ``saved_pages``. Of several ranks: of each rank, with its
+            tensors side by side.
+        state: recurrent state behind the last token [bytes of a slot] uint8, of one rank after
+            another; None: the model has none.
         spans: ranges of tokens whose embeddings come from images, without the images.
     """
 
@@ -48,8 +57,11 @@ class SessionPages:
 
 
 def session_layout(core: EngineCore) -> dict[str, Any]:
-    """What an engine core must have in common with the one that saved a session."""
-    layout = {
+    """What an engine core must have in common with the one that saved a session.
+
+    With several ranks it asks all of them for their sizes, between two steps.
+    """
+    layout: dict[str, Any] = {
         "engine": core.digest,
         "page_size": core.page_size,
         "tensors": [
@@ -63,8 +75,21 @@ def session_layout(core: EngineCore) -> dict[str, Any]:
             [list(each.shape[1:]), str(each.dtype).removeprefix("torch.")] for each in states.states
         ]
         layout["state_bytes"] = states.buffer.shape[1]
+    sizes = _rank_sizes(core)
+    if sizes is not None:
+        layout["rank_page_bytes"] = list(sizes.page_bytes)
+        if states is not None:
+            layout["state_bytes"] = sum(sizes.state_bytes)
     windows = _group_windows(core)
     return layout if windows == (None,) else {**layout, "windows": list(windows)}
+
+
+def _rank_sizes(core: EngineCore) -> RankSizes | None:
+    """The sizes of all ranks; None: there is one."""
+    if core.model_runner.tp_group.size == 1:
+        return None
+    with core.model_runner.guard_ranks():
+        return gather_sizes(core.model_runner)
 
 
 def _group_windows(core: EngineCore) -> Windows:
@@ -102,7 +127,8 @@ def export_session(
         spans: ranges of the prompt whose embeddings come from images.
 
     Raises:
-        UsageError: the engine has no prefix cache or several ranks, or nothing is cached.
+        UsageError: the engine has no prefix cache, or nothing is cached.
+        RankError: another rank has ended.
         CapacityError: the copy would be larger than ``max_bytes``.
     """
     _check_supported(core)
@@ -116,18 +142,37 @@ def export_session(
         raise UsageError(
             f"the session has no full page of {core.page_size} tokens in the prefix cache"
         )
-    state = _copy_state(core, keys[count - 1])
-    nbytes = len(pages) * core.page_bytes + (0 if state is None else state.nbytes)
+    sizes = _rank_sizes(core)
+    nbytes = _session_bytes(core, len(pages), sizes)
     if nbytes > max_bytes:
         raise CapacityError(
             f"the session takes {format_bytes(nbytes)}, and --session-bytes leaves "
             f"{format_bytes(max(max_bytes, 0))}; delete saved sessions"
         )
-    index = torch.tensor(pages, device=core.device)
-    data = tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
+    state = _copy_state(core, keys[count - 1], sizes)
+    data = _copy_pages(core, pages, sizes)
     end = count * core.page_size
     inside = tuple(replace(each, handle=None) for each in spans if each.position < end)
     return SessionPages(tuple(tokens[:end]), data, state, inside)
+
+
+def _session_bytes(core: EngineCore, pages: int, sizes: RankSizes | None) -> int:
+    """Bytes of so many pages, and of the state behind them, over all ranks."""
+    if sizes is not None:
+        return pages * sum(sizes.page_bytes) + sum(sizes.state_bytes)
+    states = core.model_runner.states
+    return pages * core.page_bytes + (0 if states is None else states.buffer.shape[1])
+
+
+def _copy_pages(
+    core: EngineCore, pages: list[int], sizes: RankSizes | None
+) -> tuple[np.ndarray, ...]:
+    """Pages in RAM, as in ``SessionPages.data``."""
+    if sizes is None:
+        index = torch.tensor(pages, device=core.device)
+        return tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
+    with core.model_runner.guard_ranks():
+        return gather_pages(core.model_runner, sizes, pages)
 
 
 def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
@@ -142,11 +187,16 @@ def _restorable_pages(core: EngineCore, keys: Seq[bytes]) -> int:
     return count
 
 
-def _copy_state(core: EngineCore, key: bytes) -> np.ndarray | None:
+def _copy_state(core: EngineCore, key: bytes, sizes: RankSizes | None) -> np.ndarray | None:
     """The state behind the page with this key, in RAM; None if the model has none."""
     states, cache = core.scheduler.states, core.model_runner.states
     slot = None if states is None else states.slot_for_key(key)
-    return None if slot is None or cache is None else cache.buffer[slot].cpu().numpy().copy()
+    if slot is None or cache is None:
+        return None
+    if sizes is None:
+        return cache.buffer[slot].cpu().numpy().copy()
+    with core.model_runner.guard_ranks():
+        return gather_state(core.model_runner, sizes, slot)
 
 
 def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> int:
@@ -161,7 +211,8 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
         The number of tokens that are cached now.
 
     Raises:
-        UsageError: the engine has no prefix cache or several ranks.
+        UsageError: the engine has no prefix cache.
+        RankError: another rank has ended.
         CapacityError: the free pages, or the slots of recurrent state, are too few.
     """
     _check_supported(core)
@@ -174,7 +225,9 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
             f"the session needs {len(places)} pages of the KV cache, and {pool.num_available} are "
             "free; try again when fewer requests run, or raise --kv-cache-bytes"
         )
+    sizes = _rank_sizes(core)
     pages: list[tuple[int, int]] = []
+    fresh: list[tuple[int, int]] = []  # (row of the data, page) of those that are not cached
     try:
         for row, (key, (group, position)) in enumerate(zip(group_keys, places, strict=True)):
             page = pool.cached_page_for_key(key)
@@ -182,13 +235,15 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
                 page = pool.alloc(group)
                 if page is None:
                     break
-                _write_page(core, page, [each[row] for each in session.data])
-                pool.cache(page, key)
+                fresh.append((row, page))
             else:
                 pool.incref(page)
             pages.append((position, page))
+        _write_pages(core, fresh, session.data, sizes)
+        for row, page in fresh:
+            pool.cache(page, group_keys[row])
         if session.state is not None:
-            _write_state(core, keys[-1], session.state)
+            _write_state(core, keys[-1], session.state, sizes)
     finally:
         # last pages first, so that the beginning is evicted last
         for _, page in sorted(pages, reverse=True):
@@ -196,7 +251,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
     return _restorable_pages(core, keys) * core.page_size
 
 
-def _write_state(core: EngineCore, key: bytes, state: np.ndarray) -> None:
+def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSizes | None) -> None:
     """Put a snapshot of recurrent state into the prefix cache, unless it is there."""
     states, cache = core.scheduler.states, core.model_runner.states
     assert states is not None, "the layout of the session says so"
@@ -209,12 +264,17 @@ def _write_state(core: EngineCore, key: bytes, state: np.ndarray) -> None:
             "the session needs a slot for its recurrent state, and none is free; try again when "
             "fewer requests run, or raise --state-cache-bytes"
         )
-    cache.buffer[slot].copy_(torch.from_numpy(state))
+    if sizes is None:
+        cache.buffer[slot].copy_(torch.from_numpy(state))
+        return
+    with core.model_runner.guard_ranks():
+        scatter_state(core.model_runner, sizes, slot, state)
 
 
 def _check_supported(core: EngineCore) -> None:
-    if core.model_runner.tp_group.size > 1:
-        raise UsageError("sessions of engines with --tp cannot be saved")
+    memory = core.model_runner.memory
+    if memory is not None and memory.is_asleep:
+        raise UsageError("the engine sleeps; wake it up first")
     has_cache = core.model_runner.kv.tensors or core.model_runner.states is not None
     if not has_cache or not core.config.enable_prefix_caching:
         raise UsageError("this engine has no prefix cache to save sessions from")
@@ -224,6 +284,24 @@ def _to_bytes(pages: torch.Tensor) -> np.ndarray:
     """Pages [pages, …] as [pages, bytes] uint8 in RAM."""
     flat = pages.reshape(len(pages), -1).contiguous()
     return flat.view(torch.uint8).cpu().numpy()
+
+
+def _write_pages(
+    core: EngineCore,
+    rows: Seq[tuple[int, int]],
+    data: Seq[np.ndarray],
+    sizes: RankSizes | None,
+) -> None:
+    """Write rows of the data into pages: (row, page)."""
+    if sizes is None:
+        for row, page in rows:
+            _write_page(core, page, [each[row] for each in data])
+        return
+    picked = [row for row, _ in rows]
+    with core.model_runner.guard_ranks():
+        scatter_pages(
+            core.model_runner, sizes, [page for _, page in rows], [each[picked] for each in data]
+        )
 
 
 def _write_page(core: EngineCore, page: int, data: Seq[np.ndarray]) -> None:

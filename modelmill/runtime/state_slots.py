@@ -129,6 +129,12 @@ class StateSlots:
             self._slot_by_key[key] = slot
         return slot
 
+    def clear(self) -> None:
+        """Drop all snapshots, while no sequence runs."""
+        self._free += self._slot_by_key.values()
+        self._slot_by_key.clear()
+        self._copies.clear()
+
     def _alloc(self, kept: Collection[int] = ()) -> int | None:
         """A slot for a snapshot, of the oldest one if need be; None if all are written or kept."""
         if self._free:

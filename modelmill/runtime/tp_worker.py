@@ -26,12 +26,16 @@ from modelmill.parallel.tp_group import DistributedTPGroup
 from modelmill.runtime.batch import Packer
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.model_runner import ModelRunner
+from modelmill.runtime.session_ranks import run_session_command
+from modelmill.runtime.sleep_mode import run_sleep_command
 from modelmill.runtime.tp_workers import (
     COPY,
     COPY_STATE,
     END,
     HEADER_BYTES,
     PING,
+    SESSION_COMMANDS,
+    SLEEP_COMMANDS,
     StepCommand,
 )
 
@@ -96,14 +100,24 @@ def run_commands(connection: socket.socket, runner: ModelRunner) -> None:
             return
         if command.command == PING:
             _send(connection, {"alive": True})
-        elif command.command in (COPY, COPY_STATE):
-            pairs = np.empty(command.num_words, dtype=np.int64)
-            if not _receive_into(connection, pairs.data.cast("B")):
+        elif command.command in SLEEP_COMMANDS:
+            run_sleep_command(runner, command.command)
+        elif command.command in (COPY, COPY_STATE, *SESSION_COMMANDS):
+            words = np.empty(command.num_words, dtype=np.int64)
+            if not _receive_into(connection, words.data.cast("B")):
                 return
-            copy = runner.copy_pages if command.command == COPY else runner.copy_states
-            copy([(int(a), int(b)) for a, b in pairs.reshape(-1, 2)])
+            _run_copy(runner, command.command, words)
         elif not _run_step(connection, runner, runner.packer, command):
             return
+
+
+def _run_copy(runner: ModelRunner, command: str, words: np.ndarray) -> None:
+    """Copy pages or slots, as ``words`` say."""
+    if command in SESSION_COMMANDS:
+        run_session_command(runner, command, words.tolist())
+        return
+    copy = runner.copy_pages if command == COPY else runner.copy_states
+    copy([(int(a), int(b)) for a, b in words.reshape(-1, 2)])
 
 
 def _run_step(

@@ -37,7 +37,19 @@ COPY = "copy"
 COPY_STATE = "copy state"
 END = "end"
 PING = "ping"
-COMMANDS = (FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING)
+GATHER_SIZES = "gather sizes"
+GATHER_PAGES = "gather pages"
+SCATTER_PAGES = "scatter pages"
+GATHER_STATE = "gather state"
+SCATTER_STATE = "scatter state"
+SLEEP = "sleep"
+WAKE_UP = "wake up"
+SLEEP_COMMANDS = (SLEEP, WAKE_UP)
+SESSION_COMMANDS = (GATHER_SIZES, GATHER_PAGES, SCATTER_PAGES, GATHER_STATE, SCATTER_STATE)
+COMMANDS = (
+    FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING, *SESSION_COMMANDS,
+    *SLEEP_COMMANDS,
+)  # fmt: skip
 _HEADER_STRUCT = struct.Struct("<15q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
@@ -50,7 +62,8 @@ class StepCommand:
     Attributes:
         command: FORWARD runs the model; GREEDY, SAMPLED and LOGITS replay a graph with that output;
             COPY copies pages, COPY_STATE slots of recurrent state; END ends the rank; PING requests
-            a reply.
+            a reply; SESSION_COMMANDS copy pages and states of saved sessions; SLEEP and WAKE_UP
+            give the rank's memory back and take it again.
         num_words: 64-bit words that follow.
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.

@@ -35,6 +35,7 @@ from modelmill.serve.request_handle import RequestHandle, WorkerLost
 from modelmill.serve.segment_client import PendingSegment, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
 from modelmill.serve.session_client import SessionClient
+from modelmill.serve.sleep_client import SleepClient
 from modelmill.serve.stats_client import StatsClient
 from modelmill.serve.watchdog import Watchdog
 from modelmill.serve.worker_messages import (
@@ -49,6 +50,7 @@ from modelmill.serve.worker_messages import (
     RequestRejected,
     RequestStarted,
     SessionReply,
+    SleepReply,
     StatsReply,
     StepTokens,
     decode_frames,
@@ -130,6 +132,7 @@ class EngineClient:
             name, self._send, self._write, lambda: self.capacity, self.fair_queue
         )
         self.session_client = SessionClient(self._send)
+        self._sleep_client = SleepClient(self._send)
         self.stats_client = StatsClient(self._send)
         self.segment_client = SegmentClient(
             name, self._send, lambda id: self._send(AbortRequest(id))
@@ -386,6 +389,33 @@ class EngineClient:
         self.generation_client.fail_all(ServerShuttingDown(reason))
         self.segment_client.fail_all(ServerShuttingDown(reason))
 
+    # -- sleep
+
+    async def sleep(self) -> SleepReply:
+        """Let an engine without requests give its memory back.
+
+        Raises:
+            CapacityError: it cannot; it goes on.
+            ModelmillError: it is not ready, or its worker is lost.
+        """
+        self._require_ready()
+        reply = await self._sleep_client.sleep()
+        self.state = EngineState.SLEEPING
+        return reply
+
+    async def wake_up(self) -> SleepReply:
+        """Let a sleeping engine take its memory again.
+
+        Raises:
+            CapacityError: it cannot; it still sleeps.
+            ModelmillError: its worker is lost.
+        """
+        if self.state is not EngineState.SLEEPING:
+            raise EngineNotReady(f"the engine {self.name} is {self.state.value}, not sleeping")
+        reply = await self._sleep_client.wake_up()
+        self.state = EngineState.READY
+        return reply
+
     # -- worker lifetime
 
     async def run(self) -> None:
@@ -597,6 +627,8 @@ class EngineClient:
         """Fail all requests of a worker that is gone."""
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
+        elif self.state is EngineState.SLEEPING:
+            self._is_closing = True  # another one would take the memory that was given back
         self.progress = LoadProgress()
         if self._writer is not None:
             self._writer.close()
@@ -606,6 +638,7 @@ class EngineClient:
         self.generation_client.clear()
         self.segment_client.fail_all(error)
         self.session_client.fail_all(error)
+        self._sleep_client.fail_all(error)
         self.stats_client.on_worker_lost()
 
     # -- messages
@@ -628,6 +661,8 @@ class EngineClient:
             self.segment_client.handle(message)
         elif isinstance(message, SessionReply):
             self.session_client.handle(message)
+        elif isinstance(message, SleepReply):
+            self._sleep_client.handle(message)
         elif isinstance(message, OpenFailed):
             self.error, self.is_usage_error = message.message, message.is_usage_error
 

@@ -17,6 +17,7 @@ class EngineState(StrEnum):
     UNLOADED = "unloaded"
     LOADING = "loading"
     READY = "ready"
+    SLEEPING = "sleeping"
     RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"

@@ -17,7 +17,9 @@ class EngineStatus(ResponseModel):
     """State of one served engine."""
 
     name: str
-    state: Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed", "stopped"]
+    state: Literal[
+        "unloaded", "loading", "ready", "sleeping", "unloading", "restarting", "failed", "stopped"
+    ]
     restarts: int
     progress: dict[str, str | int | float] = Field(default_factory=dict)
     pinned: bool = True
@@ -48,7 +50,7 @@ class ModelCard(ResponseModel):
     owned_by: str
     root: str
     max_model_len: int | None
-    state: Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+    state: Literal["unloaded", "loading", "loaded", "sleeping", "unloading", "failed"]
     progress: float = Field(description="of loading, from 0 to 1")
     pinned: bool = Field(description="not unloaded by time or memory")
     expires_at: int | None = Field(

@@ -24,6 +24,7 @@ from modelmill.runtime.engine_core import OUT_OF_MEMORY_ERRORS, EngineCore
 from modelmill.runtime.sequence import Sequence
 from modelmill.serve.segment_messages import SEGMENTATION
 from modelmill.serve.session_worker import LoadedSession, SessionWorker
+from modelmill.serve.sleep_worker import run_sleep_message
 from modelmill.serve.watchdog import poll_interval
 from modelmill.serve.worker_inbox import Arrival, HeartbeatSender, Inbox, MessageChannel
 from modelmill.serve.worker_loading import (
@@ -46,8 +47,10 @@ from modelmill.serve.worker_messages import (
     RequestStarted,
     RestoreSession,
     SaveSession,
+    SleepEngine,
     StatsReply,
     StepTokens,
+    WakeEngine,
 )
 from modelmill.text_processor import TextProcessor
 
@@ -150,6 +153,16 @@ class EngineWorker:
             self._sessions.restore(message)
         elif isinstance(message, LoadedSession):
             self._sessions.finish_restore(message)
+        elif isinstance(message, (SleepEngine, WakeEngine)):
+            self._finish_steps()
+            self._channel.send(run_sleep_message(self.engine_core, message))
+
+    def _finish_steps(self) -> None:
+        """Report what requests that have ended leave behind; the server sends no others now."""
+        core = self.engine_core
+        while core.has_work and not core.output_processor.live_sequences:
+            if tokens := core.step():
+                self._channel.send(StepTokens(tokens))
 
 
 def ready_message(engine_core: EngineCore, path: str) -> EngineReady:

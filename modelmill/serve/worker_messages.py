@@ -274,6 +274,37 @@ class SessionReply:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class SleepEngine:
+    """Give the memory of weights and KV cache back; the engine has no requests."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class WakeEngine:
+    """Take the memory of weights and KV cache again."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class SleepReply:
+    """The engine sleeps, or is awake.
+
+    Attributes:
+        number: of the message.
+        host_bytes: that the weights take while it sleeps.
+        device_bytes: of GPUs that are still taken.
+        error: why nothing has changed, in one line; empty if it has.
+    """
+
+    number: int
+    host_bytes: int = 0
+    device_bytes: int = 0
+    error: str = ""
+
+
 Message = (
     OpenEngine
     | AddRequest
@@ -292,6 +323,9 @@ Message = (
     | SaveSession
     | RestoreSession
     | SessionReply
+    | SleepEngine
+    | WakeEngine
+    | SleepReply
     | SegmentJob
     | SegmentResult
     | SegmentFailure

@@ -86,7 +86,7 @@ class NamedCallReader(CallReader):
             return at
         head = text[start : max(place, 0)].strip()
         match = self._head.fullmatch(head) if place >= 0 else None
-        name = "" if match is None else self._unescape(match["name"])
+        name = "" if match is None else self._declared_name(self._unescape(match["name"]))
         counts = self._syntax.counter_alone and head.isdecimal()
         if match is None or place - start > MAX_HEAD_CHARS or not (name in self._tools or counts):
             return self._reject(at)
@@ -97,6 +97,10 @@ class NamedCallReader(CallReader):
             return self._end_empty_call(place + len(mark))
         self._state = self._scan_name_end
         return place
+
+    def _declared_name(self, name: str) -> str:
+        """Return a name as written, without what a format's models write behind it."""
+        return name
 
     def _unescape(self, text: str) -> str:
         """Return a name or a key as its tool declares it."""

@@ -10,6 +10,8 @@ from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_types import ParameterType, parameter_type, typed_value
 from modelmill.text.value_stream import ValueStream, escape_text
 
+ESCAPED_BREAK = "\\n"
+"""A backslash and an n, which GLM sometimes writes for the line break between two marks."""
 WRAPPERS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
 
@@ -41,6 +43,25 @@ class ParameterCallReader(NamedCallReader):
         if not self._parameter.escaped:
             return text
         return text.replace("&quot;", '"').replace("&amp;", "&")
+
+    def _declared_name(self, name: str) -> str:
+        """The name without an escaped line break, unless a tool is called so."""
+        return name if name in self._tools else name.removesuffix(ESCAPED_BREAK)
+
+    def _match(self, text: str, at: int, parts: tuple[str, ...]) -> tuple[int, int | None]:
+        """As ``CallReader``'s; an escaped line break may be before a part, too."""
+        count, place = super()._match(text, at, parts)
+        if place is None or count == len(parts):
+            return count, place
+        start = skip_blank(text, place)
+        rest = text[start : start + len(ESCAPED_BREAK)]
+        if rest == ESCAPED_BREAK:
+            more, end = super()._match(text, start + len(ESCAPED_BREAK), parts[count:])
+            if end is None or more:
+                return count + more, end
+        elif rest and not self._final and ESCAPED_BREAK.startswith(rest):
+            return count, None
+        return count, place
 
     def _argument_starts(self) -> tuple[str, ...]:
         return () if self._name_end else ("<",)

@@ -101,3 +101,18 @@ def test_a_model_that_is_being_unloaded(opened: Any) -> None:
     expect(page.locator("#banner")).to_contain_text("small is being unloaded …")
     served.states["small"] = {"state": "unloaded"}
     expect(page.get_by_role("button", name="Load small")).to_be_visible()
+
+
+def test_a_sleeping_model_is_woken_up(opened: Any) -> None:
+    page = opened()
+    wait_ready(page)
+    served = Served(page)
+    served.states["large"] = {"state": "sleeping", "progress": 1.0}
+    page.reload()
+    picker = page.get_by_label("Model", exact=True)
+    expect(picker.locator("option")).to_have_text(["small", "large (sleeping)"])
+    picker.select_option("large")
+    expect(page.locator("#banner")).to_contain_text("large is sleeping.")
+    page.get_by_role("button", name="Wake up large").click()
+    expect(page.locator("#banner")).to_contain_text("large is loading 25 %")
+    assert served.loads == [{"model": "large"}]

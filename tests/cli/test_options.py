@@ -320,6 +320,7 @@ def test_every_byte_option_takes_a_unit() -> None:
         "max_text_body_bytes",
         "response_store_bytes",
         "session_bytes",
+        "sleep_memory",
         "image_cache_bytes",
         "kv_cache_bytes",
         "prefix_cache_bytes",

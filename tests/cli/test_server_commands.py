@@ -121,12 +121,13 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start("first")
-    engines = [{"name": "a", "state": "ready"}, {"name": "b", "state": "unloaded"}]
+    states = {"a": "ready", "b": "unloaded", "c": "sleeping"}
+    engines = [{"name": name, "state": state} for name, state in states.items()]
     monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": engines})
     facts = ps.server_facts(server)
-    assert facts["models"] == ["a", "b"]
-    assert facts["model_states"] == {"a": "ready", "b": "unloaded"}
-    assert ps.model_list(facts) == "a, b (unloaded)"
+    assert facts["models"] == ["a", "b", "c"]
+    assert facts["model_states"] == states
+    assert ps.model_list(facts) == "a, b (unloaded), c (sleeping)"
     monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": []})
     assert ps.model_list(ps.server_facts(server)) == "none now"
 

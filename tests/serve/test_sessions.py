@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.llm import build_engine
+from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.app import make_app
 from modelmill.serve.service import Service, ServiceLimits
+from tests.models import tiny_models
 from tests.runtime import tiny
 from tests.serve.asgi_client import Client
 from tests.serve.service_thread import ServiceThread
-from tests.serve.thread_worker import served_engine
+from tests.serve.thread_worker import ThreadLauncher, served_engine
 
 PROMPT = list(tiny.prompts(1, 40, 40)[0])
 ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "logprobs": 5}
@@ -25,10 +29,13 @@ RESTORE = {"model": "tiny", "name": "chat-1"}
 
 @contextlib.asynccontextmanager
 async def session_client(
-    folder: Path | None, key: str | None = None, **limits: Any
+    folder: Path | None,
+    key: str | None = None,
+    launcher: ThreadLauncher | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Client]:
     """A client of a fresh server with a session folder."""
-    async with served_engine() as (engine, _):
+    async with served_engine(launcher) as (engine, _):
         service = Service({"tiny": engine}, ServiceLimits(session_dir=folder, **limits))
         try:
             yield Client(make_app(service), key)
@@ -59,6 +66,44 @@ def test_another_server_goes_on_bit_for_bit(tmp_path: Path) -> None:
             assert restored.status == 200, restored.body
             assert restored.json["tokens"] == 40
             assert await ask(client) == expected
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny engine folder, which ranks can open."""
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_models.save_hf("llama", folder / "checkpoint")
+    config = BuildConfig(dtype="float32", target="cpu")
+    build_engine(folder / "checkpoint", folder / "engine", config, check=False, tune=False)
+    return folder / "engine"
+
+
+def test_two_ranks_save_and_restore(llama: Path, tmp_path: Path) -> None:
+    """One file for both; a server on one rank refuses it in one line."""
+
+    def ranks(tp: int) -> ThreadLauncher:
+        options = RunConfig(device="cpu", tp=tp, threads=1, page_size=8, kv_cache_bytes=1 << 21)
+        return ThreadLauncher(lambda: EngineCore.open(llama, options))
+
+    async def main() -> None:
+        async with session_client(tmp_path, launcher=ranks(2)) as client:
+            saved = await client.post("/v1/sessions/save", SAVE)
+            assert (saved.status, saved.json["tokens"]) == (200, 40), saved.body
+            assert [path.name for path in tmp_path.iterdir()] == ["chat-1.session"]
+            expected = await ask(client)
+        async with session_client(tmp_path, launcher=ranks(2)) as client:
+            restored = await client.post("/v1/sessions/restore", RESTORE)
+            assert (restored.status, restored.json["tokens"]) == (200, 40), restored.body
+            assert await ask(client) == expected
+        async with session_client(tmp_path, launcher=ranks(1)) as client:
+            refused = await client.post("/v1/sessions/restore", RESTORE)
+            assert refused.status == 400
+            assert refused.json["error"]["message"] == (
+                "the session was saved with --tp 2 and the engine runs with --tp 1; serve it with "
+                "--tp 2 to restore it"
+            )
 
     asyncio.run(main())
 

@@ -31,6 +31,12 @@ CASES = [
     ("glm45", "<tool_call>f\n<arg_key>n</arg_key><arg_key>x</arg_key><arg_value>1</arg_value>"
      "</tool_call>", "", [("f", '{"x": "1"}')]),
     ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n</tool_call>", "", [("f", "{}")]),
+    # escaped line breaks between the marks, and one that belongs to a value
+    ("glm45", r"so <tool_call>f\n<arg_key>x</arg_key>\n<arg_value>a\nb</arg_value>\n"
+     r"<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "so",
+     [("f", r'{"x": "a\\nb", "n": 1}')]),
+    ("glm47", r"<tool_call>g\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+     r"<tool_call>g\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", []),
     ("minicpm5", MINI.format("<![CDATA"), "", [("f", '{"x": "<![CDATA"}')]),
     ("mistral_v13", '[TOOL_CALLS][{"name": "f", "arguments": {"n": 1}}] .', ".",
      [("f", '{"n": 1}')]),

@@ -215,11 +215,6 @@ EXPLANATIONS = (
         "modelmill, and removed by SGLang, so that a quoted phrase could not be searched for",
         ("test_function_call_parser.py::*::test_quoted_string_invalid_python_escape_no_warning",),
     ),
-    Explanation(
-        _CALLS,
-        "the test writes a backslash and an n instead of the line break behind GLM's name",
-        ("test_function_call_parser.py::*::test_array_argument_with_escaped_json",),
-    ),
 )
 
 

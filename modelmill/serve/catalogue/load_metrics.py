@@ -10,13 +10,14 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from modelmill.serve.counters import make_counter, remove_series
 from modelmill.serve.segment_client import PREFIX
 
+WAKE_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0)
 LOAD_BUCKETS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 UNLOAD_REASONS = ("idle", "memory", "request", "reload", "removed")
-STATES = ("unloaded", "loading", "loaded", "unloading")
+STATES = ("unloaded", "loading", "loaded", "sleeping", "unloading")
 
 
 class LoadMetrics:
-    """How often models were loaded and unloaded, and how long loading took."""
+    """How often models were loaded, unloaded and put to sleep, and how long loads took."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = registry or CollectorRegistry()
@@ -26,6 +27,16 @@ class LoadMetrics:
             ("model_name",),
             buckets=LOAD_BUCKETS,
             registry=registry,
+        )
+        self._wake_seconds = Histogram(
+            PREFIX + "model_wake_seconds",
+            "From the start of waking a sleeping model up to its first possible request.",
+            ("model_name",),
+            buckets=WAKE_BUCKETS,
+            registry=registry,
+        )
+        self._sleeps = make_counter(
+            registry, "model_sleeps", "Models that were put to sleep.", "model_name"
         )
         self._failures = make_counter(
             registry, "model_load_failures", "Loads that failed.", "model_name"
@@ -37,6 +48,8 @@ class LoadMetrics:
     def add_model(self, name: str) -> None:
         """Show a model before it was loaded."""
         self._seconds.labels(name)
+        self._wake_seconds.labels(name)
+        self._sleeps.labels(name)
         self._failures.labels(name)
         for reason in UNLOAD_REASONS:
             self._unloads.labels(name, reason)
@@ -44,6 +57,8 @@ class LoadMetrics:
     def remove_model(self, name: str) -> None:
         """Show a model no longer."""
         remove_series(self._seconds, name)
+        remove_series(self._wake_seconds, name)
+        remove_series(self._sleeps, name)
         remove_series(self._failures, name)
         for reason in UNLOAD_REASONS:
             remove_series(self._unloads, name, reason)
@@ -51,6 +66,14 @@ class LoadMetrics:
     def record_load(self, name: str, seconds: float) -> None:
         """Record a load."""
         self._seconds.labels(name).observe(seconds)
+
+    def record_sleep(self, name: str) -> None:
+        """Record that a model was put to sleep."""
+        self._sleeps.labels(name).inc()
+
+    def record_wake(self, name: str, seconds: float) -> None:
+        """Record that a model woke up."""
+        self._wake_seconds.labels(name).observe(seconds)
 
     def record_failure(self, name: str) -> None:
         """Record a load that failed."""
@@ -62,7 +85,10 @@ class LoadMetrics:
 
 
 def state_families(
-    states: Iterable[tuple[str, str, int]], used_bytes: int, budget_bytes: int | None
+    states: Iterable[tuple[str, str, int]],
+    used_bytes: int,
+    budget_bytes: int | None,
+    sleeping_bytes: int = 0,
 ) -> list[Metric]:
     """Gauges of the catalogue.
 
@@ -70,6 +96,7 @@ def state_families(
         states: (name, state, waiting requests) of each model.
         used_bytes: memory of all engines, as planned and reported.
         budget_bytes: their limit; None: none.
+        sleeping_bytes: of the host that the weights of sleeping engines take.
     """
     state = GaugeMetricFamily(
         PREFIX + "model_state", "1 for the model's state.", labels=["model_name", "state"]
@@ -87,7 +114,11 @@ def state_families(
         PREFIX + "engine_memory_bytes", "Weights, KV caches and states of the loaded engines."
     )
     memory.add_metric([], used_bytes)
-    families: list[Metric] = [state, waiting, memory]
+    sleeping = GaugeMetricFamily(
+        PREFIX + "sleeping_engine_memory_bytes", "Host memory of the weights of sleeping engines."
+    )
+    sleeping.add_metric([], sleeping_bytes)
+    families: list[Metric] = [state, waiting, memory, sleeping]
     if budget_bytes is not None:
         budget = GaugeMetricFamily(PREFIX + "memory_budget_bytes", "As --memory-budget.")
         budget.add_metric([], budget_bytes)

@@ -26,6 +26,7 @@ class EngineInstance:
     Attributes:
         engine: its client.
         nbytes: memory of weights, KV pages and recurrent state: planned, then as reported.
+        host_bytes: of the host that its weights take while it sleeps.
         leases: requests that use it.
         draining: it takes no further request and is unloaded when the last one has ended.
         task: runs the client.
@@ -33,6 +34,7 @@ class EngineInstance:
 
     engine: EngineClient
     nbytes: int
+    host_bytes: int = 0
     leases: int = 0
     draining: bool = False
     task: asyncio.Task[None] | None = None
@@ -42,13 +44,18 @@ class EngineInstance:
         """Whether it takes requests now."""
         return self.engine.state is EngineState.READY and not self.draining
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it has given its memory back, and can wake up."""
+        return self.engine.state is EngineState.SLEEPING
+
     def start(self, task: asyncio.Task[None]) -> None:
         """Record the task that runs the client."""
         self.task = task
 
-    def set_bytes(self, nbytes: int) -> None:
-        """Record the memory that the worker reported."""
-        self.nbytes = nbytes
+    def set_bytes(self, nbytes: int, host_bytes: int = 0) -> None:
+        """Record the memory that the worker reported, and that of the host if it sleeps."""
+        self.nbytes, self.host_bytes = nbytes, host_bytes
 
     def set_draining(self, draining: bool) -> None:
         """Take no further request, or take requests again."""
@@ -122,11 +129,13 @@ class ManagedModel:
 
     @property
     def state(self) -> str:
-        """Either "unloaded", "loading", "loaded" or "unloading"."""
+        """Either "unloaded", "loading", "loaded", "sleeping" or "unloading"."""
         if self.instance is None:
             return "unloaded"
         if self.instance.draining or self.unloading is not None:
             return "unloading"
+        if self.instance.is_sleeping:
+            return "sleeping"
         return "loaded" if self.engine.state is EngineState.READY else "loading"
 
     @property

@@ -70,6 +70,7 @@ class ModelManager:
     def __post_init__(self) -> None:
         for model in self.models:
             self.loader.add(model)
+        self.loader.notify_sleep(self._start_timer)
 
     def set_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
@@ -136,7 +137,7 @@ class ModelManager:
                 self._start_timer(model)
 
     async def _make_ready(self, model: ManagedModel) -> None:
-        """Load a model unless it is loaded; wait for one that is unloaded or restarts.
+        """Load or wake a model unless it is ready; wait for one that is unloaded or restarts.
 
         Raises:
             ModelLoadFailed: it cannot be loaded.
@@ -147,10 +148,12 @@ class ModelManager:
                 return
             if model.unloading is not None:
                 await asyncio.shield(model.unloading)
-            elif instance is not None:
+            elif instance is not None and not instance.is_sleeping:
                 await self._until_settled(instance)
             elif not self._waiting_for(model):
                 return
+            elif instance is not None:
+                await self.loader.wake_up(model, lambda: bool(self._waiting_for(model)))
             else:
                 await self.loader.load(model, lambda: bool(self._waiting_for(model)))
         raise ServerShuttingDown("the server is shutting down")
@@ -389,7 +392,8 @@ class ModelManager:
     def metric_families(self) -> Iterable[Metric]:
         """Gauges for /metrics."""
         states = [(each.name, each.state, self.num_waiting(each)) for each in self.models]
-        return state_families(states, self.loader.used_bytes, self.loader.budget_bytes)
+        loader = self.loader
+        return state_families(states, loader.used_bytes, loader.budget_bytes, loader.sleeping_bytes)
 
     def seconds_to_expiry(self, model: ManagedModel) -> float:
         """Seconds until an unused model is unloaded; infinite: it is not."""

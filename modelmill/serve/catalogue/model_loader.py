@@ -13,6 +13,7 @@ from modelmill.serve.catalogue.load_metrics import LoadMetrics
 from modelmill.serve.catalogue.managed_model import EngineInstance, ManagedModel
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
+from modelmill.serve.segment_messages import SEGMENTATION
 
 _log = log.get_logger("serve")
 
@@ -29,6 +30,7 @@ class ModelLoader:
         budget_bytes: int | None,
         *,
         fixed_bytes: Callable[[], int] = lambda: 0,
+        sleep_bytes: int = 0,
         metrics: LoadMetrics | None = None,
     ) -> None:
         """Start with no model loaded.
@@ -36,11 +38,14 @@ class ModelLoader:
         Args:
             budget_bytes: memory of all engines together; None: no limit.
             fixed_bytes: memory of the engines that are always loaded.
+            sleep_bytes: memory of the host for the weights of engines that sleep instead of being
+                unloaded; 0: none does.
             metrics: to count in.
         """
         self.budget_bytes = budget_bytes
         self.metrics = metrics or LoadMetrics()
-        self._fixed_bytes = fixed_bytes
+        self._fixed_bytes, self.sleep_bytes = fixed_bytes, sleep_bytes
+        self._on_sleep: Callable[[ManagedModel], None] = lambda _: None
         self._models: list[ManagedModel] = []
         self._instances: list[EngineInstance] = []
         self._changed = asyncio.Event()
@@ -64,6 +69,15 @@ class ModelLoader:
     def used_bytes(self) -> int:
         """Memory of all workers, also of those that are being loaded or unloaded."""
         return self._fixed_bytes() + sum(each.nbytes for each in self._instances)
+
+    @property
+    def sleeping_bytes(self) -> int:
+        """Memory of the host that the weights of sleeping engines take."""
+        return sum(each.host_bytes for each in self._instances)
+
+    def notify_sleep(self, on_sleep: Callable[[ManagedModel], None]) -> None:
+        """Call ``on_sleep`` with each model that was put to sleep."""
+        self._on_sleep = on_sleep
 
     def notify(self) -> None:
         """Let a load that waits for room look again: a request has ended or left."""
@@ -183,9 +197,12 @@ class ModelLoader:
                 raise ModelLoadFailed(f"the model {model.name} is not needed any more")
 
     def _least_recently_used(self, model: ManagedModel) -> ManagedModel | None:
-        """The model to unload next: an idle one if there is any, else one that answers."""
+        """The model to unload next: an idle one if there is any, else one that answers.
+
+        One that sleeps is the last: it has given nearly all of its memory back.
+        """
         loaded = [
-            (each.instance.leases > 0, each.last_used, number, each)
+            (each.instance.is_sleeping, each.instance.leases > 0, each.last_used, number, each)
             for number, each in enumerate(self._models)
             if each.instance is not None
             and not (each is model or each.pinned or each.instance.draining)
@@ -193,7 +210,10 @@ class ModelLoader:
         return min(loaded)[-1] if loaded else None
 
     async def _evict(self, victim: ManagedModel, is_needed: Callable[[], bool]) -> None:
-        """Unload a model once its requests have ended; give up when that is not needed."""
+        """Put a model to sleep or unload it once its requests have ended.
+
+        Gives up when that is not needed any more.
+        """
         instance = victim.instance
         assert instance is not None
         instance.set_draining(True)
@@ -203,7 +223,86 @@ class ModelLoader:
         if instance.leases:
             instance.set_draining(False)
             return
-        await self.unload(victim, "memory")
+        if instance.is_sleeping or not await self._put_to_sleep(victim, instance):
+            await self.unload(victim, "memory")
+
+    # -- sleep
+
+    async def wake_up(self, model: ManagedModel, is_needed: Callable[[], bool]) -> None:
+        """Wake a sleeping model up, after others made room; unload it if that is impossible.
+
+        Args:
+            model: sleeping.
+            is_needed: as of ``load``.
+
+        Raises:
+            ModelLoadFailed: it does not fit, or is not needed any more.
+        """
+        instance = model.instance
+        assert instance is not None, "a sleeping model has a worker"
+        if model.files_changed:
+            await self.unload(model, "reload")
+            return
+        left, host_bytes = instance.nbytes, instance.host_bytes
+        await self._make_room(model, model.planned_bytes - left, is_needed)
+        if model.instance is not instance or not instance.is_sleeping:
+            return  # it expired or ended meanwhile
+        started = time.perf_counter()
+        instance.set_bytes(model.planned_bytes, host_bytes)
+        try:
+            await instance.engine.wake_up()
+        except ModelmillError as error:
+            reason = {"model": model.name, "reason": str(error)}
+            _log.warning("model does not wake up", extra={"data": reason})
+            await self.unload(model, "memory")
+            return
+        seconds = time.perf_counter() - started
+        instance.set_bytes(model.planned_bytes)
+        self.metrics.record_wake(model.name, seconds)
+        data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
+        _log.info("model awake", extra={"data": data})
+
+    async def _put_to_sleep(self, model: ManagedModel, instance: EngineInstance) -> bool:
+        """Let a draining model without requests sleep; whether it does."""
+        engine = instance.engine
+        nbytes = 0 if engine.manifest is None else engine.manifest.weight_bytes
+        can_sleep = engine.engine_type != SEGMENTATION and engine.state is EngineState.READY
+        if not can_sleep or model.files_changed or not await self._make_host_room(nbytes):
+            return False
+        started = time.perf_counter()
+        try:
+            reply = await engine.sleep()
+        except ModelmillError as error:
+            reason = {"model": model.name, "reason": str(error)}
+            _log.warning("model does not sleep", extra={"data": reason})
+            return False
+        instance.set_bytes(reply.device_bytes, reply.host_bytes)
+        instance.set_draining(model.unloading is not None)
+        self.metrics.record_sleep(model.name)
+        seconds = round(time.perf_counter() - started, 3)
+        data = {"model": model.name, "seconds": seconds, "host_bytes": reply.host_bytes}
+        _log.info("model sleeps", extra={"data": data})
+        self._on_sleep(model)
+        return True
+
+    async def _make_host_room(self, nbytes: int) -> bool:
+        """Unload sleeping models, least recently used first, for the weights of another.
+
+        Returns:
+            Whether they fit.
+        """
+        if nbytes > self.sleep_bytes:
+            return False
+        while self.sleeping_bytes + nbytes > self.sleep_bytes:
+            sleeping = [
+                (each.last_used, number, each)
+                for number, each in enumerate(self._models)
+                if each.instance is not None and each.instance.is_sleeping
+            ]
+            if not sleeping:
+                return False
+            await self.unload(min(sleeping)[-1], "memory")
+        return True
 
     # -- unload
 

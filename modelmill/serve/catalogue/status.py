@@ -14,6 +14,7 @@ _STATES = {
     EngineState.UNLOADED: "unloaded",
     EngineState.LOADING: "loading",
     EngineState.READY: "loaded",
+    EngineState.SLEEPING: "sleeping",
     EngineState.RESTARTING: "loading",
     EngineState.FAILED: "failed",
     EngineState.STOPPED: "unloaded",
@@ -25,7 +26,7 @@ class ModelStatus:
     """State of a served engine.
 
     Attributes:
-        state: "unloaded", "loading", "loaded", "unloading" or "failed".
+        state: "unloaded", "loading", "loaded", "sleeping", "unloading" or "failed".
         progress: of loading, from 0 to 1.
         on_demand: loaded for the first request, and unloaded when unused.
         pinned: not unloaded by time or memory.
@@ -65,4 +66,4 @@ def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelS
 def _progress(state: str, engine: EngineClient) -> float:
     if state == "loading":
         return engine.progress.fraction
-    return 1.0 if state in ("loaded", "unloading") else 0.0
+    return 1.0 if state in ("loaded", "sleeping", "unloading") else 0.0

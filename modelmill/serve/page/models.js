@@ -4,7 +4,7 @@ import { call, Refused } from "./api.js";
 import { openSettings } from "./settings.js";
 
 const STAGES = { starting: "starting", checking: "checking its files", loading: "reading its weights", "warming up": "warming up" };
-const SUFFIXES = { unloaded: "not loaded", loading: "loading", unloading: "being unloaded" };
+const SUFFIXES = { unloaded: "not loaded", loading: "loading", sleeping: "sleeping", unloading: "being unloaded" };
 const SOON_MS = 400;
 const LATER_MS = 1500;
 
@@ -62,11 +62,12 @@ function show({ status, engines }) {
 
 function showState(card) {
   const state = stateOf(card);
-  if (state === "unloaded") {
-    banner(`${card.id} is not loaded.`);
+  if (state === "unloaded" || state === "sleeping") {
+    const word = state === "sleeping" ? "Wake up" : "Load";
+    banner(state === "sleeping" ? `${card.id} is sleeping.` : `${card.id} is not loaded.`);
     $("load").hidden = false;
-    $("load").textContent = "Load";
-    $("load").setAttribute("aria-label", `Load ${card.id}`);
+    $("load").textContent = word;
+    $("load").setAttribute("aria-label", `${word} ${card.id}`);
     return;
   }
   const percent = Number.isFinite(card.progress) ? ` ${Math.round(100 * card.progress)} %` : " …";

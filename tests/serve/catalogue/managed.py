@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from modelmill.artifact.manifest import Manifest
+from modelmill.runtime.engine_core import EngineCore
 from modelmill.serve.catalogue.entries import CatalogueEntry, read_manifest
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager, stop_task
 from modelmill.serve.catalogue.model_loader import ModelLoader
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.worker_messages import OpenEngine
+from tests.runtime import tiny
 from tests.serve.thread_worker import ThreadLauncher, ThreadWorker, ids_only_processor
 
 
 class GatedLauncher(ThreadLauncher):
     """Launches workers while ``gate`` is set; ``error`` fails the launch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, make: Callable[[], EngineCore] = tiny.make_engine) -> None:
+        super().__init__(make)
         self.gate = asyncio.Event()
         self.gate.set()
         self.launches = 0
@@ -66,9 +68,16 @@ class Timers:
 class Models:
     """A manager of models whose workers are threads."""
 
-    def __init__(self, path: Path, *names: str, keep_alive: float = math.inf) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *names: str,
+        keep_alive: float = math.inf,
+        make: Callable[[], EngineCore] = tiny.make_engine,
+        sleep_bytes: int = 0,
+    ) -> None:
         self.path = path
-        self.launchers = {name: GatedLauncher() for name in names}
+        self.launchers = {name: GatedLauncher(make) for name in names}
         self.timers = Timers()
         manifest = read_manifest(path)
         models = [
@@ -77,7 +86,7 @@ class Models:
         ]
         self.manager = ModelManager(
             models,
-            ModelLoader(None),
+            ModelLoader(None, sleep_bytes=sleep_bytes),
             16,
             lambda model, manifest: self._engine(model.name, manifest),
             call_later=self.timers.call_later,
@@ -120,11 +129,9 @@ class Models:
 
 
 @asynccontextmanager
-async def managed_models(
-    path: Path, *names: str, keep_alive: float = math.inf
-) -> AsyncIterator[Models]:
-    """A manager that runs; all its workers end with the block."""
-    models = Models(path, *names, keep_alive=keep_alive)
+async def managed_models(path: Path, *names: str, **options: Any) -> AsyncIterator[Models]:
+    """A manager that runs, with options of ``Models``; all its workers end with the block."""
+    models = Models(path, *names, **options)
     task = asyncio.create_task(models.manager.run())
     try:
         yield models

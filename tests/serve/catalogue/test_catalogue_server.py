@@ -92,13 +92,18 @@ def test_what_flags_must_not_say(
     for words, message in (
         (("--memory-budget", 5, models_dir / "other"), "--memory-budget is for --models-dir"),
         (("--models-dir", models_dir, "--memory-budget", 0), "must be at least 1, not 0"),
+        (("--sleep-memory", 5, models_dir / "other"), "--sleep-memory is for --models-dir"),
+        (("--models-dir", models_dir, "--sleep-memory", 0), "--sleep-memory must be at least 1"),
         (("--models-dir", models_dir, "--keep-alive", "x"), "--keep-alive must be seconds"),
         (("--models-dir", models_dir, "--api-key", "k", "--admin-key", "k"), "of two kinds"),
         (("--models-dir", models_dir, "--admin-key", " "), "an admin key must be printable"),
         (("--models-dir", models_dir, "--admin-key-file", models_dir / "no"), "cannot be read"),
         (("--models-dir", models_dir, "--keys", models_dir / "no"), "cannot be read"),
         (("--models-dir", models_dir, "--session-bytes", 0), "--session-bytes must be at least 1"),
-        (("--models-dir", models_dir, "--ray"), "--ray serves engines that stay loaded"),
+        (
+            ("--models-dir", models_dir, "--ray"),
+            "--ray serves engines that stay loaded: each replica would load",
+        ),
         (("--models-dir", models_dir, models_dir / "other"), "would be served as other"),
         (("--models-dir", models_dir, "--served-model-name", "x"), "use a catalogue's names"),
     ):

@@ -1,0 +1,302 @@
+"""Memory of an engine that sleeps: its addresses stay while the memory behind them is given back.
+
+Weights and KV cache lie in regions. ``sleep`` copies the weights to host memory (pinned, for a
+GPU), drops the KV cache and gives the memory of all regions back; ``wake_up`` puts memory behind
+the same addresses and copies the weights back. Since no address changes, captured CUDA graphs,
+bound kernels and tensors stay valid, and nothing is captured again.
+
+On a CPU a region is anonymous memory, which the operating system takes back; weights and their copy
+take the same kind of memory there, so that only the KV cache is saved.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import torch
+
+from modelmill.core.errors import UsageError
+from modelmill.loader.cuda_vmm import CudaDriver
+from modelmill.loader.reachable_tensors import reachable_tensors
+
+ALIGNMENT = 512
+"""Bytes to which a weight is aligned, as torch's allocator does."""
+CHUNK_BYTES = 256 << 20
+"""Of a GPU's memory that is mapped at once: one part is copied while the next is mapped."""
+
+
+class MemoryRegion(ABC):
+    """Bytes at addresses that stay.
+
+    Attributes:
+        bytes: [nbytes] uint8; valid while the region has memory.
+    """
+
+    bytes: torch.Tensor
+
+    @abstractmethod
+    def extend(self, nbytes: int) -> None:
+        """Put memory behind the first ``nbytes`` bytes."""
+
+    @abstractmethod
+    def offload(self) -> int:
+        """Copy to the host and give the memory back; returns the bytes that the copy takes."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Take memory again, with the content that was offloaded."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give the memory back, and forget the content."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Take memory again, with zeros."""
+
+
+class HostRegion(MemoryRegion):
+    """Anonymous memory of the host."""
+
+    def __init__(self, nbytes: int) -> None:
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            raise UsageError("sleep mode on a CPU needs Linux")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)[:nbytes]
+        self._copy: torch.Tensor | None = None
+
+    def extend(self, nbytes: int) -> None:
+        """Nothing: the system does so when a page is written."""
+
+    def offload(self) -> int:
+        """As of MemoryRegion."""
+        self._copy = self.bytes.clone()
+        self.drop()
+        return self._copy.numel()
+
+    def restore(self) -> None:
+        """As of MemoryRegion."""
+        if self._copy is not None:
+            self.bytes.copy_(self._copy)
+            self._copy = None
+
+    def drop(self) -> None:
+        """As of MemoryRegion."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def renew(self) -> None:
+        """Nothing: pages that were given back are read as zeros."""
+
+
+class _MappedRange:
+    """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory."""
+
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
+        unit = driver.granularity
+        self.driver = driver
+        self.nbytes = max(-(-nbytes // unit), 1) * unit
+        self.mapped = 0
+        self._chunk = max(CHUNK_BYTES // unit, 1) * unit
+        self.address = driver.reserve(self.nbytes)
+
+    def map_chunk(self) -> tuple[int, int]:
+        """Map the next chunk; returns where it begins, and its bytes."""
+        first, size = self.mapped, min(self._chunk, self.nbytes - self.mapped)
+        self.driver.map(self.address + first, size)
+        self.mapped += size
+        return first, size
+
+    def unmap(self) -> None:
+        """Give all memory back, once nothing uses it."""
+        self.driver.synchronize()
+        while self.mapped:
+            first = (self.mapped - 1) // self._chunk * self._chunk
+            self.driver.unmap(self.address + first, self.mapped - first)
+            self.mapped = first
+
+    def close(self) -> None:
+        """Give memory and addresses back; a garbage collector calls it on any thread."""
+        self.driver.make_current()
+        self.unmap()
+        self.driver.free(self.address, self.nbytes)
+
+
+class _ArrayInterface:
+    """What torch makes a tensor of without a copy; the addresses are free when both are gone."""
+
+    def __init__(self, addresses: _MappedRange) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (addresses.nbytes,),
+            "typestr": "|u1",
+            "data": (addresses.address, False),
+            "version": 3,
+        }
+        weakref.finalize(self, addresses.close).atexit = False
+
+
+class CudaRegion(MemoryRegion):
+    """Memory of a GPU, mapped in chunks at reserved addresses."""
+
+    def __init__(self, driver: CudaDriver, nbytes: int, device: str) -> None:
+        self._driver = driver
+        self._addresses = _MappedRange(driver, nbytes)
+        self._host: int | None = None
+        self._addresses.map_chunk()  # torch asks whose memory the first byte is
+        self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
+
+    def extend(self, nbytes: int) -> None:
+        """As of MemoryRegion."""
+        while self._addresses.mapped < min(nbytes, self._addresses.nbytes):
+            self._addresses.map_chunk()
+
+    def offload(self) -> int:
+        """As of MemoryRegion."""
+        driver, addresses = self._driver, self._addresses
+        driver.synchronize()
+        self._host = driver.alloc_pinned(addresses.nbytes)
+        driver.copy_to_host(self._host, addresses.address, addresses.nbytes)
+        addresses.unmap()
+        return addresses.nbytes
+
+    def restore(self) -> None:
+        """As of MemoryRegion; nothing if it was restored before another region failed."""
+        driver, addresses, host = self._driver, self._addresses, self._host
+        if host is None:
+            return
+        while addresses.mapped < addresses.nbytes:
+            first, size = addresses.map_chunk()
+            driver.copy_to_device(addresses.address + first, host + first, size)
+        driver.synchronize()
+        driver.free_pinned(host)
+        self._host = None
+
+    def drop(self) -> None:
+        """As of MemoryRegion."""
+        self._addresses.unmap()
+
+    def renew(self) -> None:
+        """As of MemoryRegion."""
+        self.extend(self._addresses.nbytes)
+        self._driver.set_zero(self._addresses.address, self._addresses.nbytes)
+
+
+def as_device_tensor(interface: object, device: str) -> torch.Tensor:
+    """A tensor [bytes] uint8 of memory that torch did not allocate."""
+    return torch.as_tensor(interface, device=device)
+
+
+class SleepableMemory:
+    """The regions of one engine core on one rank.
+
+    Attributes:
+        is_asleep: whether the memory was given back.
+        host_bytes: that offloaded weights take; 0 while it is awake.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._driver: CudaDriver | None = None
+        self._weights: list[MemoryRegion] = []
+        self._caches: list[MemoryRegion] = []
+        self.is_asleep = False
+        self.host_bytes = 0
+        if device != "cpu":
+            torch.zeros(1, device=device)  # makes the context, and makes it current
+            index = torch.device(device).index
+            self._driver = CudaDriver(torch.cuda.current_device() if index is None else index)
+
+    def zeros(self, size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:  # noqa: ARG002
+        """Zeros that sleep forgets: after waking up they are zeros again."""
+        region = self._region(math.prod(size) * dtype.itemsize)
+        region.renew()
+        self._caches.append(region)
+        return region.bytes.view(dtype).view(size)
+
+    def adopt(self, roots: Iterable[object]) -> int:
+        """Move all tensors that modules hold into a region, which sleep offloads.
+
+        The tensor objects stay, so that everything that holds one sees the new memory. Memory is
+        taken part by part, and the old one is given back meanwhile.
+
+        Args:
+            roots: modules, with everything that they hold.
+
+        Returns:
+            The bytes.
+        """
+        by_storage: dict[int, list[torch.Tensor]] = {}
+        for tensor in reachable_tensors(roots):
+            if tensor.device.type == torch.device(self._device).type and tensor.numel():
+                by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        groups = list(by_storage.values())
+        by_storage.clear()
+        sizes = [_aligned(group[0].untyped_storage().nbytes()) for group in groups]
+        region = self._region(sum(sizes))
+        self._weights.append(region)
+        start, freed = 0, 0
+        while groups:
+            size = sizes[len(sizes) - len(groups)]
+            region.extend(start + size)
+            _move_storage(groups.pop(0), region.bytes, start)
+            start, freed = start + size, freed + size
+            if self._driver is not None and (freed >= CHUNK_BYTES or not groups):
+                torch.cuda.empty_cache()  # for the next chunk
+                freed = 0
+        return start
+
+    def sleep(self) -> None:
+        """Give all memory back; the weights take the host's meanwhile.
+
+        Raises:
+            CapacityError: the host has not so much left; nothing was given back.
+        """
+        if self._driver is not None:
+            self._driver.make_current()
+        self.host_bytes = sum([region.offload() for region in self._weights])
+        for region in self._caches:
+            region.drop()
+        self.is_asleep = True
+        if self._driver is not None:
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Take the memory again.
+
+        Raises:
+            CapacityError: the GPU has not so much left.
+        """
+        if self._driver is not None:
+            self._driver.make_current()
+            torch.cuda.empty_cache()
+        for region in self._weights:
+            region.restore()
+        for region in self._caches:
+            region.renew()
+        if self._driver is not None:
+            self._driver.synchronize()
+        self.is_asleep, self.host_bytes = False, 0
+
+    def _region(self, nbytes: int) -> MemoryRegion:
+        if self._driver is None:
+            return HostRegion(nbytes)
+        return CudaRegion(self._driver, nbytes, self._device)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@torch.inference_mode()
+def _move_storage(tensors: list[torch.Tensor], target: torch.Tensor, start: int) -> None:
+    """Copy the storage that tensors share to ``target`` from byte ``start`` on."""
+    storage = tensors[0].untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
+    target[start : start + len(source)].copy_(source)
+    for tensor in tensors:
+        first = (target.storage_offset() + start) // tensor.itemsize + tensor.storage_offset()
+        tensor.set_(target.untyped_storage(), first, tensor.size(), tensor.stride())

@@ -1,0 +1,274 @@
+"""Regions of sleepable memory, on the host and with a driver that maps host memory.
+
+The fake driver keeps the rules of CUDA's virtual memory: what is mapped twice, read without memory
+or not aligned is an error. Its addresses are those of a buffer, so that the bytes are real.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from modelmill.core.errors import CapacityError, MissingDependency
+from modelmill.loader import sleepable_memory
+from modelmill.loader.cuda_vmm import CudaDriver
+from modelmill.loader.reachable_tensors import reachable_tensors
+from modelmill.loader.sleepable_memory import CudaRegion, HostRegion, MemoryRegion, SleepableMemory
+
+UNIT = 4096
+CHUNK = 2 * UNIT
+CONTEXT = 0x1234
+GARBAGE = 0xA5
+"""What memory holds that was just mapped."""
+
+
+class FakeLibrary:
+    """libcuda's functions for virtual memory, on buffers of this process."""
+
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        self.free_bytes = free_bytes
+        self.reserved: dict[int, Any] = {}
+        self.sizes: dict[int, int] = {}  # of the handles that cuMemCreate made
+        self.mapped: dict[int, int] = {}
+        self.pinned: dict[int, Any] = {}
+        self.calls: list[str] = []
+        self.can_pin = True
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(type(self), f"do_{name}")
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return int(function(self, *arguments) or 0)
+
+        return call
+
+    def do_cuMemGetAllocationGranularity(self, out: Any, properties: Any, option: Any) -> None:
+        assert (properties._obj.type, properties._obj.location.type) == (1, 1)
+        assert properties._obj.location.id == 3
+        assert ctypes.sizeof(properties._obj) == 32
+        assert option.value == 0
+        out._obj.value = UNIT
+
+    def do_cuCtxGetCurrent(self, out: Any) -> None:
+        out._obj.value = CONTEXT
+
+    def do_cuCtxSetCurrent(self, context: Any) -> None:
+        assert context.value == CONTEXT
+
+    def do_cuMemAddressReserve(
+        self, out: Any, size: Any, alignment: Any, hint: Any, flags: Any
+    ) -> None:
+        assert size.value % UNIT == 0
+        assert not (alignment.value)
+        assert not (hint.value)
+        assert not (flags.value)
+        buffer = (ctypes.c_ubyte * size.value)()
+        out._obj.value = ctypes.addressof(buffer)
+        self.reserved[ctypes.addressof(buffer)] = buffer
+
+    def do_cuMemAddressFree(self, address: Any, size: Any) -> None:
+        buffer = self.reserved.pop(address.value)
+        assert len(buffer) == size.value
+        assert not any(address.value <= each < address.value + size.value for each in self.mapped)
+
+    def do_cuMemCreate(self, out: Any, size: Any, properties: Any, flags: Any) -> int:
+        assert properties._obj.type == 1
+        assert (size.value % UNIT, flags.value) == (0, 0)
+        if size.value > self.free_bytes:
+            return 2
+        self.free_bytes -= size.value
+        out._obj.value = len(self.sizes) + 1
+        self.sizes[out._obj.value] = size.value
+        return 0
+
+    def do_cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> None:
+        assert self.sizes[handle.value] == size.value
+        assert not (offset.value)
+        assert not (flags.value)
+        assert address.value not in self.mapped
+        self.mapped[address.value] = size.value
+        ctypes.memset(address.value, GARBAGE, size.value)
+
+    def do_cuMemRelease(self, handle: Any) -> None:
+        assert handle.value in self.sizes
+
+    def do_cuMemSetAccess(self, address: Any, size: Any, access: Any, count: Any) -> None:
+        assert self.mapped[address.value] == size.value
+        assert (access._obj.location.id, access._obj.flags, count.value) == (3, 3, 1)
+
+    def do_cuMemUnmap(self, address: Any, size: Any) -> None:
+        assert self.calls[-2] in ("cuCtxSynchronize", "cuMemUnmap")
+        assert self.mapped.pop(address.value) == size.value
+        self.free_bytes += size.value
+        ctypes.memset(address.value, 0, size.value)
+
+    def do_cuMemHostAlloc(self, out: Any, size: Any, flags: Any) -> int:
+        assert flags.value == 0
+        if not self.can_pin:
+            return 2
+        buffer = (ctypes.c_ubyte * size.value)()
+        out._obj.value = ctypes.addressof(buffer)
+        self.pinned[out._obj.value] = buffer
+        return 0
+
+    def do_cuMemFreeHost(self, address: Any) -> None:
+        del self.pinned[address.value]
+
+    def do_cuMemcpyDtoHAsync_v2(self, host: Any, address: Any, size: Any, stream: Any) -> None:
+        assert stream.value is None
+        assert size.value == sum(self.mapped.values())
+        ctypes.memmove(host.value, address.value, size.value)
+
+    def do_cuMemcpyHtoDAsync_v2(self, address: Any, host: Any, size: Any, stream: Any) -> None:
+        assert stream.value is None
+        assert self.mapped[address.value] == size.value
+        ctypes.memmove(address.value, host.value, size.value)
+
+    def do_cuMemsetD8_v2(self, address: Any, value: Any, size: Any) -> None:
+        ctypes.memset(address.value, value.value, size.value)
+
+    def do_cuCtxSynchronize(self) -> None:
+        """Nothing runs behind the caller's back here."""
+
+    def do_cuGetErrorString(self, code: Any, out: Any) -> None:
+        out._obj.value = b"error %d" % code.value
+
+
+def as_host_tensor(interface: Any, device: str) -> torch.Tensor:
+    """A tensor of the fake GPU's memory, which keeps the interface alive as torch does."""
+    assert device == "cuda:3"
+    described = interface.__cuda_array_interface__
+    (nbytes,), (address, read_only) = described["shape"], described["data"]
+    assert (described["typestr"], described["version"], read_only) == ("|u1", 3, False)
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    buffer.keeps = interface
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    monkeypatch.setattr(sleepable_memory, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(sleepable_memory, "as_device_tensor", as_host_tensor)
+    return FakeLibrary()
+
+
+def cuda_region(library: FakeLibrary, nbytes: int) -> CudaRegion:
+    return CudaRegion(CudaDriver(3, library), nbytes, "cuda:3")
+
+
+def check_region(region: MemoryRegion, nbytes: int) -> None:
+    """Offload and restore, drop and renew, at one address."""
+    assert region.bytes.shape == (nbytes,)
+    region.extend(nbytes)
+    address = region.bytes.data_ptr()
+    values = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    region.bytes.copy_(values)
+    for _ in range(2):
+        assert region.offload() >= nbytes
+        assert not region.bytes.any()
+        region.restore()
+        assert region.bytes.data_ptr() == address
+        assert torch.equal(region.bytes, values)
+    region.drop()
+    region.renew()
+    assert not region.bytes.any()
+
+
+@pytest.mark.parametrize("nbytes", [1, UNIT, CHUNK, 5 * UNIT + 7])
+def test_a_region_of_a_gpu(library: FakeLibrary, nbytes: int) -> None:
+    free = library.free_bytes
+    region = cuda_region(library, nbytes)
+    check_region(region, nbytes)
+    region.drop()
+    assert library.free_bytes == free
+    assert not (library.mapped)
+    assert not (library.pinned)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5 * UNIT + 7])
+def test_a_region_of_the_host(nbytes: int) -> None:
+    check_region(HostRegion(nbytes), nbytes)
+
+
+def test_memory_is_taken_part_by_part(library: FakeLibrary) -> None:
+    """So that weights move without twice their memory."""
+    region = cuda_region(library, 3 * CHUNK)
+    assert sum(library.mapped.values()) == CHUNK
+    region.extend(CHUNK + 1)
+    assert sum(library.mapped.values()) == 2 * CHUNK
+
+
+def test_addresses_are_free_when_region_and_tensors_are_gone(library: FakeLibrary) -> None:
+    region = cuda_region(library, CHUNK)
+    view = region.bytes[5:9]
+    del region
+    gc.collect()
+    assert len(library.reserved) == len(library.mapped) == 1
+    del view
+    gc.collect()
+    assert not (library.reserved)
+    assert not (library.mapped)
+
+
+def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
+    region = cuda_region(library, 2 * CHUNK)
+    region.extend(2 * CHUNK)
+    values = torch.arange(2 * CHUNK).to(torch.uint8)
+    region.bytes.copy_(values)
+    region.offload()
+    free, library.free_bytes = library.free_bytes, CHUNK
+    with pytest.raises(CapacityError, match=r"^the GPU is full \(cuMemCreate\)$"):
+        region.restore()
+    library.free_bytes = free - CHUNK
+    region.restore()
+    assert torch.equal(region.bytes, values)
+
+
+def test_a_host_that_cannot_pin_changes_nothing(library: FakeLibrary) -> None:
+    region = cuda_region(library, CHUNK)
+    region.bytes.fill_(7)
+    library.can_pin = False
+    with pytest.raises(CapacityError, match="no memory left to pin"):
+        region.offload()
+    assert bool((region.bytes == 7).all())
+
+
+def test_a_gpu_without_virtual_memory_is_one_line(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLibrary, "do_cuMemGetAllocationGranularity", lambda *_: 801)
+    with pytest.raises(MissingDependency, match=r"virtual memory management: .*error 801$"):
+        CudaDriver(3, library)
+
+
+def test_tensors_move_and_stay_the_same_objects() -> None:
+    """Views of one storage stay views of one; strides and dtypes stay."""
+    base = torch.arange(24, dtype=torch.float32).view(4, 6)
+    half = torch.ones(3, dtype=torch.bfloat16)
+    bits = torch.arange(7, dtype=torch.uint8)
+    module = torch.nn.Module()
+    module.register_buffer("whole", base)
+    held_by_module: Any = module
+    held_by_module.parts = {"column": base[:, 2], "list": [half, (bits,)]}
+    before = reachable_tensors([module])
+    expected, strides = [each.clone() for each in before], [each.stride() for each in before]
+    memory = SleepableMemory("cpu")
+    assert memory.adopt([module]) == 3 * sleepable_memory.ALIGNMENT
+    moved = reachable_tensors([module])
+    assert len({each.untyped_storage().data_ptr() for each in moved}) == 1
+    assert [id(each) for each in moved] == [id(each) for each in before]
+    assert [each.stride() for each in moved] == strides
+    for one, other in zip(moved, expected, strict=True):
+        assert torch.equal(one, other)
+    base[1, 2] = -5
+    assert held_by_module.parts["column"][1] == -5
+    memory.sleep()
+    assert not base.any()
+    memory.wake_up()
+    assert base[1, 2] == -5
+    assert torch.equal(bits, torch.arange(7, dtype=torch.uint8))
