@@ -44,9 +44,11 @@ IMAGE_MODELS = """
 Models that read or segment images: {names}
 ([segmentation](segmentation.md), [vision-language](vision-language.md)).
 
-Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4` and `gemma4_unified` the text half
-is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text` and (both) `gemma4_text`. What hybrids
-keep instead of keys and values: [recurrent state](recurrent-state.md).
+Of checkpoints of `qwen3_5`, `qwen3_5_moe`, `gemma3`, `gemma4`, `gemma4_unified` and `mistral3` the
+text half is read, as `qwen3_5_text`, `qwen3_5_moe_text`, `gemma3_text`, (both) `gemma4_text`, and
+`mistral` or `ministral3`. What hybrids keep instead of keys and values:
+[recurrent state](recurrent-state.md). A GGUF of `qwen3_next` (`qwen3next`) is read as
+`qwen3_5_moe_text`, which computes the same from matrices that are apart.
 
 Gemma 4's layers have no common size of keys and values, and the last ones of E2B and E4B none of
 their own ([layers](layers.md#keys-and-values-of-layers-that-differ)). Its layers with full

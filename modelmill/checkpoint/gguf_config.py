@@ -19,7 +19,10 @@ MAX_COUNT = 1 << 24
 MOE_MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"}
 """Architectures with experts that have a name of their own → model_type."""
 
-OWN_EXPERT_KEYS = ("gpt-oss", "glm4moe", "deepseek2", "gemma4", "granitemoe", "granitehybrid")
+OWN_EXPERT_KEYS = (
+    "gpt-oss", "glm4moe", "deepseek2", "gemma4", "granitemoe", "granitehybrid", "qwen3next",
+    "qwen35moe",
+)  # fmt: skip
 """Architectures whose reader reads the keys of experts itself."""
 
 SAMPLING_KEYS = {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from modelmill.checkpoint.gguf_config import (
     ArchitectureKeys,
@@ -12,6 +15,38 @@ from modelmill.checkpoint.gguf_config import (
     rope_scaling,
 )
 from modelmill.core.errors import UnknownArchitecture
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A tensor of a folder that is some rows or columns of one in the file, in another order.
+
+    Attributes:
+        name: Its name within the layer, without suffix.
+        units: Into how many equal parts the file's tensor is divided.
+        order: Which of them it is, one after another.
+        axis: 0: rows, 1: columns.
+    """
+
+    name: str
+    units: int
+    order: tuple[int, ...]
+    axis: int = 0
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of that shape has so many equal parts."""
+        return len(shape) > self.axis and shape[self.axis] % self.units == 0
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return its shape, from that in the file."""
+        length = shape[self.axis] // self.units * len(self.order)
+        return (*shape[: self.axis], length, *shape[self.axis + 1 :])
+
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return its values, or its blocks of codes, from those in the file."""
+        units = tensor.unflatten(self.axis, (self.units, -1))
+        chosen = units.index_select(self.axis, torch.tensor(self.order))
+        return chosen.flatten(self.axis, self.axis + 1)
 
 
 @dataclass(frozen=True)
@@ -30,6 +65,8 @@ class GgufArchitecture:
         read_config: reads the keys; None: ``gguf_config`` does.
         joins_latent: whether "blk.attn_k_b" and "blk.attn_v_b" are one matrix.
         chosen_types: families of which ``read_config`` chooses one.
+        parts: makes, from the config, the parts of tensors that are stored in another order.
+        draft_prefix: what the names of layers that only predict begin with; empty: none are.
     """
 
     names: dict[str, str]
@@ -43,6 +80,8 @@ class GgufArchitecture:
     read_config: ConfigReader | None = None
     joins_latent: bool = False
     chosen_types: tuple[str, ...] = ()
+    parts: Callable[[Mapping[str, Any]], Mapping[str, tuple[TensorPart, ...]]] | None = None
+    draft_prefix: str = ""
 
 
 LLAMA_NAMES = {
@@ -153,7 +192,9 @@ STARCODER2_NAMES = {**LLAMA_NAMES, "blk.ffn_up": "mlp.c_fc", "blk.ffn_down": "ml
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
-def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
+def _common(
+    keys: ArchitectureKeys, *, partial: bool = False, inner: str = "feed_forward_length"
+) -> dict[str, Any]:
     """Read what all have; partial: families that rotate a part of each head."""
     heads, theta = (
         keys.get_count("attention.head_count"),
@@ -162,7 +203,7 @@ def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
     channels, width = head_dim(keys, partial=partial), keys.get_count("embedding_length")
     config = {
         "hidden_size": width,
-        "intermediate_size": keys.get_count("feed_forward_length"),
+        "intermediate_size": keys.get_count(inner),
         "num_hidden_layers": keys.get_count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.get_count("attention.head_count_kv", heads),
@@ -178,10 +219,18 @@ def _common(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
     return config
 
 
-def read_rms_config(keys: ArchitectureKeys, *, partial: bool = False) -> dict[str, Any]:
-    """Read what all with RMSNorm have; partial: families that rotate a part of each head."""
+def read_rms_config(
+    keys: ArchitectureKeys, *, partial: bool = False, inner: str = "feed_forward_length"
+) -> dict[str, Any]:
+    """Read what all with RMSNorm have.
+
+    Args:
+        keys: The file's.
+        partial: Of families that rotate a part of each head.
+        inner: The key with the channels of an MLP.
+    """
     eps = keys.get_positive_float("attention.layer_norm_rms_epsilon")
-    return {**_common(keys, partial=partial), "rms_norm_eps": eps}
+    return {**_common(keys, partial=partial, inner=inner), "rms_norm_eps": eps}
 
 
 def _biases(keys: ArchitectureKeys) -> dict[str, Any]:

@@ -20,15 +20,21 @@ from modelmill.checkpoint.container import TensorInfo, no_such_tensor
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import read_config
+from modelmill.checkpoint.gguf_delta_net import DELTA_NET_ARCHITECTURES
 from modelmill.checkpoint.gguf_families import (
     FURTHER_ARCHITECTURES,
     LLAMA_NAMES,
     GgufArchitecture,
+    TensorPart,
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
 from modelmill.checkpoint.gguf_mamba import MAMBA_ARCHITECTURES, RESTORED_TENSORS
-from modelmill.checkpoint.gguf_packed import gguf_quant_layout, unpack_gguf_blocks
+from modelmill.checkpoint.gguf_packed import (
+    BLOCK_COLUMNS,
+    gguf_quant_layout,
+    unpack_gguf_blocks,
+)
 from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
@@ -69,7 +75,13 @@ GPT2_NAMES = {
 
 ROTARY_ARCHITECTURES = ("llama", "qwen", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "olmoe")
 CONSUMED_TENSORS = dict.fromkeys(
-    (*ROTARY_ARCHITECTURES, *FURTHER_ARCHITECTURES, *GEMMA4_ARCHITECTURES), ("rope_freqs.weight",)
+    (
+        *ROTARY_ARCHITECTURES,
+        *FURTHER_ARCHITECTURES,
+        *GEMMA4_ARCHITECTURES,
+        *DELTA_NET_ARCHITECTURES,
+    ),
+    ("rope_freqs.weight",),
 )
 """Tensors that become the config's rope_scaling and are hidden, by architecture.
 
@@ -91,6 +103,7 @@ ARCHITECTURES = {
     **GROUPED_EXPERT_ARCHITECTURES,
     **GEMMA4_ARCHITECTURES,
     **MAMBA_ARCHITECTURES,
+    **DELTA_NET_ARCHITECTURES,
 }
 
 
@@ -104,6 +117,7 @@ class _HfTensor:
     shape: tuple[int, ...]
     restore: Callable[[torch.Tensor], torch.Tensor] | None
     transposed: bool = False
+    is_kept: bool = True  # whether it can stay quantized
 
 
 class GgufAsHf:
@@ -140,10 +154,20 @@ class GgufAsHf:
         if layout.model_type:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
+        parts = {} if layout.parts is None else layout.parts(self.config)
         for name in raw.names():
             if layout.joins_latent and ".attn_v_b." in name:
                 continue  # read with attn_k_b
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
+                continue
+            if layout.draft_prefix and _layer_number(name) >= self.config["num_hidden_layers"]:
+                own = _HfTensor(name, raw.tensor_info(name).shape, None, is_kept=False)
+                self._add_entry(f"{layout.draft_prefix}{name}", own)
+                continue
+            base = _hf_name(name, layout)[1]
+            whole = f"{base}.{name.rpartition('.')[2]}"
+            if base in parts or whole in parts:
+                self._add_parts(name, layout, parts.get(base) or parts[whole])
                 continue
             self._add_tensor(name, layout)
 
@@ -167,6 +191,8 @@ class GgufAsHf:
     def quant_layout(self, name: str) -> QuantLayout | None:
         """Return the quantization layout of a matrix; None if it cannot be kept."""
         entry = self._entry(name)
+        if not entry.is_kept:
+            return None
         layout = gguf_quant_layout(self._raw.tensor_info(entry.source), transposed=entry.transposed)
         if layout is None or entry.transposed:
             return layout
@@ -245,6 +271,29 @@ class GgufAsHf:
             self._add_latent(target, name, shape)
             return
         self._add_entry(target, _HfTensor(name, shape, undo, transposed))
+
+    def _add_parts(
+        self, name: str, architecture: GgufArchitecture, parts: tuple[TensorPart, ...]
+    ) -> None:
+        """Add the tensors that a stored one is, in their own order of rows or columns."""
+        shape = self._raw.tensor_info(name).shape
+        target, base = _hf_name(name, architecture)
+        restored = RESTORED_TENSORS.get(base) if not name.endswith(".bias") else None
+        stored = architecture.names.get(base) or parts[0].name
+        for part in parts:
+            if not part.fits(shape):
+                raise CorruptCheckpoint(
+                    f"{self._raw.path}: {name} has {list(shape)}, which is not divided into "
+                    f"{part.units} parts"
+                )
+            own = part.shape(shape)
+            restore: Callable[[torch.Tensor], torch.Tensor] = part.select
+            if restored is not None:
+                own = restored.shape(own)
+                restore = _then(part.select, restored.values, own)
+            in_blocks = part.axis == 0 or shape[1] // part.units % BLOCK_COLUMNS == 0
+            entry = _HfTensor(name, own, restore, is_kept=in_blocks and restored is None)
+            self._add_entry(target.replace(stored, part.name), entry)
 
     def _add_fused_experts(self, target: str, name: str, shape: tuple[int, ...]) -> None:
         """Add each expert's gate and up projections, which are the halves of one matrix."""
@@ -336,6 +385,20 @@ def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor
         return torch.cat(parts, 1).reshape(tensor.shape)
 
     return undo
+
+
+def _then(
+    first: Callable[[torch.Tensor], torch.Tensor],
+    second: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, ...],
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: second(first(tensor)).reshape(shape)
+
+
+def _layer_number(name: str) -> int:
+    """Return the number of a tensor's layer; -1 outside of the layers."""
+    parts = re.match(r"blk\.([0-9]{1,6})\.", name)
+    return -1 if parts is None else int(parts[1])
 
 
 def _row(index: int) -> Callable[[torch.Tensor], torch.Tensor]:

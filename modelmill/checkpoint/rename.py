@@ -38,6 +38,7 @@ class Rule:
         "fold_weight" a convolution's weight with the batch norm behind it: weight; its weight,
         running_var
         "fold_bias"   the bias that the batch norm leaves: its bias, weight, running_mean, running_var
+        "flatten"     all values one after another: [a, b] -> [a·b]
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         "plus_one"    a norm's weight that is stored less 1
         "unit_rows"   each row divided by its Euclidean norm
@@ -274,6 +275,10 @@ def _part_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (shape[0] // count, *shape[1:])
 
 
+def _flat_shape(shapes: Sequence[Shape], _: str) -> Shape:
+    return (torch.Size(_single_shape(shapes)).numel(),)
+
+
 def _expert_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     shape, (_, count) = _single_shape(shapes), _parse_part(argument)
     if len(shape) < 2 or shape[0] != count:
@@ -417,5 +422,6 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "gates": RenameStep(row_order.output_gate_shape, row_order.gates),
     "rows": RenameStep(row_order.rows_shape, row_order.rows),
     "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),
+    "flatten": RenameStep(_flat_shape, lambda sources, *_: next(sources).flatten()),
     "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),
 }

@@ -1,8 +1,8 @@
 """The text half of a vision-language checkpoint, as a checkpoint of the language model alone.
 
-Files of Qwen3.5, Gemma 3 and Gemma 4 hold a language model beside a vision encoder. What belongs to
-images or sound is left out, and the names of the rest are made those of the text class. Experts
-that are stacked in one tensor are presented one by one.
+Files of Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 hold a language model beside a vision encoder.
+What belongs to images or sound is left out, and the names of the rest are made those of the text
+class. Experts that are stacked in one tensor are presented one by one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ TEXT_TYPES = {
     "gemma4_unified": "gemma4_text",  # without inputs of layers and experts
 }
 """Types of vision-language checkpoints → those of their language models."""
+CHOSEN_TEXT_TYPES = {"mistral3": ("mistral", "ministral3")}
+"""Those whose ``text_config`` says which of several its language model is; the first by default."""
 
 # sizes that published files leave to the configuration class
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -81,8 +83,7 @@ def text_half_config(
         CheckpointError: for a config without ``text_config``.
     """
     whole_type = str(config.get("model_type"))
-    text_type = TEXT_TYPES.get(whole_type)
-    if text_type is None:
+    if whole_type not in (*TEXT_TYPES, *CHOSEN_TEXT_TYPES):
         return dict(config), {}
     text = config.get("text_config")
     if not isinstance(text, Mapping):
@@ -90,6 +91,7 @@ def text_half_config(
             f"{file}: text_config must be an object with the language model's sizes, not "
             f"{quote(text, 60)}"
         )
+    text_type = _text_type(whole_type, text, file)
     ties = [each.get("tie_word_embeddings") for each in (config, text)]
     tied = next((each for each in ties if each is not None), None)
     if {True, False} <= {each for each in ties if isinstance(each, bool)}:
@@ -108,6 +110,24 @@ def text_half_config(
         if text.get(key) is None
     }
     return {**text, **missing, **outer, "model_type": text_type}, left_out
+
+
+def _text_type(whole_type: str, text: Mapping[str, Any], file: Path) -> str:
+    """The type of a checkpoint's language model.
+
+    Raises:
+        CheckpointError: for a language model that such a checkpoint has not.
+    """
+    known = CHOSEN_TEXT_TYPES.get(whole_type)
+    if known is None:
+        return TEXT_TYPES[whole_type]
+    stated = text.get("model_type") or known[0]
+    if stated not in known:
+        raise CheckpointError(
+            f"{file}: text_config has the model_type {quote(stated, 60)}; of a {whole_type} "
+            f"{' and '.join(known)} are read"
+        )
+    return str(stated)
 
 
 class TextHalfContainer:
@@ -155,9 +175,12 @@ class TextHalfContainer:
 
 def text_half(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
-    if config.get("model_type") not in TEXT_TYPES.values():
-        return container
-    return TextHalfContainer(container)
+    chosen = any(config.get("model_type") in types for types in CHOSEN_TEXT_TYPES.values())
+    if config.get("model_type") in TEXT_TYPES.values() or (
+        chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
+    ):
+        return TextHalfContainer(container)
+    return container
 
 
 def _text_sources(name: str, container: Container) -> dict[str, _Source]:

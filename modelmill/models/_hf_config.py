@@ -155,6 +155,7 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """transformers' names of activations → those of ``nn.mlp.ACTIVATIONS``."""
 

@@ -19,14 +19,12 @@ from modelmill.nn.moe_spec import MoESpec
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 EXPERT = "block_sparse_moe.experts.*"
-LAYOUT = CheckpointLayout(
-    {
-        **CHECKPOINT_NAMES,
-        "mlp.router": ("block_sparse_moe.gate",),
-        "mlp.experts.*.gate_up_proj": (f"{EXPERT}.w1", f"{EXPERT}.w3"),
-        "mlp.experts.*.down_proj": (f"{EXPERT}.w2",),
-    }
-)
+MIXTRAL_EXPERT_NAMES = {
+    "mlp.router": ("block_sparse_moe.gate",),
+    "mlp.experts.*.gate_up_proj": (f"{EXPERT}.w1", f"{EXPERT}.w3"),
+    "mlp.experts.*.down_proj": (f"{EXPERT}.w2",),
+}
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MIXTRAL_EXPERT_NAMES})
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 

@@ -31,6 +31,7 @@ from modelmill.nn.norm import RMS_NORM, NormConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import QKVNormConfig
+from modelmill.nn.query_growth import QueryGrowth
 from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
@@ -70,6 +71,7 @@ class DecoderConfig:
         recurrence: The recurrence in the place of attention (a hybrid), or None.
         recurrent_layers: The layers that have it.
         output_gate: Whether a projection gates the output of the attention.
+        query_growth: Factors of rotated queries by position, or None.
     """
 
     hidden: int
@@ -117,6 +119,7 @@ class DecoderConfig:
     recurrence: RecurrenceConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
     output_gate: bool = False
+    query_growth: QueryGrowth | None = None
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -217,11 +220,14 @@ class Decoder(CausalLM):
         return replace(rope, local=self._rope(self.local_rotary, step))
 
     def _rope(self, rotary: Rotary, step: Step) -> RopeCosSin:
-        """A rotation, with Qwen v1's logn factors in the activations' rounding.
+        """A rotation, with factors of queries by position in the activations' rounding.
 
         Channels beyond the rotated ones are turned by no angle.
         """
-        cos, sin, q_scale = rotary(step, self.config.logn, self.embed.weight.dtype)
+        growth, dtype = self.config.query_growth, self.embed.weight.dtype
+        cos, sin, q_scale = rotary(step, self.config.logn, dtype)
+        if growth is not None:
+            q_scale = growth.factors(step.positions, dtype)
         rest = self.config.head_dim // 2 - cos.shape[1]
         if rest > 0:
             cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))

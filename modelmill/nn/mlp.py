@@ -51,7 +51,7 @@ class GeluTanh(ActivationOp):
 
 
 class Elementwise(nn.Module):
-    """An activation without an op of its own: GELU, ReLU or SiLU."""
+    """An activation without an op of its own: GELU, ReLU, its square, or SiLU."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -88,6 +88,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 

@@ -1,4 +1,7 @@
-"""Added tokens: those of tokenizer_config.json, merged with those of tokenizer.json."""
+"""Added tokens: those of tokenizer_config.json, merged with those of tokenizer.json.
+
+Older folders have added_tokens.json instead, which adds what tokenizer.json lacks.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +33,9 @@ def update_token_flags(spec: dict[str, Any], settings: TokenizerSettings) -> boo
 
 
 def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Adds what only tokenizer_config.json lists; the ids must come out as it says."""
-    listed = {token.content for token in core.get_added_tokens_decoder().values()}
-    for id, entry in sorted(settings.added_tokens.items()):
-        content = entry["content"]
-        if content not in listed:
-            core.add_tokens([AddedToken(content, **_token_flags(entry))])
-        if core.token_to_id(content) != id:
-            raise TokenizerError(
-                f"tokenizer_config.json gives {content!r} the id {id}, tokenizer.json "
-                f"{core.token_to_id(content)}; "
-                "take both files from the same model"
-            )
+    """Adds what only the files beside list; the ids must come out as they say."""
+    _add_listed(core, settings.added_tokens, "tokenizer_config.json")
+    _add_listed(core, settings.older_added_tokens, "added_tokens.json")
     known = {token.content for token in core.get_added_tokens_decoder().values()}
     texts = [*settings.special_tokens.values(), *settings.extra_special_tokens]
     missing = [
@@ -50,6 +44,21 @@ def add_tokens(core: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
         if text not in known and core.token_to_id(text) is not None
     ]
     core.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+
+
+def _add_listed(
+    core: tokenizers.Tokenizer, tokens: Mapping[int, Mapping[str, Any]], file: str
+) -> None:
+    listed = {token.content for token in core.get_added_tokens_decoder().values()}
+    for id, entry in sorted(tokens.items()):
+        content = entry["content"]
+        if content not in listed:
+            core.add_tokens([AddedToken(content, **_token_flags(entry))])
+        if core.token_to_id(content) != id:
+            raise TokenizerError(
+                f"{file} gives {content!r} the id {id}, tokenizer.json "
+                f"{core.token_to_id(content)}; take both files from the same model"
+            )
 
 
 def _token_flags(entry: Mapping[str, Any]) -> dict[str, bool]:

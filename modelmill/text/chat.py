@@ -111,6 +111,8 @@ def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:
         template_entry = metadata.get("tokenizer.chat_template", metadata.get("chat_template"))
     if template_entry is None or template_entry == "":
         return {}
+    if isinstance(template_entry, dict):  # by name, as transformers has them in memory
+        template_entry = [{"name": n, "template": text} for n, text in template_entry.items()]
     entries = (
         template_entry
         if isinstance(template_entry, list)
@@ -123,7 +125,8 @@ def _templates_in_configs(files: Mapping[str, bytes]) -> dict[str, str]:
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise TemplateError(
-                f"{file}: chat_template must be a string or a list of {{name, template}}"
+                f"{file}: chat_template must be a string, a list of {{name, template}}, or an "
+                "object name → template"
             )
         templates[name] = text
     return templates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from modelmill.core.errors import TokenizerError
@@ -56,6 +56,8 @@ class TokenizerSettings:
     add_eos: bool | None
     legacy: bool  # SentencePiece: every stretch between control tokens gets the dummy space
     eos_ids: tuple[int, ...]  # from generation_config.json
+    # added_tokens.json, which counts where there is no added_tokens_decoder
+    older_added_tokens: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
@@ -71,21 +73,53 @@ def read_settings(files: Mapping[str, bytes]) -> TokenizerSettings:
         text = token_text(config.get(key, extra.get(key)), "tokenizer_config.json", key)
         if text:
             names[key] = text
-    listed = config.get("additional_special_tokens") or extra.get("additional_special_tokens") or []
-    if not isinstance(listed, list):
-        raise TokenizerError("tokenizer_config.json: additional_special_tokens must be a list")
-    texts = [
-        token_text(item, "tokenizer_config.json", "additional_special_tokens") for item in listed
-    ]
+    texts = _extra_special_tokens(config, extra)
+    older = {} if "added_tokens_decoder" in config else _older_added_tokens(files, names, texts)
     return TokenizerSettings(
         special_tokens=names,
-        extra_special_tokens=tuple(text for text in texts if text),
+        extra_special_tokens=texts,
         added_tokens=_added_tokens(config),
         add_bos=_bool_setting(config, "add_bos_token"),
         add_eos=_bool_setting(config, "add_eos_token"),
         legacy=config.get("legacy") is not False,
         eos_ids=_generation_eos(files),
+        older_added_tokens=older,
     )
+
+
+def _extra_special_tokens(
+    config: Mapping[str, Any], special_map: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Special tokens without a role: a list, under its name before transformers 5 or its newer one.
+
+    The newer one may be an object, role → token.
+    """
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        listed = config.get(key) or special_map.get(key)
+        if isinstance(listed, dict) and key == "extra_special_tokens":
+            listed = list(listed.values())
+        if not listed:
+            continue
+        if not isinstance(listed, list):
+            raise TokenizerError(f"tokenizer_config.json: {key} must be a list")
+        texts = [token_text(item, "tokenizer_config.json", key) for item in listed]
+        return tuple(text for text in texts if text)
+    return ()
+
+
+def _older_added_tokens(
+    files: Mapping[str, bytes], names: Mapping[str, str], extra: Iterable[str]
+) -> dict[int, Mapping[str, Any]]:
+    """Return added_tokens.json by id; a token is special if a role or a list names it."""
+    special = {*names.values(), *extra}
+    entries: dict[int, Mapping[str, Any]] = {}
+    for text, id in read_json(files, "added_tokens.json").items():
+        if not is_token_id(id) or not text:
+            raise TokenizerError("added_tokens.json must map token strings to ids")
+        other = entries.setdefault(id, {"content": text, "special": text in special})["content"]
+        if other != text:
+            raise TokenizerError(f"added_tokens.json: {other!r} and {text!r} share the id {id}")
+    return entries
 
 
 def token_text(value: object, file: str, key: str) -> str | None:

@@ -181,3 +181,9 @@ def test_a_convolution_of_one_pixel_is_a_matrix() -> None:
         apply_rule(
             ResolvedRule("t", ("w",), "pointwise"), {"w": torch.zeros(3, 5, 3, 3)}.__getitem__
         )
+
+
+def test_flatten_puts_all_values_one_after_another() -> None:
+    rows = {"q": torch.arange(6.0).reshape(2, 3), "k": torch.arange(6.0, 9.0).reshape(1, 3)}
+    rule = ResolvedRule("t", ("q", "k"), "cat0+flatten")
+    assert torch.equal(apply_rule(rule, rows.__getitem__), torch.arange(9.0))

@@ -14,6 +14,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
+from tests.models.delta_net_gguf import converted as delta_net_converted
 from tests.models.family_cases import FamilyCase
 from tests.models.grouped_gguf import as_converted, latent_as_converted, latent_facts
 
@@ -187,3 +188,75 @@ def test_up_projections_that_do_not_fit_are_refused(part: str, tmp_path: Path) -
     write_gguf(path, tmp_path / "hf", case.raw(**case.gguf.changes), broken)
     with pytest.raises(CorruptCheckpoint, match="attn_k_b"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value_dim"),
+    [("qwen3_5_text", 32), ("qwen3_5_moe_text", 32), ("qwen3_5_text", 16)],
+)
+def test_integers_of_heads_that_are_tiled_are_kept(
+    name: str, value_dim: int, tmp_path: Path
+) -> None:
+    """Blocks of 32 columns change places with the heads of values, as rows do."""
+    case = CASES[name]
+    assert case.gguf is not None
+    sizes = {**case.gguf.changes, "hidden_size": 64, "linear_value_head_dim": value_dim}
+    sizes |= {"linear_num_value_heads": 4, "intermediate_size": 96}
+    if "moe" in name:
+        sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+        sizes["intermediate_size"] = None
+    case.save(tmp_path / "hf", **sizes)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tmp_path / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(tmp_path / "e").manifest.weight_formats
+    quantized = {name for name, each in formats.items() if each != "dense"}
+    assert "layers.0.attn.in_proj" in quantized
+    assert ("layers.0.attn.out_proj" in quantized) == (value_dim == 32)
+
+
+def test_an_older_gguf_of_qwen3_next_has_one_projection(tmp_path: Path) -> None:
+    """And the layers' types one by one, and the experts' gate and up in one tensor."""
+    case = CASES["qwen3_next"]
+    assert case.gguf is not None
+    own_facts = case.gguf.facts
+
+    def facts(raw: dict[str, Any]) -> dict[str, Any]:
+        types = {"attention.recurrent_layers": [True, True, False]}
+        return {**own_facts(raw), **types, "full_attention_interval": None}
+
+    def tensors(raw: dict[str, Any], read: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out = delta_net_converted(raw, read)
+        for layer in range(raw["num_hidden_layers"]):
+            stem = f"model.layers.{layer}.mlp.experts"
+            parts = [out.pop(f"{stem}.{part}_proj.weight") for part in ("gate", "up")]
+            out[f"blk.{layer}.ffn_gate_up_exps.weight"] = torch.cat(parts, 1)
+        return out
+
+    check_gguf(replace(case, gguf=replace(case.gguf, facts=facts, tensors=tensors)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"ssm.inner_size": 49}, "ssm.inner_size 49 for the 6 heads"),
+        ({"ssm.group_count": 4}, "4 heads of ssm.group_count do not divide the 6"),
+        ({"ssm.state_size": 11}, "which is not divided into"),
+        ({"nextn_predict_layers": 4}, "has 0 layers beside 4 that predict"),
+        ({"attention.recurrent_layers": [1, 0]}, "must have 0 or 1 for each of the 3 layers"),
+        ({"attention.recurrent_layers": [1, 0, 2, 0]}, "must have 0 or 1 for each"),
+        ({"expert_weights_norm": False}, "expert_weights_norm is false"),
+    ],
+)
+def test_keys_of_a_delta_net_that_do_not_fit(
+    broken: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    case = CASES["qwen3_5_moe_text"]
+    assert case.gguf is not None
+    facts, raw = case.gguf.facts, case.raw(**case.gguf.changes)
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    own = replace(case.gguf, facts=lambda raw: {**facts(raw), **broken})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
+        open_checkpoint(tmp_path / "model.gguf")

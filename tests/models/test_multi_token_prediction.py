@@ -38,3 +38,21 @@ def test_another_layer_behind_the_last_is_refused(name: str, tmp_path: Path) -> 
     report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", "float32", "none")
     assert not written
     assert "model.layers.2" in report["reason"]
+
+
+NAMED_APART = {
+    "qwen3_next": "mtp.fc.weight",
+    "qwen3_5_text": "mtp.layers.0.mlp.up_proj.weight",
+    "qwen3_5_moe_text": "mtp.norm.weight",
+    "ernie4_5_moe": "model.mtp_block.0.input_layernorm.weight",
+}
+
+
+@pytest.mark.parametrize("name", NAMED_APART)
+def test_heads_with_names_of_their_own_are_left_out(name: str, tmp_path: Path) -> None:
+    CASES[name].save(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(path) | {NAMED_APART[name]: torch.ones(4)}, path)
+    report, written = build_and_accept(tmp_path / "hf", tmp_path / "e", "float32", "none")
+    assert written, report.get("reason", report)
+    assert "multi-token prediction" in str(report["unused_tensors"])

@@ -14,6 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelmill.core.errors import TokenizerError
 from modelmill.text.tokenizer import load_tokenizer
 from tests.text.conftest import hf_files, small_hf
 
@@ -174,3 +175,56 @@ def test_flags_of_a_token_in_two_files(flag: str, where: str, tmp_path: Path) ->
             tokenizer.encode(text, special=True, bos=False)
             == hf_tokenizer(text, add_special_tokens=False)["input_ids"]
         )
+
+
+OLDER = {"<x>": 260, "<pad>": 261, "<extra>": 262, "he": 256}
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize("vocabulary", ["tokenizer.json", "vocab.json"])
+def test_added_tokens_json_adds_what_the_vocabulary_lacks(
+    vocabulary: str, has_decoder: bool, tmp_path: Path
+) -> None:
+    """As transformers: not where tokenizer_config.json has an added_tokens_decoder."""
+    transformers = pytest.importorskip("transformers")
+    spec = spec_with({"<|end|>": {**dict.fromkeys(FLAGS, False), "special": True}})
+    entries = {"259": {"content": "<|end|>", **dict.fromkeys(FLAGS, False), "special": True}}
+    config: dict[str, Any] = {"eos_token": "<|end|>", "pad_token": "<pad>"}
+    config["extra_special_tokens"] = ["<extra>"]
+    if has_decoder:
+        config = {"eos_token": "<|end|>", "added_tokens_decoder": entries}
+    config["tokenizer_class"] = "GPT2Tokenizer"
+    files = hf_files(spec, **config) | {"added_tokens.json": json.dumps(OLDER).encode()}
+    if vocabulary == "vocab.json":
+        model = spec["model"]
+        del files["tokenizer.json"]
+        vocab = {**model["vocab"], "<|end|>": 259}
+        merges = "\n".join(m if isinstance(m, str) else " ".join(m) for m in model["merges"])
+        files |= {"vocab.json": json.dumps(vocab).encode(), "merges.txt": merges.encode()}
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(files)
+    assert (260 in tokenizer.encode("<x>", special=True, bos=False)) != has_decoder
+    for text in ("a <x> b", "hello<pad>", "<extra>he", "the <|end|>"):
+        expected = hf_tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text, special=True, bos=False) == expected, text
+        ids = [id for id in expected if id not in hf_tokenizer.all_special_ids]
+        assert tokenizer.decode(ids) == hf_tokenizer.decode(ids), text
+    if not has_decoder:
+        assert {"<pad>", "<extra>"} <= tokenizer.special.keys()
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ({"<x>": 261}, "added_tokens.json gives '<x>' the id 261"),
+        ({"<x>": "260"}, "must map token strings to ids"),
+        ({"<x>": 260, "<y>": 260}, "'<x>' and '<y>' share the id 260"),
+    ],
+)
+def test_added_tokens_json_that_does_not_fit(added: dict[str, Any], words: str) -> None:
+    spec = spec_with({"<|end|>": {**dict.fromkeys(FLAGS, False), "special": True}})
+    files = hf_files(spec) | {"added_tokens.json": json.dumps(added).encode()}
+    with pytest.raises(TokenizerError, match=words):
+        load_tokenizer(files)

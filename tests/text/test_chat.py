@@ -172,6 +172,11 @@ def test_where_templates_come_from():
     assert read_templates(hf_files(chat_template="a")) == {"default": "a"}
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     assert read_templates(hf_files(chat_template=named)) == {"default": "a", "tool_use": "b"}
+    by_name = {"default": "a", "tool_use": "b"}
+    assert read_templates(hf_files(chat_template=by_name)) == by_name
+    assert read_templates({**hf_files(chat_template=by_name), "chat_template.jinja": b"c"}) == {
+        "default": "c"
+    }
     files = hf_files(chat_template="a") | {"chat_template.jinja": b"c"}
     assert read_templates(files) == {"default": "c"}
     more = {"additional_chat_templates/tool_use.jinja": b"t"}
@@ -184,7 +189,7 @@ def test_where_templates_come_from():
     assert read_templates({"chat_template.json": b'{"chat_template": "d"}'}) == {"default": "d"}
     assert read_templates(gguf_bpe(chat_template="g")) == {"default": "g"}
     assert load_chat(hf_files(), load_tokenizer(hf_files())) is None
-    for wrong in (5, [1], [{"name": "a"}], {"a": "b"}):
+    for wrong in (5, [1], [{"name": "a"}], {"a": 5}):
         with pytest.raises(TemplateError, match="chat_template"):
             read_templates(hf_files(chat_template=wrong))
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import decoder, gguf_gemma4, gguf_mamba2
+from modelmill.accept.reference import decoder, gguf_delta_net, gguf_gemma4, gguf_mamba2
 from modelmill.accept.reference.base import (
     Affine,
     HeadTrace,
@@ -79,8 +79,9 @@ def _open_gguf(
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf(container, dtype, device)
     architecture = container.metadata["general.architecture"]
-    if architecture in gguf_mamba2.READERS:
-        read_config, source_class = gguf_mamba2.READERS[architecture]
+    readers = gguf_mamba2.READERS | gguf_delta_net.READERS
+    if architecture in readers:
+        read_config, source_class = readers[architecture]
         config = read_config(container)
         tensors = source_class(container, dtype, config, device=device)
         model: ReferenceModel = _family(config).REFERENCE(tensors, config)

@@ -1,4 +1,4 @@
-"""llama, mistral, qwen2, qwen3: a pre-norm decoder with RMSNorm, RoPE and a gated MLP."""
+"""llama, mistral, ministral, qwen2, qwen3: a pre-norm decoder, RMSNorm, RoPE and a gated MLP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
+MISTRALS = ("mistral", "ministral")
 MODEL_DEFAULTS = {
     "llama": Defaults(),
     "mistral": Defaults(kv_heads=8, positions=131072),
+    "ministral": Defaults(kv_heads=8, positions=131072),
     "qwen2": Defaults(kv_heads=32, positions=32768),
     "qwen3": Defaults(kv_heads=32, head_dim=128, positions=32768),
 }
@@ -49,7 +51,7 @@ class DecoderReference(HeadNormMixin):
             self.config.get("attention_bias", False),
             self.config.get("mlp_bias", False),
         )
-        if self.model_type == "mistral":
+        if self.model_type in MISTRALS:
             attention = mlp = attention if attention is None else False
         qkv, out = (True, False) if self.model_type == "qwen2" else (attention, attention)
         if self.model_type in ("qwen2", "qwen3"):
@@ -63,7 +65,7 @@ class DecoderReference(HeadNormMixin):
         A mistral with layer_types is what the originals call ministral: the list decides.
         """
         window = self.config.get("sliding_window", 4096)
-        everywhere = self.model_type == "mistral"
+        everywhere = self.model_type in MISTRALS
         if self.model_type == "llama" or not (
             everywhere or self.config.get("use_sliding_window", False)
         ):

@@ -54,6 +54,10 @@ class GatedDeltaNetMixin(HeadNormMixin):
             for i in range(self.num_layers)
         ]
 
+    def unused_tensors(self) -> dict[str, str]:
+        """Return those of multi-token prediction."""
+        return {r"mtp\..*": "the layers of multi-token prediction"}
+
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation of a part of each head."""
         return partial_rope(config, self.head_dim, length, factor=DEFAULT_ROTATED)

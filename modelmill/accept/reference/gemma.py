@@ -1,4 +1,4 @@
-"""gemma, gemma2, gemma3_text: scaled embeddings, norms stored less 1.
+"""gemma, gemma2, vaultgemma, gemma3_text: scaled embeddings, norms stored less 1.
 
 arXiv:2403.08295, 2408.00118 (soft caps, norms around the branches) and 2503.19786.
 """
@@ -15,17 +15,18 @@ from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("gemma", "gemma2", "gemma3_text")
+MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
 class GemmaReference(HeadNormMixin):
-    """GemmaForCausalLM, Gemma2ForCausalLM and Gemma3ForCausalLM."""
+    """GemmaForCausalLM, Gemma2ForCausalLM, VaultGemmaForCausalLM and Gemma3ForCausalLM."""
 
     DEFAULTS = Defaults(head_dim=256, tied=True)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        is_first, is_second = (config["model_type"] == name for name in ("gemma", "gemma2"))
+        is_first, is_vault = (config["model_type"] == name for name in ("gemma", "vaultgemma"))
+        is_second = is_vault or config["model_type"] == "gemma2"
         self.num_kv_heads = int(config.get("num_key_value_heads") or (16 if is_first else 4))
         self.embedding_scale = self.hidden_size**0.5
         self.biased = self.biases()
@@ -35,6 +36,9 @@ class GemmaReference(HeadNormMixin):
             self.score_softcap = config.get("attn_logit_softcapping", 50.0)
         if not is_first:
             self._read_sandwich()
+            if is_vault:  # norms in front of the branches alone
+                del self.norm_paths["attn_post"], self.norm_paths["mlp_post"]
+                self.layer = self.pre_norm
             if self.third:
                 self._read_third()
                 return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tests.models.delta_net_faults import MROPE_SWITCH, with_delta_net
+from tests.models.delta_net_gguf import with_gguf
 from tests.models.family_cases import COMMON_SWITCHES
 from tests.models.moe_faults import moe_family
 
-CASE = with_delta_net(moe_family(
+CASE = with_gguf(with_delta_net(moe_family(
     "qwen3_5_moe_text",
     {"intermediate_size": None, "num_experts": 4, "num_experts_per_tok": 2,
      "moe_intermediate_size": 40, "shared_expert_intermediate_size": 24},
@@ -17,4 +18,4 @@ CASE = with_delta_net(moe_family(
     {"num_experts_per_tok": 5, "num_experts": "8", "moe_intermediate_size": 0},
     sizes=tuple(each for each in COMMON_SWITCHES if "intermediate_size" not in each),
     ropes=(),
-))  # fmt: skip
+)), "qwen35moe")  # fmt: skip

@@ -1,0 +1,31 @@
+"""arcee: an MLP of two matrices with the square of ReLU (arXiv:2109.08668)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.plain_decoder import (
+    MIXER,
+    PROJECTIONS,
+    Defaults,
+    PlainDecoderReference,
+)
+from modelmill.accept.reference.tensor_source import TensorSource
+
+PLAIN_MLP = {"fc": "mlp.up_proj", "down": "mlp.down_proj"}
+
+
+class ArceeReference(PlainDecoderReference):
+    """ArceeForCausalLM."""
+
+    DEFAULTS = Defaults(eps=1e-5, positions=4096)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.activation = self.read_activation("hidden_act", "relu2")
+        self.rope = self.plain_rope()
+        self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
+        self.biased = self.biases() | self.biases("mlp_bias", PLAIN_MLP)
+
+
+REFERENCE = ArceeReference

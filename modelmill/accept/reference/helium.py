@@ -1,0 +1,23 @@
+"""helium: neighbouring channels rotated (the model card of Helium 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class HeliumReference(PlainDecoderReference):
+    """HeliumForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=20, head_dim=128, eps=1e-8, positions=4096)
+    turns_neighbours = True
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.rope = self.partial_rope(theta=100000.0)
+        self.biased = self.biases(names="qkv") | self.biases("mlp_bias", MLP)
+
+
+REFERENCE = HeliumReference

@@ -1,0 +1,40 @@
+"""ministral3: queries times 1 + β · ln(1 + ⌊position / trained length⌋) (the model cards)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+ROPE: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+class Ministral3Reference(PlainDecoderReference):
+    """Ministral3ForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=262144)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or ROPE
+        self.slope = float(scaling["llama_4_scaling_beta"])
+        self.trained = int(scaling["original_max_position_embeddings"])
+        self.rope = self.plain_rope(rope_scaling=scaling)
+        self.windows = [config.get("sliding_window")] * self.num_layers
+
+    def logn_scaling(self, count: int) -> Tensor:
+        """Return the factors of rotated queries, [count]."""
+        periods = [position // self.trained for position in range(count)]
+        factors = [1 + self.slope * math.log(1 + each) for each in periods]
+        return torch.tensor(factors, dtype=self.dtype, device=self.device)
+
+
+REFERENCE = Ministral3Reference

@@ -1,0 +1,24 @@
+"""seed_oss: grouped attention with biases of q, k and v (the model card of Seed-OSS-36B)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class SeedOssReference(PlainDecoderReference):
+    """SeedOssForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, positions=524288)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.rope = self.plain_rope()
+        self.biased = self.biases(names="qkv", default=True)
+        self.biased |= self.biases("attention_out_bias", ("o_proj",))
+        self.biased |= self.biases("mlp_bias", MLP)
+
+
+REFERENCE = SeedOssReference

@@ -1,0 +1,76 @@
+"""ERNIE 4.5 with experts: neighbouring channels rotated, experts chosen with a learned bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, all_biases, non_negative_float, positive_int
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, MAX_EXPERTS, SHARED_EXPERT_NAMES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+BIAS = RuleSource(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+    neighbours=True,
+    tensors={"mlp.routing.selection_bias": BIAS},
+    ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+MAX_NORM_MIN = 1e-6  # below every sum of a token's probabilities
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
+    raw = overlay_config(raw, {"num_key_value_heads": 4})
+    biases = all_biases(raw, "use_bias", False)
+    act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
+    config = _llama_common.config_from_hf(
+        raw, positions=131072, eps=1e-5, tied=True, theta=500000.0, activation=act,
+        head_bias=biased, **biases,
+    )  # fmt: skip
+    if non_negative_float(raw, "moe_norm_min", default=1e-12) > MAX_NORM_MIN:
+        raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}")
+    experts = positive_int(raw, "moe_num_experts", default=64, max_value=MAX_EXPERTS)
+    router = RouterConfig(
+        experts, positive_int(raw, "moe_k", default=6, max_value=experts), selection_bias=True
+    )
+    inner = positive_int(raw, "moe_intermediate_size", default=1536)
+    shared = None
+    if raw.get("moe_num_shared_experts") != 0:
+        count = positive_int(raw, "moe_num_shared_experts", default=2, max_value=64)
+        shared = MLPSpec(config.hidden, count * inner, activation=act, bias=biased)
+    expert = MLPSpec(config.hidden, inner, activation=act)
+    return replace(
+        config,
+        moe=MoESpec(router, expert, shared),
+        dense_layers=_dense_layers(raw, config.layers),
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """Layers before the first and behind the last with experts, and those between every n-th."""
+    every = positive_int(raw, "moe_layer_interval", default=1)
+    first, last = (raw.get(f"moe_layer_{end}_index") for end in ("start", "end"))
+    first, last = 1 if first is None else first, layers - 1 if last in (None, -1) else last
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last < layers:
+        raise CheckpointError(
+            f"config.json: moe_layer_start_index and moe_layer_end_index must be layers below "
+            f"num_hidden_layers={layers}, the second not before the first"
+        )
+    return frozenset(i for i in range(layers) if not first <= i <= last or (i + 1) % every)
+
+
+class Model(Decoder):
+    """The decoder with experts and shared ones."""

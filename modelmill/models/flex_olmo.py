@@ -1,0 +1,51 @@
+"""FlexOlmo: OLMo 2 with experts in the place of the MLP (arXiv:2507.07024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import EXPERT_NAMES, router_config
+from modelmill.models.olmo2 import POST_NORM_NAMES
+from modelmill.models.olmoe import QK_NORMS
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.post_norm import PostNormLayer
+from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in FlexOlmoConfig."""
+    act = activation(raw, "hidden_act", "silu")
+    raw = overlay_config(raw, {"rms_norm_eps": 1e-6})
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=4096,
+        theta=500000.0,
+        activation=act,
+        layer=PostNormLayer,
+        **attention_bias(raw),
+        qkv_norm=QKVNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
+    )
+    router = router_config(
+        raw, experts=7, top_k=5, renormalize=boolean(raw, "norm_topk_prob", False)
+    )
+    return replace(
+        config, moe=MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
+    )
+
+
+class Model(Decoder):
+    """The decoder with experts, and norms behind the branches."""

@@ -1,0 +1,63 @@
+"""GLM-4.7-Flash (``Glm4MoeLiteForCausalLM``): DeepSeek-V3's attention and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.models._deepseek_common import (
+    UNUSED_CONFIG_KEYS,
+    decoder_config,
+    ignored_tensors,
+    rules,
+)
+from modelmill.models._hf_config import boolean, num_layers, require_value
+from modelmill.models._moe_config import grouped_router
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.moe import RouterConfig
+
+__all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+CHECKPOINT_PREFIXES = ("model.",)
+SUPPORTED_VALUES = {
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
+DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
+SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
+    raw = overlay_config(raw, SIZES, {"first_k_dense_replace": _dense_layers(raw)})
+    return decoder_config(
+        raw,
+        grouped_router(raw, RouterConfig(64, 4, scale=1.8)),
+        positions=202752,
+        neighbours=boolean(raw, "rope_interleave", True),
+        defaults=DEFAULTS,
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any]) -> int:
+    """How many layers in front have a plain MLP.
+
+    transformers does not read ``first_k_dense_replace``: without ``mlp_layer_types`` it is one.
+    """
+    types, layers = raw.get("mlp_layer_types"), num_layers(raw, "num_hidden_layers")
+    if types is None:
+        require_value(raw, "first_k_dense_replace", (1, None), None)
+        return 1
+    count = types.count("dense") if isinstance(types, list) else 0
+    if types != ["dense"] * count + ["sparse"] * (layers - count):
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must name num_hidden_layers={layers} layers, first "
+            f"dense and then sparse ones, not {quote(types, 60)}"
+        )
+    return count
+
+
+class Model(Decoder):
+    """The decoder with latent attention and experts."""

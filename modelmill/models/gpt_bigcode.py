@@ -1,0 +1,51 @@
+"""StarCoder 1 and SantaCoder (``GPTBigCodeForCausalLM``): GPT-2 with a single key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.models import _gpt2_common
+from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
+LAYOUT = CheckpointLayout(
+    **_gpt2_common.OUTSIDE_NAMES,
+    positions="transformer.wpe",
+    names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
+    ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
+)
+ignored_tensors = LAYOUT.ignored_tensors
+# how a softmax was computed, and settings of one runtime
+UNUSED_CONFIG_KEYS = (
+    "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
+    "validate_runner_input", "pre_allocate_kv_cache", "max_sequence_length", "max_batch_size",
+)  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in GPTBigCodeConfig."""
+    config = _gpt2_common.config_from_hf(
+        raw,
+        inner=("n_inner",),
+        max_len=positive_int(raw, "n_positions", "max_position_embeddings", default=1024),
+        first_position_row=0,
+        activation=activation(raw, "activation_function", "gelu_pytorch_tanh"),
+        **EVERY_BIAS,
+    )
+    return replace(config, kv_heads=1) if boolean(raw, "multi_query", True) else config
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor; with a key for each head, q, k and v of a head are beside each other."""
+    return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rules(config)
+
+
+class Model(Decoder):
+    """The decoder with learned positions."""

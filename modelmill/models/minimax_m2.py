@@ -1,0 +1,75 @@
+"""MiniMax-M2: half of each head rotated, RMSNorm over all of q and of k, sigmoids over experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import (
+    activation,
+    check_rotary_pairs,
+    non_negative_float,
+    positive_int,
+    require_value,
+)
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import router_config
+from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
+from modelmill.models.olmoe import QK_NORMS
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import SIGMOID
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+BIAS = RuleSource(("block_sparse_moe.e_score_correction_bias",))
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
+    tensors={"mlp.routing.selection_bias": BIAS},
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {
+    "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,), "shared_intermediate_size": (0,),
+    "layernorm_full_attention_beta": (1.0,), "layernorm_mlp_beta": (1.0,),
+}  # fmt: skip
+# of layers that this model has not, and of multi-token prediction
+UNUSED_CONFIG_KEYS = (
+    "layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp",
+    "mtp_transformer_layers", "num_mtp_modules", "auto_map",
+)  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in MiniMaxM2Config."""
+    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    kinds = raw.get("attn_type_list")
+    if isinstance(kinds, list):  # 1: full attention
+        require_value({"attn_type_list": [*{*map(str, kinds)}]}, "attn_type_list", (["1"],), None)
+    if raw.get("rotary_dim") is not None:
+        turned, dim = positive_int(raw, "rotary_dim"), positive_int(raw, "head_dim")
+        check_rotary_pairs("rotary_dim", turned, turned)
+        raw = overlay_config(raw, {"partial_rotary_factor": turned / dim})
+    act = activation(raw, "hidden_act", "silu")
+    config = _llama_common.config_from_hf(
+        raw,
+        positions=196608,
+        theta=5000000.0,
+        partial=1.0,
+        activation=act,
+        qkv_norm=QKVNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),
+    )
+    router = router_config(raw, experts=256, top_k=8, renormalize=True)
+    router = replace(router, scores=SIGMOID, selection_bias=True)
+    expert = MLPSpec(config.hidden, config.inner, activation=act)
+    return replace(config, moe=MoESpec(router, expert))
+
+
+class Model(Decoder):
+    """The decoder with experts, and norms over q and k."""

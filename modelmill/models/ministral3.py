@@ -1,0 +1,46 @@
+"""Ministral 3: Mistral with YaRN, whose queries grow with the position as Llama 4's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import non_negative_float, positive_int
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.query_growth import QueryGrowth
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+SLOPE, TRAINED = "llama_4_scaling_beta", "original_max_position_embeddings"
+DEFAULT_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, TRAINED: 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, SLOPE: 0.1,
+}  # fmt: skip
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Ministral3Config."""
+    raw = overlay_config(raw, {"num_key_value_heads": 8, "head_dim": 128})
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    stated = raw.get(key) or DEFAULT_ROPE
+    rope = dict(stated) if isinstance(stated, Mapping) else {}
+    slope, trained = f"{key}.{SLOPE}", f"{key}.{TRAINED}"
+    named = {slope: rope.get(SLOPE), trained: rope.get(TRAINED)}
+    growth = QueryGrowth(non_negative_float(named, slope), positive_int(named, trained))
+    # what the rotation itself does not read
+    for idle in (SLOPE, "max_position_embeddings"):
+        rope.pop(idle, None)
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        del rope[TRAINED]
+    config = _llama_common.config_from_hf(
+        overlay_config(raw, {}, {key: rope}), positions=262144, eps=1e-5
+    )
+    return _llama_common.with_window(raw, replace(config, query_growth=growth))
+
+
+class Model(Decoder):
+    """The decoder whose queries grow."""

@@ -1,0 +1,33 @@
+"""VaultGemma: Gemma 2 without the norms behind the branches (arXiv:2510.15001)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.models import gemma2
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models.gemma2 import UNUSED_CONFIG_KEYS
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.pre_norm import PreNormLayer
+
+__all__ = [
+    "CHECKPOINT_PREFIXES", "UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors",
+    "rules",
+]  # fmt: skip
+
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, "mlp_norm": ("pre_feedforward_layernorm",)}, norms_less_one=True
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in VaultGemmaConfig."""
+    return replace(gemma2.config_from_hf(raw), layer=PreNormLayer)
+
+
+class Model(Decoder):
+    """The decoder with soft caps."""

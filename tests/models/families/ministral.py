@@ -1,0 +1,26 @@
+"""Ministral 8B."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import decoder_family, fault
+
+CASE = decoder_family(
+    "ministral",
+    {"num_hidden_layers": 3, "head_dim": 12, "sliding_window": 20,
+     "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    (
+        {"sliding_window": 5}, {"layer_types": None},
+        {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True}, {"head_dim": 16},
+    ),
+    {"layer_types": ["mamba"], "sliding_window": 0, "head_dim": 7, "hidden_act": "gelu"},
+    {
+        "windows in all layers": fault("attn.core", windows=(20, 20, 20)),
+        "a longer window": fault("attn.core", 1, windows=(None, 30, None)),
+    },
+    sizes=(
+        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+        {"hidden_size": 64, "intermediate_size": 72},
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        {"max_position_embeddings": 128}, {"vocab_size": 96},
+    ),
+)  # fmt: skip
