@@ -26,8 +26,8 @@ demo-sam: $(VENV)/.core
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
 # what has a part of its own beside the rest: kernels; what makes engines; what mostly starts processes and waits for them.
-# They are cut so that those of make test end at about the same time; in make test-all test-computing, which compiles kernels for every GPU generation,
-# is the longest
+# Those of make test end at about the same time; in make test-all test-computing, which compiles kernels for every GPU
+# generation, is the longest
 COMPUTING := tests/ops
 BUILDING := tests/models tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn
 WAITING := tests/serve tests/trust tests/export tests/tools tests/browser
