@@ -25,11 +25,12 @@ demo-sam: $(VENV)/.core
 	test -e $(SAM_ENGINE) || $(BIN)/modelmill build $(WEIGHTS) -o $(SAM_ENGINE)
 	$(BIN)/modelmill segment $(SAM_ENGINE) $(IMAGE) $(if $(POINT),--point $(POINT),--everything --points-per-side 16) -o $(OUT)/segmented.png
 
-# tests that mostly compute, and tests that mostly start processes and wait for them; in make test-all test-computing,
-# which compiles kernels for every GPU generation, is the longest part
+# what has a part of its own beside the rest: kernels; what makes engines; what mostly starts processes and waits for them.
+# Those of make test end at about the same time; in make test-all test-computing, which compiles kernels for every GPU
+# generation, is the longest
 COMPUTING := tests/ops
-BUILDING := tests/models tests/accept tests/builder
-WAITING := tests/serve tests/trust tests/export tests/runtime tests/tools
+BUILDING := tests/models tests/accept tests/builder tests/checkpoint tests/quant tests/weights tests/loader tests/nn
+WAITING := tests/serve tests/trust tests/export tests/tools tests/browser
 # a selection that sees a fault of every op, route and check within minutes, in four parts side by side, since most
 # tests keep one core busy, and the linters beside them, while tests wait for processes; grep passes whole lines on
 test: $(VENV)/.test

@@ -43,7 +43,7 @@ READY = ".ready"
 MOST = 20  # failures of a cell that are shown by name
 
 TESTS = {
-    "torch": ("tests/nn/test_logit_rows.py", "tests/runtime/test_sampler.py", "tests/test_llm.py"),
+    "torch": ("tests/nn/test_step.py", "tests/runtime/test_sampler.py", "tests/test_llm.py"),
     "numpy": ("tests/weights/test_int4.py", "tests/artifact/test_shard.py"),
     "safetensors": ("tests/checkpoint/test_safetensors.py",),
     "tokenizers": ("tests/text/test_tokenizer.py",),

@@ -13,7 +13,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
 * the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
-* the last layer's second half for the rows whose logits are needed only (``nn.logit_rows``);
+* the last layer's second half for the rows whose logits are needed only (``Step.of_logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """
 
@@ -34,7 +34,6 @@ from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
-from modelmill.nn.logit_rows import select_logit_rows
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
 from modelmill.nn.moe import MoE
 from modelmill.nn.norm import RMSNorm
@@ -129,7 +128,7 @@ class FusedCausalLM(FusedModule):
         *steps, last_step = islice(step.by_layer(), len(self.layers))
         for layer, layer_step in zip(layers, steps, strict=True):
             branch, residual = layer(branch, residual, rope, layer_step)
-        logit_step = select_logit_rows(last_step)
+        logit_step = last_step.of_logit_rows()
         branch, residual = last_layer(branch, residual, rope, last_step, logit_step)
         assert residual is not None, "a layer returns its residual"
         if logit_step is None and step.logit_rows is not None:

@@ -13,6 +13,8 @@ from modelmill.nn.recurrent_state import StateStep
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
+MIN_ROW_RATIO = 2  # rows of the step per row with logits, from which leaving out the others pays
+
 
 @dataclass(frozen=True)
 class Step:
@@ -58,3 +60,33 @@ class Step:
         if self.layer_inputs is None or not self.layer_steps:
             return self.layer_steps or repeat(self)
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
+
+    def of_logit_rows(self) -> Step | None:
+        """The step of the rows ``logit_rows``, each the only query of a sequence of its own.
+
+        The last layer computes it once the keys and values of every token are stored: nothing but
+        the head reads its output, and of a prompt one row. The query, output projection and MLP
+        are left out for the others, with n layers about three quarters of one nth of the GEMMs.
+
+        Returns:
+            A step whose rows' contexts end with the rows themselves. None: all rows are computed.
+        """
+        rows = self.logit_rows
+        if rows is None or len(self.ids) < MIN_ROW_RATIO * len(rows):
+            return None
+        ends = self.query_start[1:]
+        # the sequence of a row; a step that is all padding has none
+        seq = torch.searchsorted(ends, rows.to(ends.dtype), right=True).clamp_(max=len(ends) - 1)
+        behind = ends[seq] - 1 - rows
+        return replace(
+            self,
+            ids=self.ids[rows],
+            positions=self.positions[rows],
+            slots=self.slots[rows],
+            rope_keys=self.rope_keys[rows],
+            block_tables=self.block_tables[seq],
+            query_start=torch.arange(len(rows) + 1, dtype=ends.dtype, device=ends.device),
+            context_lens=(self.context_lens[seq] - behind).to(ends.dtype),
+            logit_rows=None,
+            max_query=1,
+        )

@@ -116,7 +116,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
         ("oblong", 2, 5, 7, 2, 16, None, "relative"),
         ("windows", 1, 8, 8, 3, 80, 4, "relative"),
         ("edge", 2, 7, 9, 2, 64, 4, "relative"),
-        ("biased", 1, 9, 9, 4, 32, 7, "bias"),
+        ("biased", 1, 9, 9, 2, 32, 7, "bias"),
         ("plain", 1, 4, 4, 2, 88, None, "none"),
     ]
     if device != "cpu":

@@ -27,11 +27,11 @@ SEEDS = (0, 1)  # the interpreter runs only the first
 INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "add_layer_norm_quant": ("35x40-int8-static", "35x40-fp8-*"),
     "add_rms_norm_quant": ("130x96-fp8-*", "130x96-int8-static", "130x96-int8-groups"),
-    "fp8_fused_moe": ("21x*", "22x*"),
+    "fp8_fused_moe": ("21x*", "22x*", "1x96*"),
     "fused_moe": ("21x*", "22x*"),
     "image_attention": ("edge", "windows"),
     "int4_fused_moe": ("21x*", "22x*"),
-    "int8_fused_moe": ("21x*", "22x*"),
+    "int8_fused_moe": ("21x*", "22x*", "1x96*"),
     "moe_align_block_size": ("150x*",),
     "paged_attention": (
         "decode",
@@ -45,7 +45,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
         "alibi",
         "sinks",
     ),
-    "mxfp4_fused_moe": ("21x*", "22x*", "5x*"),
+    "mxfp4_fused_moe": ("21x*", "22x*", "5x*", "1x96*"),
     "mxfp4_linear": ("33x*", "70x*"),
     "rms_norm_quant": ("130x96-int8-token*", "130x96-int8-static", "130x96-int4-groups"),
     "rope_cos_sin": ("1024x64-32",),
@@ -56,7 +56,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
         "18x612 a8 fallback",
         "18x612 a4 static",
     ),
-    "w8a8_fused_moe": ("21x*", "22x*"),
+    "w8a8_fused_moe": ("21x*", "22x*", "1x96*"),
     "upsample_masks": ("3x16->90x60", "2x16->33x107"),
 }
 

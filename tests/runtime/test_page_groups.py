@@ -26,12 +26,14 @@ from modelmill.runtime.kv_pages import NO_PAGE, group_key
 from modelmill.runtime.session_file import read_session, write_session
 from modelmill.runtime.session_pages import export_session, import_session, session_layout
 from tests.models.all_families import CASES
+from tests.models.families.gemma4_text import NO_EXPERTS
 from tests.runtime import tiny
 from tests.runtime.test_cuda_graphs import FakeCapturer, filling
 
 PAGE, WINDOW, MAX_LEN = 8, 20, 512
 Events = tiny.Events
-GEMMA4 = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"]
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"]
+GEMMA4 = {"num_hidden_layers": 7, "layer_types": LAYERS, "enable_moe_block": False, **NO_EXPERTS}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 4},
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window_pattern": 3},
@@ -39,17 +41,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "olmo3": {"num_hidden_layers": 4},
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
-    "gemma4_text": {"num_hidden_layers": 7, "num_kv_shared_layers": 2, "layer_types": GEMMA4},
+    "gemma4_text": {**GEMMA4, "num_kv_shared_layers": 2},
     # a page of one layer with full attention has room for two with a window, and the other way
-    "gemma4_text:wide": {
-        "num_hidden_layers": 7, "num_kv_shared_layers": 2, "layer_types": GEMMA4,
-        "global_head_dim": 64,
-    },
-    "gemma4_text:narrow": {
-        "num_hidden_layers": 7, "num_kv_shared_layers": 0, "layer_types": GEMMA4,
-        "num_key_value_heads": 4,
-    },
-}  # fmt: skip
+    "gemma4_text:wide": {**GEMMA4, "num_kv_shared_layers": 2, "global_head_dim": 64},
+    "gemma4_text:narrow": {**GEMMA4, "num_kv_shared_layers": 0, "num_key_value_heads": 4},
+}
 
 SIZES_DIFFER = [name for name in FAMILIES if name.startswith("gemma4")]
 TABLE_STEPS = {"gemma4_text:wide": (1, 2), "gemma4_text:narrow": (2, 1)}
@@ -126,15 +122,15 @@ def check_owners(core: EngineCore) -> None:
 
 def long_requests(count: int = 3, **options: Any) -> list[Request]:
     """Prompts and answers of many windows."""
-    prompts = tiny.prompts(count, low=120, high=150, seed=4)
-    return tiny.requests(prompts, tiny.params(max_tokens=60, ignore_eos=True, **options))
+    prompts = tiny.prompts(count, low=75, high=95, seed=4)
+    return tiny.requests(prompts, tiny.params(max_tokens=40, ignore_eos=True, **options))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_answers_the_same_with_fewer_pages(family: str) -> None:
     """Prompts in chunks, decodes beside them, and all of it again from a warm prefix cache."""
     grouped, plain = engine(family), engine(family, groups=False)
-    assert_same_with_fewer_pages(grouped, plain, long_requests(), share=0.8, cached=300)
+    assert_same_with_fewer_pages(grouped, plain, long_requests(), share=0.8, cached=190)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,7 +154,7 @@ def test_8_bit_pages_of_layers_that_differ(family: str, kv_dtype: str) -> None:
     )
     assert grouped.model_runner.kv.k_scale
     requests = long_requests(2, n=2, temperature=1.0, seed=5)
-    assert_same_with_fewer_pages(grouped, plain, requests, share=0.9, cached=200)
+    assert_same_with_fewer_pages(grouped, plain, requests, share=0.9, cached=120)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -193,7 +189,7 @@ def test_forks_and_beams(options: dict[str, Any], family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", *SIZES_DIFFER])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_preempted_sequences_answer_the_same(overlap: bool, family: str) -> None:
-    prompts = tiny.prompts(6, low=5, high=8, seed=4)
+    prompts = tiny.prompts(6, low=5, high=8, seed=5)
     requests = tiny.requests(prompts, tiny.params(max_tokens=90, ignore_eos=True))
     pages = engine(family, max_model_len=100).scheduler.limits.pages_in_use(100)
     small = engine(family, pages=pages, overlap=overlap, max_model_len=100)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
+
+from modelmill.serve.replicas.asgi_call import AppCall
 
 
 @dataclass
@@ -105,29 +106,9 @@ class Client:
             "client": ("127.0.0.1", 1),
             "state": {},
         }
-        gone, body_sent = asyncio.Event(), False
-        out: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def receive() -> Any:
-            nonlocal body_sent
-            if not body_sent:
-                body_sent = True
-                return {"type": "http.request", "body": data, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            await out.put(message)
-
-        async def run() -> None:
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                await out.put(None)
-
-        task = asyncio.create_task(run())
+        call = AppCall(self.app, scope, data)
         try:
-            while (message := await out.get()) is not None:
+            while (message := await call.messages.get()) is not None:
                 if message["type"] == "http.response.start":
                     response_headers = {
                         name.decode(): value.decode() for name, value in message["headers"]
@@ -136,5 +117,5 @@ class Client:
                 else:
                     yield "body", message.get("body", b"")
         finally:
-            gone.set()
-            await task
+            call.disconnected.set()
+            await call.task

@@ -22,7 +22,7 @@ from modelmill.cli.serve_ray import _make_portable
 from modelmill.core.packages import install_command
 from modelmill.serve import stream
 from modelmill.serve.replicas.affinity import PREFIX_LENGTHS, PrefixAffinity, prefix_digests
-from modelmill.serve.replicas.asgi_call import call_app
+from modelmill.serve.replicas.asgi_call import MAX_QUEUED_CHUNKS, call_app
 from modelmill.serve.replicas.deployment import DeploymentSpec, ReplicaSpec
 from modelmill.serve.replicas.proxy import ReplicaProxy, merge_metrics, with_middleware
 from modelmill.serve.service import Service, ServiceLimits
@@ -347,6 +347,30 @@ def test_metrics_of_all_say_whose_they_are(running: ServiceThread) -> None:
 
 
 # -- a replica's side
+
+
+def test_a_client_that_leaves_while_the_queue_is_full_ends_the_application() -> None:
+    head = {"method": "GET", "path": "/", "raw_path": b"/", "query": b"", "headers": []}
+    ended = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(2 * MAX_QUEUED_CHUNKS):
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        finally:
+            ended.append(scope["path"])
+
+    async def leave() -> bool:
+        response = call_app(app, head, b"")
+        assert (await anext(response))[0] == 200
+        await asyncio.sleep(0)  # the application's turn: it fills the place that is free
+        closing = asyncio.ensure_future(response.aclose())
+        done, _ = await asyncio.wait([closing], timeout=TIMEOUT_SECONDS)
+        return closing in done
+
+    assert asyncio.run(leave())
+    assert ended == ["/"]
 
 
 def test_the_application_called_without_a_socket(running: ServiceThread) -> None:

@@ -202,16 +202,13 @@ def test_lists_end_at_their_first_error_and_objects_are_counted_first(path: str)
     ],
 )
 def test_metadata_are_few(running: SegmentService, path: str, metadata: Any) -> None:
-    chat_body = {"messages": [{"role": "user", "content": "x"}]}
     body = {
-        **(
-            {"prompt": "x"}
-            if path == "/v1/completions"
-            else chat_body
-            if "chat" in path
-            else {"input": "x"}
-        )
-    }
+        "/v1/completions": {"prompt": "x", "max_tokens": 1},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
+        },
+        "/v1/responses": {"input": "x", "max_output_tokens": 16},
+    }[path]  # fmt: skip
     error = running.post(path, {"model": "stories", **body, "metadata": metadata})
     assert (error.status, error.json["error"]["param"]) == (400, "metadata")
     fine = {str(i): "x" * 512 for i in range(16)}

@@ -10,29 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource, renamed_stem
+from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE = "gemma4"
 FREQUENCIES = "rope_freqs.weight"
 STILL = 1e20
-TOP = {
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-}
-LAYER = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "router.proj": "ffn_gate_inp",
-}
 WHOLE = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
@@ -90,13 +73,9 @@ class Gemma4GgufSource(GgufSource):
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        if (top := renamed_stem(name, TOP)) is not None:
-            return top
         index, _, part = name.removeprefix("model.layers.").partition(".")
         if part in WHOLE:
             return f"blk.{index}.{WHOLE[part]}"
-        if (renamed := renamed_stem(part, LAYER)) is not None:
-            return f"blk.{index}.{renamed}"
         if ".experts." in name:
             matrix = part.rpartition(".")[0].rpartition(".")[2].removesuffix("_proj")
             both = f"blk.{index}.ffn_gate_up_exps.weight"

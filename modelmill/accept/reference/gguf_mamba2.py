@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelmill.accept.reference.gguf_source import GgufSource, renamed_stem
+from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
 ARCHITECTURE, HYBRID = "mamba2", "granitehybrid"
-TOP = {"backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "lm_head": "output"}
 MODULES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
 WHOLE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
@@ -70,12 +69,8 @@ class Mamba2GgufSource(GgufSource):
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
-        if (top := renamed_stem(name, TOP)) is not None:
-            return top
-        index, _, part = name.removeprefix("backbone.layers.").partition(".")
-        if part.startswith("mixer."):
-            return f"blk.{index}.{mixer_name(part.removeprefix('mixer.'))}"
-        return f"blk.{index}.attn_norm.weight" if part == "norm.weight" else name
+        layer, mixes, part = name.removeprefix("backbone.layers.").partition(".mixer.")
+        return f"blk.{layer}.{mixer_name(part)}" if mixes else super().raw_name(name)
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""

@@ -65,6 +65,19 @@ POST_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 GEMMA_NORMS = {**POST_NORMS, "pre_feedforward_layernorm": "ffn_norm"}
+GEMMA4 = {
+    **GEMMA_NORMS,
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+}
 GROUPED_EXPERTS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
@@ -95,6 +108,13 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "gemma2": GEMMA_NORMS,
     "gemma3_text": GEMMA_NORMS,
+    "gemma4_text": GEMMA4,
+    "mamba2": {
+        "backbone.embeddings": "token_embd",
+        "backbone.norm_f": "output_norm",
+        "lm_head": "output",
+        "norm": "attn_norm",
+    },
     "olmo2": POST_NORMS,
     "exaone4": POST_NORMS,
     "chatglm": {
@@ -169,6 +189,7 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     },
 }
 LAYERS = {
+    "mamba2": "backbone.layers.",
     "chatglm": "transformer.encoder.layers.",
     "gpt_neox": "gpt_neox.layers.",
     "falcon": "transformer.h.",
@@ -187,12 +208,6 @@ PERMUTED = (
     "smollm3",
     "xverse",
 )
-
-
-def renamed_stem(name: str, stems: Mapping[str, str]) -> str | None:
-    """Return a tensor's name with the other stem that a table has for its own; None without."""
-    stem, _, suffix = name.rpartition(".")
-    return f"{stems[stem]}.{suffix}" if stem in stems else None
 
 
 def gguf_name(name: str) -> str:
@@ -239,8 +254,8 @@ class GgufSource(TensorSource):
         if suffix == "e_score_correction_bias":
             return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
         own = FAMILY_NAMES.get(self._config["model_type"], {})
-        if (renamed := renamed_stem(name, own)) is not None:
-            return renamed
+        if stem in own:
+            return f"{own[stem]}.{suffix}"
         layers = LAYERS.get(self._config["model_type"], "model.layers.")
         index, _, part = stem.removeprefix(layers).partition(".")
         return f"blk.{index}.{own[part]}.{suffix}" if part in own else gguf_name(name)

@@ -15,29 +15,53 @@ MAX_QUEUED_CHUNKS = 256
 """Chunks of a response that may wait to be fetched."""
 
 
+class AppCall:
+    """A running call of an application; needs an event loop.
+
+    Attributes:
+        messages: What the application sends; None behind the last.
+        disconnected: Set it to have the effect of a client that disconnects.
+        task: Runs the application.
+    """
+
+    def __init__(
+        self, app: ASGIApp, scope: dict[str, Any], body: bytes, max_queued: int = 0
+    ) -> None:
+        self.messages: asyncio.Queue[Any] = asyncio.Queue(max_queued)
+        self.disconnected = asyncio.Event()
+        self._body: bytes | None = body
+        self.task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self.messages.put)
+        finally:
+            await self.messages.put(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def cancel(self) -> None:
+        """End the application; what it has sent is dropped."""
+        self.disconnected.set()
+        self.task.cancel()
+        while not self.messages.empty():  # a full queue has no place for its end
+            self.messages.get_nowait()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await self.task
+
+
 async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGenerator[Any]:
     """Call an application; yield (status, headers), then bytes.
 
     Closing the generator has the effect of a client that disconnects.
     """
-    disconnected, body_sent = asyncio.Event(), False
-    out: asyncio.Queue[Any] = asyncio.Queue(MAX_QUEUED_CHUNKS)
-
-    async def receive() -> dict[str, Any]:
-        nonlocal body_sent
-        if not body_sent:
-            body_sent = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await disconnected.wait()
-        return {"type": "http.disconnect"}
-
-    async def run() -> None:
-        try:
-            await app(_scope(head), receive, out.put)
-        finally:
-            await out.put(None)
-
-    task = asyncio.create_task(run())
+    call = AppCall(app, _scope(head), body, MAX_QUEUED_CHUNKS)
+    out = call.messages
     try:
         while (message := await out.get()) is not None:
             if message["type"] == "http.response.start":
@@ -51,13 +75,9 @@ async def call_app(app: ASGIApp, head: dict[str, Any], body: bytes) -> AsyncGene
                 yield b"".join(chunks)
             if message is None:
                 break
-        await task
+        await call.task
     finally:
-        disconnected.set()
-        if not task.done():
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
+        await call.cancel()
 
 
 def _scope(head: dict[str, Any]) -> dict[str, Any]:

@@ -63,23 +63,24 @@ E2M1_LOOKUP = """
     prmt.b32 sign, 0x80808080, 0x80808080, word;
     shl.b32 sign, sign, 1;
     lop3.b32 upper, upper, sign, 0x80808080, 0xF8;"""
+
+
+def _values_of_two_bytes(byte: int) -> str:
+    """PTX: the values of the nibbles of ``byte`` and the next, of those in ``lower``, ``upper``."""
+    return f"""
+    prmt.b32 pair, lower, upper, 0x5140;
+    shl.b32 ${byte}, pair, 16;
+    and.b32 ${byte + 4}, pair, 0xFFFF0000;
+    prmt.b32 pair, lower, upper, 0x7362;
+    shl.b32 ${byte + 1}, pair, 16;
+    and.b32 ${byte + 5}, pair, 0xFFFF0000;"""
+
+
 # $0 … $3: values of the low nibbles of bytes 0 … 3; $4 … $7: of the high ones; $8: the word
 _E2M1_TO_FLOAT32 = tl.constexpr(f"""{{
     {E2M1_REGISTERS}
-    mov.b32 word, $8;{E2M1_LOOKUP}
-    prmt.b32 pair, lower, upper, 0x5140;
-    shl.b32 $0, pair, 16;
-    and.b32 $4, pair, 0xFFFF0000;
-    prmt.b32 pair, lower, upper, 0x7362;
-    shl.b32 $1, pair, 16;
-    and.b32 $5, pair, 0xFFFF0000;
-    shr.u32 word, word, 16;{E2M1_LOOKUP}
-    prmt.b32 pair, lower, upper, 0x5140;
-    shl.b32 $2, pair, 16;
-    and.b32 $6, pair, 0xFFFF0000;
-    prmt.b32 pair, lower, upper, 0x7362;
-    shl.b32 $3, pair, 16;
-    and.b32 $7, pair, 0xFFFF0000;
+    mov.b32 word, $8;{E2M1_LOOKUP}{_values_of_two_bytes(0)}
+    shr.u32 word, word, 16;{E2M1_LOOKUP}{_values_of_two_bytes(2)}
     }}""")
 # (rows, words, warps) of a program: of gate and of up each, and of down; of more than four tokens
 GATE_UP_TILE: Tile = (16, 256, 4)

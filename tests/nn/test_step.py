@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.types import Request
-from modelmill.nn import logit_rows
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache
-from modelmill.nn.step import Step
+from modelmill.nn.step import MIN_ROW_RATIO, Step
 from modelmill.ops.registry import select_backends
 from tests.runtime import tiny
 
@@ -76,8 +75,8 @@ def test_the_logits_are_those_of_all_rows(
     tokens = sum(new for new, _ in lengths)
     rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
     step = step_of(model, lengths, rows, tokens, kernels)
-    narrow = logit_rows.select_logit_rows(step)
-    assert (narrow is None) == (tokens < logit_rows.MIN_ROW_RATIO * len(rows))
+    narrow = step.of_logit_rows()
+    assert (narrow is None) == (tokens < MIN_ROW_RATIO * len(rows))
     actual = fuse(model)(step)
     all_rows = model(step)
     assert actual.shape == all_rows.shape
@@ -92,8 +91,8 @@ def test_the_plain_modules_compute_all_rows() -> None:
     model(step)
     assert rows == [9]
     handle.remove()
-    assert logit_rows.select_logit_rows(replace(step, logit_rows=None)) is None
-    narrow = logit_rows.select_logit_rows(step)
+    assert replace(step, logit_rows=None).of_logit_rows() is None
+    narrow = step.of_logit_rows()
     assert narrow is not None
     assert narrow.context_lens.tolist() == [20]
     assert narrow.max_query == 1
