@@ -9,10 +9,10 @@ bytes of the chosen experts, each once, over the bandwidth of a copy, and the pr
 of torch's own, both measured in the same run. On a CPU the bandwidth is that of a read in turn with
 the steps, and each step has other states, so that its experts are in no cache; up to 16 tokens the
 bytes alone are the floor there, since on a busy machine torch's products wait at barriers and are
-no measure. Columns: the step,
-its routing alone (router, top-k), the first part of the floor (bytes), the floor, their ratio,
-distinct experts of a layer, and the largest difference from the torch reference of the ops in units
-of the output's root mean square.
+no measure. Columns: the step, its routing alone (router and top-k, as separate ops even where the
+step is one call), the first part of the floor (bytes), the floor, their ratio, distinct experts of
+a layer, and the largest difference from the torch reference of the ops in units of the output's
+root mean square.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelmill.ops import int4_fused_moe, int8_fused_moe
+from modelmill.ops import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.case import Case, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.fused_moe import TOLERANCE as TOLERANCE
@@ -22,7 +22,8 @@ from modelmill.ops.fused_topk import FusedTopkInputs, fused_topk
 from modelmill.ops.router_gemm import router_gemm
 
 DECLARATION = OpDeclaration(
-    fuses=("router_gemm", "fused_topk", "int8_fused_moe", "int4_fused_moe"), optional=True
+    fuses=("router_gemm", "fused_topk", "int8_fused_moe", "int4_fused_moe", "mxfp4_fused_moe"),
+    optional=True,
 )
 
 
@@ -80,9 +81,12 @@ def routed_moe(
 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Both formats; biases, factors, groups and another input of the router."""
-    formats = ((int8_fused_moe, "int8_fused_moe"), (int4_fused_moe, "int4_fused_moe"))
-    for module, op in formats if device == "cpu" else ():
+    """All formats; biases, factors, groups and another input of the router."""
+    modules = {
+        "int8_fused_moe": int8_fused_moe, "int4_fused_moe": int4_fused_moe,
+        "mxfp4_fused_moe": mxfp4_fused_moe,
+    }  # fmt: skip
+    for op, module in modules.items() if device == "cpu" else ():
         for number, case in enumerate(module.cases(device, dtype)):
             inputs = FusedMoEInputs(**case.args)
             x, shared = inputs.x, inputs.shared
@@ -103,7 +107,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             router_input = randn(*x.shape, device=device, dtype=dtype, seed=99)
             args = {"x": x, "moe": weights, "shared": shared}
             args["router_input"] = router_input if number % 2 else None
-            yield Case(f"{op[:4]} {case.name}", args)
+            yield Case(f"{op.split('_')[0]} {case.name}", args)
 
 
 def without_tokens(inputs: FusedMoEInputs) -> FusedMoEInputs:

@@ -136,7 +136,7 @@ def counted(calls: list[tuple[str, int]], op: str, **bound: Any) -> Any:
     return SimpleNamespace(ops=STEP.ops.replace({op: counting, **bound}))
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["int8", "int4", "mxfp4"])
 @pytest.mark.parametrize("whole", [True, False])
 def test_few_tokens_on_a_cpu_are_one_call(weight_format: str, whole: bool) -> None:
     """For all experts, or with the router as well."""

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops import fused_moe, registry
+from modelmill.ops import fused_moe, mxfp4_linear, registry
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe
+from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.fused_moe import FusedMoEInputs, Shape
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.quant_types import quantize_per_row
 from tests.ops.test_cpu_kernels import isa as isa
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNELS: dict[str, Any] = {"int8_fused_moe": int8_fused_moe, "int4_fused_moe": int4_fused_moe}
+KERNELS: dict[str, Any] = {
+    "int8_fused_moe": int8_fused_moe,
+    "int4_fused_moe": int4_fused_moe,
+    "mxfp4_fused_moe": mxfp4_fused_moe,
+}
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +42,10 @@ def operands(op: str, shape: Shape, dtype: torch.dtype, group: int = 64) -> Fuse
         weights, group = fused_moe.stacked_weights(shape, int8_weight), 0
         scales = {name: weights[name].view(shape[3], -1) for name in weights if "scale" in name}
         weights |= scales
+    elif op == "mxfp4_fused_moe":
+        group = mxfp4_linear.BLOCK_COLUMNS
+        draw = partial(mxfp4_linear.random_weight, group=group, device="cpu", symmetric=True)
+        weights = fused_moe.stacked_weights(shape, draw)
     else:
         draw = partial(random_weight, group=group, device="cpu", symmetric=group == 96)
         weights = fused_moe.stacked_weights(shape, draw)
@@ -61,7 +69,8 @@ def assert_is_reference(op: str, inputs: FusedMoEInputs) -> None:
 def test_columns_that_end_within_a_block_or_group(dtype: torch.dtype, isa: str) -> None:
     for hidden, inner in ((32, 32), (160, 96), (224, 352), (416, 128)):
         shape = (3, hidden, inner, 4, 2)
-        assert_is_reference("int8_fused_moe", operands("int8_fused_moe", shape, dtype))
+        for op in ("int8_fused_moe", "mxfp4_fused_moe"):
+            assert_is_reference(op, operands(op, shape, dtype))
         for group in (32, 64, 96, 128, 256):
             inputs = operands("int4_fused_moe", shape, dtype, group)
             assert_is_reference("int4_fused_moe", inputs)

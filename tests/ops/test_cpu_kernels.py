@@ -56,6 +56,7 @@ NEEDS_PACKED = (
     "fused_topk",
     "int4_fused_moe",
     "int8_fused_moe",
+    "mxfp4_fused_moe",
     "paged_attention",
     "rope_cache",
     "router_gemm",

@@ -112,7 +112,7 @@ def mixture(op: str, dtype: torch.dtype, tokens: int, **switches: Any) -> dict[s
     return {"x": inputs.x, "moe": weights, "router_input": other, "shared": inputs.shared}
 
 
-@pytest.mark.parametrize("op", ["int8_fused_moe", "int4_fused_moe"])
+@pytest.mark.parametrize("op", ["int8_fused_moe", "int4_fused_moe", "mxfp4_fused_moe"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_call_is_to_the_bit_what_the_single_ops_are(
     op: str, dtype: torch.dtype, isa: str

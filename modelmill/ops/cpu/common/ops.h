@@ -5,8 +5,8 @@
 // Range: as the ops
 // Technique: none of its own
 // Used by: add_rms_norm.cpp, decode.cpp, int4_fused_moe.cpp, int4_linear.cpp, int8_fused_moe.cpp,
-//     int8_group_linear.cpp, int8_linear.cpp, linear.cpp, paged_attention.cpp, rms_norm.cpp,
-//     rope_cache.cpp, routed_moe.cpp, router_gemm.cpp, silu_mul.cpp
+//     int8_group_linear.cpp, int8_linear.cpp, linear.cpp, mxfp4_fused_moe.cpp, paged_attention.cpp,
+//     rms_norm.cpp, rope_cache.cpp, routed_moe.cpp, router_gemm.cpp, silu_mul.cpp
 #pragma once
 
 #include <cstdint>
@@ -41,4 +41,5 @@ void router_gemm(float* out, const void* x, const void* weight, int64_t rows, in
                  int64_t experts, int dtype);
 void int8_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);
 void int4_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);
+void mxfp4_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);
 }

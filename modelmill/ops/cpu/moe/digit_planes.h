@@ -2,7 +2,7 @@
 //
 // Computes: sums[N] = x[K] · dequant(weight[N, K])ᵀ: integer products and sums within 128 columns,
 //     float32 sums beyond
-// Dtypes: x bfloat16 or float16; int8 or int4 codes; float32 accumulators
+// Dtypes: x bfloat16 or float16; int8, int4 or e2m1 codes; float32 accumulators
 // Layout: codes in rows, 32 columns a run
 // Range: K a multiple of 32; AVX-512 with VNNI
 // Technique: AVX-512 VNNI (vpdpbusd), 8 weight rows at a time, software prefetch
@@ -33,6 +33,7 @@ template <class Code> struct DigitCodes;
 
 template <> struct DigitCodes<Int8Codes> {
     static constexpr int kExcess = 128;
+    static constexpr float kUnit = 1.0f;
     static constexpr int64_t kBytes = 128;
     static int slot(int piece) { return piece * 16; }
     static void load(const uint8_t* p, int64_t count, vi* codes) {
@@ -48,6 +49,7 @@ template <> struct DigitCodes<Int8Codes> {
 
 template <> struct DigitCodes<Int4Codes> {
     static constexpr int kExcess = 0;
+    static constexpr float kUnit = 1.0f;
     static constexpr int64_t kBytes = 64;
     static int slot(int piece) { return piece % 2 * 64 + piece / 2 * 16; }
     static void load(const uint8_t* p, int64_t count, vi* codes) {
@@ -58,6 +60,21 @@ template <> struct DigitCodes<Int4Codes> {
         codes[1] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
     }
     static vi without_sign(vi code) { return code; }
+};
+
+// Twice the values of codes, which are integers; the bytes lie as those of Int4Codes.
+template <> struct DigitCodes<E2M1Codes> {
+    static constexpr int kExcess = DigitCodes<Int8Codes>::kExcess;
+    static constexpr float kUnit = 0.5f;
+    static constexpr int64_t kBytes = 64;
+    static int slot(int piece) { return DigitCodes<Int4Codes>::slot(piece); }
+    static void load(const uint8_t* p, int64_t count, vi* codes) {
+        DigitCodes<Int4Codes>::load(p, count, codes);
+        const vi doubled = _mm512_broadcast_i32x4(
+            _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+        for (int i = 0; i < 2; i++) codes[i] = _mm512_shuffle_epi8(doubled, codes[i]);
+    }
+    static vi without_sign(vi code) { return DigitCodes<Int8Codes>::without_sign(code); }
 };
 
 // One block of `count` columns at `from`; returns its power of two.
@@ -90,7 +107,7 @@ inline float pack_digits(DigitBlock& out, const T* from, int64_t count) {
     vi digits = _mm512_setzero_si512();
     for (const vi& each : out.high) digits = _mm512_dpbusd_epi32(digits, _mm512_set1_epi8(1), each);
     out.start = _mm512_mullo_epi32(digits, _mm512_set1_epi32(-DigitCodes<Code>::kExcess));
-    return scale;
+    return scale * DigitCodes<Code>::kUnit;
 }
 
 // A row of x: its blocks with their powers of two, and its sums over groups of columns.

@@ -1,7 +1,7 @@
 // Rows of activations as the products with experts read them, and these products on one thread.
 //
 // Computes: sums[N] = x[K] · dequant(weight[N, K])ᵀ for one row of x and some rows of an expert
-// Dtypes: x float32, bfloat16 or float16; int8 or int4 codes; float32 sums
+// Dtypes: x float32, bfloat16 or float16; int8, int4 or e2m1 codes; float32 sums
 // Layout: codes in rows, 32 columns a run; scales and offsets [N, groups]
 // Range: K a multiple of 32
 // Technique: of 16 bits: bytes (digit_planes.h) with VNNI, 16-bit integers
@@ -140,6 +140,21 @@ template <class Code, class T> class IntegerRows {
                     put(out + n * pitch + b,
                         mul(take(grids + n * w.groups + b, c), take(x.powers + b, c)), c);
                 });
+            return out;
+        }
+        if (w.runs == 1) {  // a group is a run
+            const vi block_of_lane =
+                _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+            for_each_vector(w.groups, [&](int64_t part, int c) {
+                const int blocks = (c + 3) / static_cast<int>(kBlockRuns);
+                const vf power = _mm512_permutexvar_ps(
+                    block_of_lane, load_n(x.powers + part / kBlockRuns, blocks));
+                for (int64_t n = 0; n < rows; n++)
+                    put(out + n * pitch + part, mul(take(grids + n * w.groups + part, c), power),
+                        c);
+            });
+            for (int64_t n = 0; n < rows; n++)
+                for (int64_t part = w.groups; part < pitch; part++) out[n * pitch + part] = 0.0f;
             return out;
         }
         for (int64_t n = 0; n < rows; n++)

@@ -1,13 +1,13 @@
 // The experts of a mixture for few tokens: both products of all pairs in two calls of the pool.
 //
 // Computes: out[M, H] = Σ topk_weights · down(act(gate) · up) (+ shared)
-// Dtypes: x and out float32, bfloat16 or float16; int8 or int4 codes; float32 sums
+// Dtypes: x and out float32, bfloat16 or float16; int8, int4 or e2m1 codes; float32 sums
 // Layout: weights [E, N, row], the experts any number of bytes apart; scales and offsets
 //     [E, N, groups]
 // Range: any M, meant for few; H and I multiples of 32
 // Technique: weight rows of an expert are read once for all its tokens, and two pool calls for all
 //     experts
-// Used by: int4_fused_moe.cpp, int8_fused_moe.cpp
+// Used by: int4_fused_moe.cpp, int8_fused_moe.cpp, mxfp4_fused_moe.cpp
 //
 // A token's experts are summed in the order of their numbers, each value by one thread, so that the
 // bits depend neither on the number of threads nor on the batch.

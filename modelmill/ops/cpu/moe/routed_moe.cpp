@@ -3,10 +3,10 @@
 // Computes: out[M, H] = Σ weights · down(act(gate) · up) (+ shared) over the experts that the
 // router
 //     chooses
-// Dtypes: x, router and out float32, bfloat16 or float16, all the same; int8 or int4 experts
+// Dtypes: x, router and out float32, bfloat16 or float16, all the same; int8, int4 or MXFP4 experts
 // Layout: as the ops that it calls
 // Range: any M, meant for few
-// Technique: calls router_gemm, topk.h and int8_fused_moe or int4_fused_moe; no intermediate leaves
+// Technique: calls router_gemm, topk.h and int8_, int4_ or mxfp4_fused_moe; no intermediate leaves
 //     the call
 // Ops: routed_moe
 #include "common/ops.h"
@@ -22,10 +22,12 @@ struct RoutedMoE {
     const void* expert_scale;  // [E] or null
     int64_t router_bias_dtype, expert_scale_dtype;
     double logit_scale, alpha, limit;
-    int64_t bits, scale_type;
+    int64_t weights, scale_type;  // weights: see kOps
     mill::TopkRules rules;
     mill::ExpertsCall experts;
 };
+
+constexpr decltype(&int8_fused_moe) kOps[] = {int8_fused_moe, int4_fused_moe, mxfp4_fused_moe};
 
 float number(const void* values, int64_t dtype, int64_t i) {
     float value = 0.0f;
@@ -67,6 +69,5 @@ extern "C" void routed_moe(void* out, const void* x, const void* router_input, c
     call.topk_ids = ids;
     call.shared = shared;
     call.tokens = tokens;
-    const auto run = moe.bits == 8 ? int8_fused_moe : int4_fused_moe;
-    run(&call, moe.alpha, moe.limit, dtype, static_cast<int>(moe.scale_type));
+    kOps[moe.weights](&call, moe.alpha, moe.limit, dtype, static_cast<int>(moe.scale_type));
 }

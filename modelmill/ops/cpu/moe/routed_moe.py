@@ -9,14 +9,19 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
-from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe
+from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
 from modelmill.ops.cpu.moe.experts import NO_CLAMP, address, call_words, scale_type
 from modelmill.ops.cpu.moe.fused_topk import float_word, rule_words, supports_rules
 from modelmill.ops.routed_moe import RoutedMoEWeights
 
 available = build.available
-_BITS = {"int8_fused_moe": 8, "int4_fused_moe": 4}
-_SUPPORTS = {"int8_fused_moe": int8_fused_moe.supports, "int4_fused_moe": int4_fused_moe.supports}
+_EXPERTS = {
+    "int8_fused_moe": int8_fused_moe,
+    "int4_fused_moe": int4_fused_moe,
+    "mxfp4_fused_moe": mxfp4_fused_moe,
+}
+_OPS = list(_EXPERTS)
+"""In the order of kOps in routed_moe.cpp."""
 
 
 class _PackedMoE(NamedTuple):
@@ -75,8 +80,8 @@ def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
     router, experts = moe.router, moe.experts
     vectors = [each for each in (moe.router_bias, moe.expert_scale) if each is not None]
     if (
-        moe.op not in _BITS
-        or not _SUPPORTS[moe.op](experts)
+        moe.op not in _EXPERTS
+        or not _EXPERTS[moe.op].supports(experts)
         or not supports_rules(moe.rules, len(router))
         or router.dtype is not experts.x.dtype
         or not router.is_contiguous()
@@ -88,7 +93,7 @@ def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
             router.data_ptr(), address(moe.router_bias), address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
             *map(float_word, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
-            _BITS[moe.op], scale_type(experts),
+            _OPS.index(moe.op), scale_type(experts),
             *rule_words(moe.rules, len(router)), *_experts_words(moe),
         ),
         dtype=np.int64,

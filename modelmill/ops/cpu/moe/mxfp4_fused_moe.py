@@ -1,0 +1,28 @@
+"""The experts of a mixture with MXFP4 weights in C++ (mxfp4_fused_moe.cpp)."""
+
+from __future__ import annotations
+
+import torch
+
+from modelmill.ops.cpu.common import build
+from modelmill.ops.cpu.moe.experts import run_experts, supports_grids, supports_layout
+from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.mxfp4_fused_moe import BLOCK_COLUMNS
+
+available = build.available
+
+
+def supports(inputs: FusedMoEInputs) -> bool:
+    """Packed 4-bit codes with a scale for each block of columns, without offsets."""
+    return (
+        inputs.group == BLOCK_COLUMNS
+        and inputs.gate_up_offset is None
+        and inputs.down_offset is None
+        and supports_layout(inputs, torch.uint8)
+        and supports_grids(inputs, torch.uint8)
+    )
+
+
+def run(inputs: FusedMoEInputs) -> torch.Tensor:
+    """Run the op."""
+    return run_experts("mxfp4_fused_moe", inputs)
