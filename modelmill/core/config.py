@@ -145,6 +145,7 @@ class RunConfig:
     enable_expert_parallel: bool = option(
         False,
         "with --tp: each GPU has whole experts of a mixture, instead of a part of every expert",
+        flags=("-ep",),
     )
     max_model_len: int | None = option(None, "lower the engine's maximum sequence length")
     max_num_seqs: int = option(256, "maximum number of sequences in one step")

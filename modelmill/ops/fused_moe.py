@@ -207,10 +207,11 @@ def experts_case(
 ) -> Case:
     """A case with these weights; an odd number of tokens has a shared expert's output.
 
-    Those of BIASED_SHAPES have biases and another gate as well.
+    Those of BIASED_SHAPES and LOCAL_SHAPES have biases and another gate as well.
     """
     tokens, hidden, inner, experts, top_k = shape
     total = 2 * experts if shape in LOCAL_SHAPES else experts
+    biased = shape in (*BIASED_SHAPES, *LOCAL_SHAPES)
     scores = torch.rand(tokens, total, generator=torch.Generator().manual_seed(tokens))
     topk_weights, ids = scores.topk(top_k, dim=-1)
     if total > experts:
@@ -228,12 +229,12 @@ def experts_case(
         **weights,
         group=group,
         global_num_experts=total if total > experts else None,
-        **(_biases_and_gate(shape, device, dtype) if shape in BIASED_SHAPES else {}),
+        **(_biases_and_gate(shape, device, dtype) if biased else {}),
     )
     tensors = [value for value in weights.values() if value is not None]
     read = nbytes(*tensors) * len(ids[ids != NO_EXPERT].unique()) // experts
     moved = read + nbytes(inputs.x, inputs.shared) + nbytes(inputs.x)
-    suffix = (f" g{group}" if group else "") + (" bias" if shape in BIASED_SHAPES else "")
+    suffix = (f" g{group}" if group else "") + (" bias" if biased else "")
     suffix += f" of {total}" if total > experts else ""
     name = f"{tokens}x{hidden}->2x{inner} top {top_k} of {experts}{suffix}"
     return Case(name, inputs._asdict(), moved, 6 * tokens * top_k * hidden * inner)

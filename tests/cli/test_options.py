@@ -136,6 +136,9 @@ def test_a_flag_may_have_names_that_others_know_it_by(
         assert parse(probe, *words).run.tp == 2
     (tmp_path / "c.yaml").write_text("tensor-parallel-size: 3\n")
     assert parse(probe, "--config", str(tmp_path / "c.yaml")).run.tp == 3
+    for words in (("-ep",), ("--enable-expert-parallel",), ("--enable_expert_parallel",)):
+        assert parse(probe, "--tp", "2", *words).run.enable_expert_parallel
+    assert not parse(probe, "--tp", "2", "--no-enable-expert-parallel").run.enable_expert_parallel
     monkeypatch.setenv("MODELMILL_TENSOR_PARALLEL_SIZE", "4")
     assert parse(probe).run.tp == 4
 

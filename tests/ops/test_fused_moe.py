@@ -32,12 +32,18 @@ KERNELS = {op: registry.implementations(op, ["triton"]).get("triton") for op in 
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 8), st.integers(0, 1 << 30))
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.integers(0, 8), st.integers(0, 5),
+    st.integers(0, 1 << 30),
+)  # fmt: skip
 def test_blocks_hold_the_pairs_of_one_expert_in_order(
-    tokens: int, top_k: int, more: int, seed: int
+    tokens: int, top_k: int, more: int, elsewhere: int, seed: int
 ) -> None:
+    """elsewhere: experts of other ranks, whose pairs are left out."""
     experts, draw = top_k + more, torch.Generator().manual_seed(seed)
-    ids = torch.stack([torch.randperm(experts, generator=draw)[:top_k] for _ in range(tokens)])
+    total = experts + elsewhere
+    ids = torch.stack([torch.randperm(total, generator=draw)[:top_k] for _ in range(tokens)])
+    ids[ids >= experts] = NO_EXPERT
     block = 4
     order, owners = moe_align_block_size(ids.int(), block, experts)
     assert len(owners) == max_blocks(tokens * top_k, block, experts)
@@ -49,7 +55,8 @@ def test_blocks_hold_the_pairs_of_one_expert_in_order(
     by_expert.pop(NO_EXPERT, None)
     assert list(by_expert) == sorted(by_expert)
     flat = ids.flatten().tolist()
-    expected = {e: [i for i, each in enumerate(flat) if each == e] for e in sorted(set(flat))}
+    present = sorted(set(flat) - {NO_EXPERT})
+    expected = {e: [i for i, each in enumerate(flat) if each == e] for e in present}
     assert by_expert == expected
 
 
