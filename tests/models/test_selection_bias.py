@@ -17,7 +17,10 @@ from tests.models.all_families import CASES
 from tests.models.saved_family import label
 
 pytest.importorskip("transformers")
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "ernie4_5_moe")
+FAMILIES = (
+    "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2", "ernie4_5_moe",
+    "exaone_moe", "solar_open",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES, ids=label)
