@@ -12,7 +12,12 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, all_biases, non_negative_float, positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import EXPERT_NAMES, MAX_EXPERTS, SHARED_EXPERT_NAMES
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    FLOAT32_SELECTION_BIAS,
+    MAX_EXPERTS,
+    SHARED_EXPERT_NAMES,
+)
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
@@ -28,7 +33,7 @@ LAYOUT = CheckpointLayout(
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
-MAX_NORM_MIN = 1e-6  # below every sum of a token's probabilities
+FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -40,8 +45,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw, positions=131072, eps=1e-5, tied=True, theta=500000.0, activation=act,
         head_bias=biased, **biases,
     )  # fmt: skip
-    if non_negative_float(raw, "moe_norm_min", default=1e-12) > MAX_NORM_MIN:
-        raise CheckpointError(f"config.json: moe_norm_min must be at most {MAX_NORM_MIN:g}")
+    if non_negative_float(raw, "moe_norm_min", default=1e-12) > 1e-6:  # below every real sum
+        raise CheckpointError("config.json: moe_norm_min must be at most 1e-06")
     experts = positive_int(raw, "moe_num_experts", default=64, max_value=MAX_EXPERTS)
     router = RouterConfig(
         experts, positive_int(raw, "moe_k", default=6, max_value=experts), selection_bias=True
@@ -66,8 +71,7 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     first, last = 1 if first is None else first, layers - 1 if last in (None, -1) else last
     if type(first) is not int or type(last) is not int or not 0 <= first <= last < layers:
         raise CheckpointError(
-            f"config.json: moe_layer_start_index and moe_layer_end_index must be layers below "
-            f"num_hidden_layers={layers}, the second not before the first"
+            f"config.json: moe_layer_start_index to moe_layer_end_index are no layers of {layers}"
         )
     return frozenset(i for i in range(layers) if not first <= i <= last or (i + 1) % every)
 

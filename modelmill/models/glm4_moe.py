@@ -16,6 +16,7 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
+    FLOAT32_SELECTION_BIAS,
     SELECTION_BIAS,
     SHARED_EXPERT_NAMES,
     grouped_router,
@@ -33,6 +34,7 @@ LAYOUT = CheckpointLayout(
 )
 rules = LAYOUT.rules
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -232,7 +232,7 @@ def transformers_model(raw: dict[str, Any], folder: Path, attention: str = "eage
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3 + 1)
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.2)
+                buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3)
     return model
 
 

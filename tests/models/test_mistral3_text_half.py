@@ -64,8 +64,8 @@ def test_another_language_model_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_rotation_that_the_config_leaves_out() -> None:
     raw = {**SMALL, "head_dim": 12, "max_position_embeddings": 262144}
-    config, theirs = ministral3.config_from_hf(raw), transformers.Ministral3Config()
-    stated = theirs.rope_parameters
+    config = ministral3.config_from_hf(raw)
+    stated = transformers.Ministral3Config().rope_parameters
     length = stated["original_max_position_embeddings"]
     assert config.query_growth == QueryGrowth(stated["llama_4_scaling_beta"], length)
     assert config.rope is not None

@@ -45,6 +45,7 @@ NAMED_APART = {
     "qwen3_5_text": "mtp.layers.0.mlp.up_proj.weight",
     "qwen3_5_moe_text": "mtp.norm.weight",
     "ernie4_5_moe": "model.mtp_block.0.input_layernorm.weight",
+    "exaone_moe": "mtp.fc.weight",
 }
 
 

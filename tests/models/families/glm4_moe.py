@@ -25,7 +25,7 @@ def facts(raw: dict[str, Any]) -> dict[str, Any]:
 CASE = decoder_family(
     "glm4_moe",
     {"head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
-     "topk_group": 2, "moe_intermediate_size": 40, "first_k_dense_replace": 0,
+     "topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 0,
      "routed_scaling_factor": 1.5, "use_qk_norm": True},
     (
         {"rope_theta": 300.0},

@@ -1,0 +1,31 @@
+"""dots1: attention with normed heads, experts as in DeepSeek-V3 (arXiv:2506.05767)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class Dots1Reference(HeadNormMixin, GroupedExpertsMixin):
+    """Dots1ForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=32)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, {"first_k_dense_replace": 0, "norm_topk_prob": False} | config)
+        self.rope = self.plain_rope()
+        self.biased = self.biases()
+        self.norm_paths |= HEAD_NORMS
+        size, first = config.get("sliding_window", 4096), config.get("max_window_layers")
+        types = config.get("layer_types") or [
+            "sliding_attention" if i >= (62 if first is None else first) else ""
+            for i in range(self.num_layers)
+        ]
+        self.windows = [size if each == "sliding_attention" else None for each in types]
+
+
+REFERENCE = Dots1Reference

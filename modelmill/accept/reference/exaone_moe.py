@@ -1,0 +1,56 @@
+"""exaone_moe: normed heads, windows that alone rotate, experts (the report of K-EXAONE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from modelmill.accept.reference.base import LayerRecorder, LayerWeights
+from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.plain_decoder import Defaults
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class ExaoneMoeReference(HeadNormMixin, GroupedExpertsMixin):
+    """ExaoneMoeForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=32, eps=1e-5)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        experts = {"n_routed_experts": config.get("num_experts") or 64}
+        super().__init__(source, {"routed_scaling_factor": 2.5} | config | experts)
+        self.rope = self.plain_rope()
+        self.norm_paths |= HEAD_NORMS
+        size = config.get("sliding_window", 4096)
+        if size is not None:
+            pattern = config.get("sliding_window_pattern") or 4
+            every = 4 if isinstance(pattern, str) else int(pattern)
+            self.windows = self.interleaved_windows(int(size), every)
+            self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
+        types = config.get("mlp_layer_types")
+        self.dense = [
+            types[i] == "dense" if types else i < self.first_experts for i in range(self.num_layers)
+        ]
+
+    def projections(self, index: int) -> LayerWeights:
+        """Read a layer's attention, and its MLP or router and experts."""
+        self.first_experts = self.num_layers if self.dense[index] else 0
+        return super().projections(index)
+
+    def mlp_of(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's MLP, or its experts."""
+        self.first_experts = self.num_layers if self.dense[index] else 0
+        return super().mlp_of(index, r, normed)
+
+    def selection_bias(self, index: int) -> Tensor:
+        """Return what is added to a layer's scores for the choice, [E]."""
+        return self.source.get(f"{self.LAYERS}.{index}.mlp.e_score_correction_bias")
+
+    def unused_tensors(self) -> dict[str, str]:
+        """Return those of multi-token prediction."""
+        return {r"mtp\..*": "the layers of multi-token prediction"}
+
+
+REFERENCE = ExaoneMoeReference

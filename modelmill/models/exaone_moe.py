@@ -1,0 +1,73 @@
+"""K-EXAONE: EXAONE 4's attention behind norms in front, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.core.errors import CheckpointError
+from modelmill.core.quoting import quote
+from modelmill.models import exaone4
+from modelmill.models._hf_config import positive_int
+from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import (
+    EXPERT_NAMES,
+    FLOAT32_SELECTION_BIAS,
+    SHARED_EXPERT_NAMES,
+    grouped_router,
+    leading_dense_layers,
+)
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.pre_norm import PreNormLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+BIAS = RuleSource(("mlp.e_score_correction_bias",))
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+    tensors={"mlp.routing.selection_bias": BIAS},
+    ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in ExaoneMoeConfig."""
+    config = replace(exaone4.config_from_hf(raw), layer=PreNormLayer)
+    inner = positive_int(raw, "moe_intermediate_size", default=1024)
+    shared = inner * positive_int(raw, "num_shared_experts", default=1, max_value=64)
+    experts = positive_int(raw, "num_experts", default=64)
+    router = grouped_router(
+        overlay_config(raw, {}, {"n_routed_experts": experts}), RouterConfig(experts, 8, scale=2.5)
+    )
+    expert = MLPSpec(config.hidden, inner, activation=config.activation)
+    return replace(
+        config,
+        moe=MoESpec(router, expert, replace(expert, inner=shared)),
+        dense_layers=_dense_layers(raw, config.layers),
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
+    """The layers with a plain MLP: those that ``mlp_layer_types`` names, or the first few."""
+    first, types = leading_dense_layers(raw, layers, 1), raw.get("mlp_layer_types")
+    if types is None:
+        return first
+    if not isinstance(types, list) or len(types) != layers or {*types} - {"dense", "sparse"}:
+        raise CheckpointError(
+            f"config.json: mlp_layer_types must be a list of dense or sparse for each of {layers} "
+            f"layers, not {quote(types, 60)}"
+        )
+    return frozenset(i for i in range(layers) if types[i] == "dense")
+
+
+class Model(Decoder):
+    """The decoder with experts and shared ones."""

@@ -1,0 +1,51 @@
+"""Solar Open: LLaMA's attention, and GLM-4.5's experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, boolean, positive_int
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, grouped_router
+from modelmill.models.glm4_moe import LAYOUT
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.mlp import MLPSpec
+from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe_spec import MoESpec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = ("intermediate_size",)  # of layers without experts
+SUPPORTED_VALUES = {
+    "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
+}  # fmt: skip
+FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in SolarOpenConfig."""
+    act = activation(raw, "hidden_act", "silu")
+    inner = positive_int(raw, "moe_intermediate_size", default=1280)
+    config = _llama_common.config_from_hf(
+        overlay_config(
+            raw, {"num_key_value_heads": 8, "head_dim": 128}, {"intermediate_size": inner}
+        ),
+        positions=131072,
+        eps=1e-5,
+        theta=1000000.0,
+        activation=act,
+        qkv_bias=boolean(raw, "attention_bias", False),
+    )
+    shared = inner * positive_int(raw, "n_shared_experts", default=1, max_value=64)
+    expert = MLPSpec(config.hidden, inner, activation=act)
+    router = grouped_router(raw, RouterConfig(128, 8))
+    return replace(config, moe=MoESpec(router, expert, replace(expert, inner=shared)))
+
+
+class Model(Decoder):
+    """The decoder with experts and a shared one."""

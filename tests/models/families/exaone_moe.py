@@ -1,0 +1,38 @@
+"""K-EXAONE."""
+
+from __future__ import annotations
+
+from tests.models.family_cases import ALL_ROTATED, decoder_family, fault
+from tests.models.moe_faults import GROUPED_ROUTER_FAULTS, MOE_KV_TOLERANCE
+
+CASE = decoder_family(
+    "exaone_moe",
+    {"num_hidden_layers": 3, "sliding_window": 20, "sliding_window_pattern": 2, "num_experts": 8,
+     "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 40,
+     "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    (
+        {"num_experts": 4, "n_group": 1, "topk_group": 1}, {"num_experts_per_tok": 1},
+        {"n_group": 2, "topk_group": 1}, {"moe_intermediate_size": 24}, {"num_shared_experts": 2},
+        {"routed_scaling_factor": 1.0}, {"norm_topk_prob": False},
+        {"mlp_layer_types": None}, {"mlp_layer_types": None, "first_k_dense_replace": 2},
+        {"sliding_window": 5}, {"sliding_window_pattern": None},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"hidden_act": "gelu"}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
+        {"head_dim": 16},
+    ),
+    {"layer_types": ["mamba"], "sliding_window": 0, "mlp_layer_types": ["dense"],
+     "num_experts_per_tok": 5, "n_group": 3, "topk_group": 5, "num_experts": 0,
+     "num_shared_experts": 0, "norm_topk_prob": 1, "routed_scaling_factor": 0,
+     "moe_intermediate_size": "x", "first_k_dense_replace": 4},
+    {
+        **GROUPED_ROUTER_FAULTS,
+        "all layers rotated": ALL_ROTATED,
+        "a longer window": fault("attn.core", windows=(30, None, 30)),
+    },
+    sizes=(
+        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+        {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
+        {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}, {"vocab_size": 96},
+    ),
+    kv_tolerance=MOE_KV_TOLERANCE,
+)  # fmt: skip
