@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -172,8 +173,9 @@ class CudaRegion(MemoryRegion):
             first, size = addresses.map_chunk()
             driver.copy_to_device(addresses.address + first, host + first, size)
         driver.synchronize()
-        driver.free_pinned(host)
         self._host = None
+        # unpinning takes longer than the copy: requests need not wait for it
+        threading.Thread(target=_free_pinned, args=(driver, host), daemon=True).start()
 
     def drop(self) -> None:
         """As of MemoryRegion."""
@@ -183,6 +185,11 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         self.extend(self._addresses.nbytes)
         self._driver.set_zero(self._addresses.address, self._addresses.nbytes)
+
+
+def _free_pinned(driver: CudaDriver, host: int) -> None:
+    driver.make_current()
+    driver.free_pinned(host)
 
 
 def as_device_tensor(interface: object, device: str) -> torch.Tensor:

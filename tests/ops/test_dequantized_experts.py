@@ -10,7 +10,6 @@ import torch
 from modelmill.ops import fused_moe, registry
 
 DTYPES = {
-    "int8_fused_moe": torch.float16,
     "int4_fused_moe": torch.float16,
     "mxfp4_fused_moe": torch.bfloat16,
 }

@@ -7,7 +7,6 @@ shows is marked ``gpu``.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,20 +206,23 @@ def on_gpu(tmp_path: Path) -> Callable[..., EngineCore]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5_text"])
 def test_a_gpu_sleeps_and_its_graphs_stay(on_gpu: Callable[..., EngineCore], name: str) -> None:
-    """The same tokens, the memory is free meanwhile, and waking up is fast."""
+    """The same tokens; how fast it wakes up, benchmarks/sleep_mode.py says.
+
+    Other processes may use the GPU: its free memory says nothing here.
+    """
     core = on_gpu(name)
     graphs: Any = core.model_runner.decode_graphs
     captured = dict(graphs._graphs)
     assert captured
     first, _ = answer(core)
     before = addresses(core)
-    free_awake = torch.cuda.mem_get_info()[0]
+    memory: Any = core.model_runner.memory
+    regions = [*memory._weights, *memory._caches]
+    assert all(region._addresses.mapped for region in regions)
     sleep(core)
-    assert torch.cuda.mem_get_info()[0] - free_awake >= 1 << 26
-    began = time.perf_counter()
+    assert not any(region._addresses.mapped for region in regions)
     wake_up(core)
-    print(f"{name}: awake after {time.perf_counter() - began:.3f} s")
-    assert time.perf_counter() - began < 1.0
+    assert all(region._addresses.mapped for region in regions)
     assert addresses(core) == before
     assert answer(core) == (first, 0)
     assert {key: graphs._graphs[key] for key in captured} == captured

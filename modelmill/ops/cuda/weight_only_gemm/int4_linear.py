@@ -1,4 +1,7 @@
-"""Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu)."""
+"""Products of a few rows with 4-bit weights through the tensor cores (int4_linear.cu).
+
+Up to 192 rows are multiplied 64 at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     fits_shared_memory,
     group_shift,
     k_tile_for,
+    row_block_kernel,
+    row_block_range,
     supports_bias,
     supports_rows,
 )
@@ -51,7 +56,7 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 
 # Groups of 32, 64, 128, 256 … columns or of all, float16 scales.
-SUPPORTED_PROBLEMS = tuple(
+_FEW_ROWS = tuple(
     ProblemRange(
         m=rows,
         k_multiple=RUN,
@@ -61,6 +66,7 @@ SUPPORTED_PROBLEMS = tuple(
     )
     for rows, config in config_rows(KERNEL_CONFIGS)
 )
+SUPPORTED_PROBLEMS = (*_FEW_ROWS, row_block_range(_FEW_ROWS))
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:
@@ -110,7 +116,8 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         for rows in SHARED_MEMORY_ROWS
     ]
     mma = Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
-    return (wq_gemv.gemv_kernel(gated=gated), *through_memory, mma)
+    few = (wq_gemv.gemv_kernel(gated=gated), *through_memory, mma)
+    return (*few, row_block_kernel(few))
 
 
 def _kernel_macros(

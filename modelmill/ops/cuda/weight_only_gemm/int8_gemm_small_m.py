@@ -1,7 +1,7 @@
 """Products of up to 64 rows with 8-bit weights, a scale for each group or row, on tensor cores.
 
 Of one row they are wq_gemv.cu's, of more or with large weights wq_gemm_pipelined.cu's; the rest
-int8_gemm_small_m.cu serves.
+int8_gemm_small_m.cu serves. Up to 192 rows are multiplied 64 at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 
 # Groups of 32, 64, 128, 256 … columns or of all.
-SUPPORTED_PROBLEMS = tuple(
+_FEW_ROWS = tuple(
     ProblemRange(
         m=rows,
         k_multiple=weight_only.RUN,
@@ -57,6 +57,7 @@ SUPPORTED_PROBLEMS = tuple(
     )
     for rows, config in weight_only.config_rows(weight_only.KERNEL_CONFIGS)
 )
+SUPPORTED_PROBLEMS = (*_FEW_ROWS, weight_only.row_block_range(_FEW_ROWS))
 
 
 def supports(inputs: GroupwiseLinearInputs) -> bool:
@@ -76,13 +77,14 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     """The kernels of 8-bit weight-only GEMMs in order of preference; sums in float32."""
     pipelined = functools.partial(wq_gemm_pipelined.pipelined_kernel, gated=gated)
-    return (
+    few = (
         wq_gemv.gemv_kernel(gated=gated),
         pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
         pipelined((MMA_MAX_ROWS + 1, 32)),
         pipelined((33, MAX_ROWS)),
         Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
     )
+    return (*few, weight_only.row_block_kernel(few))
 
 
 def int8_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
+from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange, first_kernel
+
 THREADS, K_TILE, RUN = 256, 128, 32
 WARPS = THREADS // 32
 TYPES: dict[torch.dtype, tuple[str, ...]] = {
@@ -58,6 +61,8 @@ KERNEL_CONFIGS = (
     (64, WqMmaKernelConfig(8, 4, 1, 1)),
 )
 MAX_ROWS = KERNEL_CONFIGS[-1][0]
+MAX_BLOCKED_ROWS = 192
+"""Rows that are multiplied ``MAX_ROWS`` at a time: more are faster with a dequantized weight."""
 
 
 def config_for(tokens: int) -> WqMmaKernelConfig:
@@ -106,3 +111,31 @@ def supports_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     """Whether the bias is packed and of x's dtype, if there is one."""
     return bias is None or (bias.dtype == dtype and bias.is_contiguous())
+
+
+def row_block_range(ranges: Sequence[ProblemRange]) -> ProblemRange:
+    """The range of ``row_block_kernel``: weights that every range of fewer rows serves."""
+
+    def fits(problem: GemmProblem) -> bool:
+        return all(each.covers_weight(problem._replace(m=each.m[1])) for each in ranges)
+
+    return ProblemRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
+
+
+def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
+    """Multiply ``MAX_ROWS`` rows at a time with kernels of so many.
+
+    kernels: in order of preference, of ``GroupwiseLinearInputs``; together they serve all.
+    """
+
+    def multiply(block: GroupwiseLinearInputs) -> torch.Tensor:
+        kernel = first_kernel(kernels, groupwise_problem(*block), block)
+        assert kernel is not None, "see row_block_range"
+        out: torch.Tensor = kernel(block)
+        return out
+
+    def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
+        blocks = inputs.x.split(MAX_ROWS)
+        return torch.cat([multiply(inputs._replace(x=rows)) for rows in blocks])
+
+    return Kernel(ProblemRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)

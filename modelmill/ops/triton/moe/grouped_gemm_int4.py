@@ -58,7 +58,8 @@ _E2M1_TO_BFLOAT16 = tl.constexpr(f"""{{
     prmt.b32 $1, lower, upper, 0x6240;
     prmt.b32 $3, lower, upper, 0x7351;
     }}""")
-DEQUANT_MIN_PAIRS = 64  # pairs of an expert, on average, from which it is dequantized first
+# pairs of an expert, on average, from which it is dequantized first: of integers, of e2m1
+DEQUANT_MIN_PAIRS, DEQUANT_MIN_PAIRS_E2M1 = 64, 128
 EXPONENT_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
 Tile = tuple[int, int, int, int]
 # (weight rows, columns, stages, warps) by tokens of a tile: of gate and of up each, and of down
@@ -87,7 +88,8 @@ def _tiles(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
 
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts."""
-    if dequantized_experts.pays(inputs, DEQUANT_MIN_PAIRS):
+    min_pairs = DEQUANT_MIN_PAIRS_E2M1 if holds_e2m1(inputs) else DEQUANT_MIN_PAIRS
+    if dequantized_experts.pays(inputs, min_pairs):
         return grouped_gemm.run(inputs, dequantize=_dequantized)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)

@@ -4,8 +4,7 @@ Computes: out[M, H] = Σ topk_weights · down(silu(gate) · up) (+ shared)
 Dtypes: x and out bfloat16, float16 or float32; int8 weights, float32 scales and sums
 Layout: row-major; weights [E, N, K], scales [E, N]
 Range: any M; E ≤ 1024
-Technique: pair by pair for few tokens (moe_decode.py), else sorted tiles (grouped_gemm.py), of many
-    tokens with dequantized weights (dequantized_experts.py)
+Technique: pair by pair for few tokens (moe_decode.py), else sorted tiles (grouped_gemm.py)
 Ops: int8_fused_moe
 """
 
@@ -15,25 +14,10 @@ import torch
 
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.triton.common.device import available as available
-from modelmill.ops.triton.moe import dequantized_experts, experts, grouped_gemm
+from modelmill.ops.triton.moe.experts import run as run
 from modelmill.ops.triton.moe.experts import supports_layout, supports_scales
-from modelmill.ops.triton.weight_only_gemm.dequant import dequantize
-
-DEQUANT_MIN_PAIRS = 128  # pairs of an expert, on average, from which it is dequantized first
 
 
 def supports(inputs: FusedMoEInputs) -> bool:
     """Packed operands; int8 weights with float32 scales."""
     return supports_layout(inputs) and supports_scales(inputs, torch.int8)
-
-
-def run(inputs: FusedMoEInputs) -> torch.Tensor:
-    """Run the op."""
-    if dequantized_experts.pays(inputs, DEQUANT_MIN_PAIRS):
-        return grouped_gemm.run(inputs, dequantize=_dequantized)
-    return experts.run(inputs)
-
-
-def _dequantized(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
-    """The inputs with one matrix of each expert in x's dtype."""
-    return dequantized_experts.dequantized(inputs, name, dequantize)

@@ -42,7 +42,7 @@ _CLAMPED, _GELU_TANH = tl.constexpr(CLAMPED), tl.constexpr(GELU_TANH)
 # (rows, columns, warps) of a program: of gate and of up each, and of down
 FEW_TOKENS = 4
 GATE_UP_TILE: Tile = (2, 2048, 4)
-DOWN_TILE: Tile = (2, 256, 4)
+DOWN_TILE: Tile = (4, 256, 4)
 # more rows share the conversion of x: 8 bits are bound by instructions before bytes
 GATE_UP_TILE_8BIT: Tile = (4, 1024, 4)
 DOWN_TILE_8BIT: Tile = (4, 256, 8)

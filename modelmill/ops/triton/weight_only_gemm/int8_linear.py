@@ -16,7 +16,7 @@ from modelmill.ops.triton.common.launch_configs import gemm_key as gemm_key
 from modelmill.ops.triton.gemm_16bit.linear import gemm
 from modelmill.ops.triton.weight_only_gemm.dequant import dequantize, multiply_dequantized
 
-DEQUANT_MIN_ROWS = 257
+DEQUANT_MIN_ROWS = 193
 
 
 SUPPORTED_PROBLEMS = DEQUANT_RANGES
