@@ -15,7 +15,7 @@ same code. A row a side is appended to benchmarks/results/DEVICE.jsonl as soon a
 commit, device and its id, host, load, versions, and the seconds of every call. The floor of a
 decode step is the bytes of modelmill's own weights and KV pages over the memory bandwidth that the
 same run measured; the floor of a first token is the matrices' operations over the rate of a large
-matrix product, or those bytes where they take longer.
+matrix product (twice that where both operands have 8 bits), or those bytes where they take longer.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ CPU_RECIPES = {"int8": "modelmill int8", "keep": "modelmill keep"}
 CPU_CONTEXT = 1024
 GPU_PEERS = {"vllm": "vLLM", "transformers": "transformers"}
 FLOOR = "floor"
+FORMATS_WITH_8_BIT_INPUTS = ("fp8", "smoothquant")
 MAX_NUM_SEQS = 256
 """Of both sides, whatever the batch: vLLM's default, from which it chooses its CUDA graphs."""
 FIRST_TOKEN_ROUNDS = 3
@@ -68,13 +69,16 @@ class DeviceLimits:
     bytes_per_s: float
     operations_per_s: float | None
 
-    def floor_ms(self, work: Workload, step_bytes: float, cost: ShapeCost) -> float:
+    def floor_ms(
+        self, work: Workload, step_bytes: float, cost: ShapeCost, *, in_8_bits: bool = False
+    ) -> float:
         """Milliseconds that a work needs at least.
 
         Args:
             work: decode or first token.
             step_bytes: bytes of the weights that every step reads.
             cost: of the model's shape.
+            in_8_bits: whether both operands of products are, which doubles the rate.
         """
         prompt, batch = work.prompts[0], len(work.prompts)
         if len(work.outputs) > 1:
@@ -83,7 +87,8 @@ class DeviceLimits:
         read = step_bytes / self.bytes_per_s
         if self.operations_per_s is None:
             return 1e3 * read
-        return 1e3 * max(read, cost.prefill_operations(prompt) / self.operations_per_s)
+        rate = self.operations_per_s * (2 if in_8_bits else 1)
+        return 1e3 * max(read, cost.prefill_operations(prompt) / rate)
 
 
 def measure_limits(device: str) -> DeviceLimits:
@@ -125,7 +130,8 @@ class Suite:
             load = round(os.getloadavg()[0], 2)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
             figures = measure_in_turn(work, sides, rounds)
-            floor = self.limits.floor_ms(work, step_bytes, cost)
+            in_8_bits = self.options.weight_format in FORMATS_WITH_8_BIT_INPUTS
+            floor = self.limits.floor_ms(work, step_bytes, cost, in_8_bits=in_8_bits)
             self.lines.append((shape, work.name, floor, figures))
             self.setup.note(
                 f"{shape} {work.name}: "

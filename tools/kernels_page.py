@@ -52,6 +52,7 @@ HEADINGS = {
 }
 COLUMNS = ("op", "backend", "file", "dtypes", "range", "technique", "of the ceiling", "tests")
 HELPERS = "Shared files"
+MAX_USERS = 12  # files that are named; more are counted
 CASE_PATTERNS = {
     "prefill": r"prefill",
     "decode": r"decode",
@@ -217,7 +218,9 @@ def render_helpers(heads: Sequence[KernelHead]) -> list[str]:
     for head in heads:
         name = head.path.relative_to(OPS).as_posix()
         cells = (f"[{name}](../{head.path.as_posix()})", head.title.rstrip("."))
-        users = ", ".join(head.users)
+        users = ", ".join(head.users[:MAX_USERS])
+        if len(head.users) > MAX_USERS:
+            users = f"{len(head.users)} files, which its head names"
         lines.append("| " + " | ".join((*cells, head.fields["Technique"], users)) + " |")
     return lines
 

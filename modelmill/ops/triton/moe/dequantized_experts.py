@@ -4,7 +4,7 @@ Computes: gate_up[E, 2·I, H] or down[E, H, I] in x's dtype from codes, scales a
 Dtypes: packed int4 or e2m1 to bfloat16 or float16
 Layout: row-major; codes and scales as in ops/fused_moe.py
 Range: any E, I and H
-Technique: the elementwise kernels of int4_linear.py and mxfp4_linear.py on all rows
+Technique: elementwise kernels of int4_linear.py and mxfp4_linear.py
 Used by: grouped_gemm_int4.py
 
 A tile that converts its weight does so again for every tile of tokens, and its loads wait for the

@@ -6,8 +6,8 @@ Dtypes: x and out bfloat16, float16 or float32; weights of x's dtype, or int8 or
     for each row, x and inner then also quantized to 8 bits; float32 sums
 Layout: row-major; weights [E, N, K], the pairs of a token next to each other
 Range: any M, meant for few; any I and H
-Technique: GEMV with whole weight rows in flight, all experts of a token in one program (down),
-    whose first weights are loaded before griddepcontrol.wait, PDL
+Technique: GEMV with whole rows in flight, all experts of a token in one program (down), its first
+    weights before griddepcontrol.wait, PDL
 Used by: experts.py, grouped_gemm.py, grouped_gemm_int4.py, moe_decode_int4.py
 
 Nothing but the weights of the chosen experts is read from memory, each once for every token that

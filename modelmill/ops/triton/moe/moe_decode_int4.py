@@ -6,8 +6,8 @@ Dtypes: x and out bfloat16, float16 or float32; packed int4 codes, or e2m1 with 
     sums
 Layout: row-major; codes [E, N, K / 2] as in ops/int4_linear.py; scales and offsets [E, N, groups]
 Range: any M, meant for few; I and H multiples of 32
-Technique: magic-number dequantization of whole 32-bit words by byte permutations (PTX), all experts
-    of a token in one program (down), whose first weights are loaded before griddepcontrol.wait, PDL
+Technique: magic-number dequantization of words by byte permutations (PTX), all experts of a token
+    in one program (down), its first weights before griddepcontrol.wait, PDL
 Used by: grouped_gemm_int4.py, int4_fused_moe.py
 
 A word holds columns of two halves of 32: its low nibbles four neighbours, its high ones the four 16
