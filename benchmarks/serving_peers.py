@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -202,6 +203,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Measure, print and record."""
     options = parse_args()
+    if importlib.util.find_spec("uvicorn") is None:
+        sys.exit("serving_peers: modelmill serve needs uvicorn; install modelmill[serve] first")
     setup = PeerSetup(options.work.resolve(), options.vllm, options.vllm_python, check=False)
     facts = {"device": device_name("cuda"), "versions": versions(), **provenance()}
     with contextlib.ExitStack() as stack:
