@@ -98,7 +98,7 @@ def make_layers(shape: MoEShape, name: str, device: str) -> list[FusedMoE]:
     quantize = weight_quantizer(name)
     layers = []
     for _ in range(shape.layers):
-        moe = spec.make()
+        moe = spec.build_module()
         moe.router.weight = random_matrix(shape.experts, shape.hidden, dtype, draw)
         for path in ("gate_up_proj", "down_proj"):
             linears = [cast(Linear, getattr(expert, path)) for expert in moe.experts]

@@ -146,9 +146,10 @@ class Suite:
         self, shape: str, work: Workload, side: PeerProcess, figure: MeasuredFigure, floor: float
     ) -> dict[str, Any]:
         calls = {name: [round(each, 5) for each in calls] for name, calls in figure.calls.items()}
-        held = {"weights": weights} if (weights := self.options.weight_format) else {}
+        weights = self.options.weight_format
+        of_format = {"weights": weights} if weights else {}
         return {
-            "bench": "suite", "shape": shape, **held, "work": work.name, "subject": side.name,
+            "bench": "suite", "shape": shape, **of_format, "work": work.name, "subject": side.name,
             "value": figure.value, "unit": "ms", "floor": floor, "spread": figure.to_dict(),
             "calls_s": calls, "statistic": work.statistic, "run": self.run,
             "command": portable_command("suite", sys.argv[1:]), **side.facts, **self.made_by,

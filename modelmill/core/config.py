@@ -44,7 +44,7 @@ def recipe_option(name: str) -> Any:
     return option(declared.default, declared.help, **{k: v for k, v in extra.items() if v})
 
 
-def add_recipe_options(config: type[T]) -> type[T]:
+def add_recipe_fields(config: type[T]) -> type[T]:
     """Add the options of recipes that the class does not list, as its last fields.
 
     The class lists those of the package's recipes, with types for mypy; another recipe's file
@@ -58,7 +58,7 @@ def add_recipe_options(config: type[T]) -> type[T]:
 
 
 @dataclass(frozen=True, kw_only=True)
-@add_recipe_options
+@add_recipe_fields
 class BuildConfig:
     """All options that decide what an engine contains.
 

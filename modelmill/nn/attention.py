@@ -109,14 +109,14 @@ class AttentionSpec:
         return HeadPartition("attn", self.groups)
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
         # v is not linear in its rows where it is clipped or normed
         is_linear = self.qkv_clip is None and self.value_norm is None
         producer = RowProducer("attn.qkv_proj", "v", self.groups)
         return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
 
-    def make(self, cache_index: int) -> Attention:
+    def build_module(self, cache_index: int) -> Attention:
         """The module; ``cache_index``: its place among the layers with a KV cache."""
         return Attention(self, cache_index)
 
@@ -216,9 +216,9 @@ class Attention(nn.Module):
         width = (spec.heads + kv_parts * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
         if spec.value_norm is not None:
-            self.value_norm = spec.value_norm.make(spec.groups)
+            self.value_norm = spec.value_norm.build_module(spec.groups)
         if spec.qkv_norm is not None:
-            self.qkv_norm = spec.qkv_norm.make(spec.groups)
+            self.qkv_norm = spec.qkv_norm.build_module(spec.groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)

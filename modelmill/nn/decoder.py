@@ -192,7 +192,7 @@ class Decoder(CausalLM):
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
         self.layers = nn.ModuleList(_layers(config))
         self.kv, self.state = kv_shape(self.layers), state_shape(self.layers)
-        self.norm = config.norm_config.make(reduces=not config.layer.returns_whole_branch)
+        self.norm = config.norm_config.build_module(reduces=not config.layer.returns_whole_branch)
         self.head = LMHead(
             config.hidden,
             config.vocab,

@@ -32,7 +32,7 @@ class ExpertBranchSpec:
     moe: MoESpec
     norm: NormConfig
 
-    def make(self) -> ExpertBranch:
+    def build_module(self) -> ExpertBranch:
         """The module."""
         return ExpertBranch(self)
 
@@ -42,7 +42,7 @@ class ExpertBranchSpec:
         return (self.moe.expert_partition(PARTITION, "experts.moe"),)
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of each expert's products; scales are folded inside an expert only."""
         return tuple(
             site
@@ -50,7 +50,7 @@ class ExpertBranchSpec:
             else replace(
                 site, producer=replace(site.producer, linear=_inside(site.producer.linear))
             )
-            for site in self.moe.site_specs()
+            for site in self.moe.quant_sites()
         )
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
@@ -105,7 +105,7 @@ class ExpertBranch(nn.Module):
         self.mlp_post = spec.norm.make_single(reduces=True)
         self.router_norm = spec.norm.make_single()
         self.norm = spec.norm.make_single()
-        self.moe = spec.moe.make()
+        self.moe = spec.moe.build_module()
         self.post = spec.norm.make_single(reduces=True)
         self.sum = TwoBranches()
 

@@ -68,7 +68,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         """How ranks divide the heads."""
         return StateHeadPartition("attn", self.heads, self.key_heads, self.value_dim, self.key_dim)
 
-    def make(self, state_index: int) -> GatedDeltaNet:
+    def build_module(self, state_index: int) -> GatedDeltaNet:
         """The module; ``state_index``: the place of its first state among those of the model."""
         return GatedDeltaNet(self, state_index)
 

@@ -105,12 +105,12 @@ class LatentAttentionSpec:
         return LatentPartition("attn", groups, query_dim=self.query_dim)
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the projections."""
         compressed = () if self.query_rank is None else (SiteSpec("q_b"),)
         return SiteSpec("qkv"), *compressed, SiteSpec("o")
 
-    def make(self, cache_index: int) -> LatentAttention:
+    def build_module(self, cache_index: int) -> LatentAttention:
         """The module."""
         return LatentAttention(self, cache_index)
 

@@ -52,7 +52,7 @@ def layer_of(
     """A layer of these modules, with the sites and partitions of its mixer and its MLP."""
     return LayerSpec(
         modules=modules,
-        sites=(*parts.attention.site_specs, *parts.mlp.site_specs()),
+        sites=(*parts.attention.quant_sites, *parts.mlp.quant_sites()),
         outputs=outputs,
         partitions=(parts.attention.partition, *parts.mlp.partitions),
     )

@@ -61,7 +61,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
         """Channels of B, and of C."""
         return self.groups * self.state_size
 
-    def make(self, state_index: int) -> Mamba2:
+    def build_module(self, state_index: int) -> Mamba2:
         """The module; ``state_index``: the place of its first state among those of the model."""
         return Mamba2(self, state_index)
 

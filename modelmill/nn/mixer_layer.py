@@ -27,15 +27,15 @@ class MixerLayer(nn.Module):
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__()
         self.spec = self.layer_spec(parts)
-        self.attn_norm = parts.norm.make(reduces=not self.returns_whole_branch)
-        self.attn = parts.attention.make(index)
+        self.attn_norm = parts.norm.build_module(reduces=not self.returns_whole_branch)
+        self.attn = parts.attention.build_module(index)
 
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:
         """What such a layer is made of."""
         return LayerSpec(
             modules=(attention_norm_spec(parts.norm), *parts.attention.module_specs()),
-            sites=parts.attention.site_specs,
+            sites=parts.attention.quant_sites,
             outputs=("attn_out", "stream"),
             partitions=(parts.attention.partition,),
         )

@@ -115,7 +115,7 @@ class MLPSpec:
         """How ranks divide the inner channels."""
         return (ChannelPartition("inner", self.inner),)
 
-    def make(self) -> nn.Module:
+    def build_module(self) -> nn.Module:
         """The module."""
         if self.gated:
             return GatedMLP(self.hidden, self.inner, self.bias, self.activation, self.clamp)
@@ -152,7 +152,7 @@ class MLPSpec:
         )
         return first, activation, down
 
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of both products; a gated one's second is linear in up."""
         producer = RowProducer("mlp.gate_up_proj", "up") if self.is_linear_in_up else None
         return SiteSpec("up"), SiteSpec("down", producer, heavy_tailed=True)

@@ -197,7 +197,7 @@ class MoE(nn.Module):
         self.router = Router(expert.hidden, router.experts, router.bias, router.logit_scale)
         self.routing = TopKRouting(router)
         self.experts = nn.ModuleList(Expert(expert, index) for index in range(router.experts))
-        self.shared_expert = None if shared is None else shared.make()
+        self.shared_expert = None if shared is None else shared.build_module()
         self.shared_gate = SharedExpertGate(expert.hidden) if shared_gate else None
         self.local_experts: Range = (0, router.experts)
         self.combine = CombineExperts(self.local_experts)

@@ -47,7 +47,7 @@ class MoESpec:
         """How ranks divide the experts of the mixture at the path ``module``."""
         return ExpertPartition(name, self.expert.inner, module, self.router.experts)
 
-    def make(self) -> MoE:
+    def build_module(self) -> MoE:
         """The module."""
         return MoE(self.router, self.expert, self.shared, shared_gate=self.shared_gate)
 
@@ -104,7 +104,7 @@ class MoESpec:
                 tensors=("weight",), op="sigmoid",
             )  # fmt: skip
 
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of each expert's products, in the order of computation."""
         names = [f"experts.{index}" for index in range(self.router.experts)]
         names += ["shared_expert"] if self.shared is not None else []

@@ -170,7 +170,7 @@ class NormConfig:
         """The tensors of each norm."""
         return ("weight", "bias") if self.kind == LAYER_NORM else ("weight",)
 
-    def make(self, *, reduces: bool = True) -> RMSNorm | LayerNorm:
+    def build_module(self, *, reduces: bool = True) -> RMSNorm | LayerNorm:
         """A norm of branch and residual."""
         if self.kind == RMS_NORM:
             return RMSNorm(self.width, self.eps, reduces=reduces)

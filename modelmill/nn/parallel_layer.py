@@ -29,7 +29,7 @@ class ParallelLayer(MixerLayer):
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__(parts, index)
         self.mlp_norm = parts.norm.make_single() if parts.mlp_norm else None
-        self.mlp = parts.mlp.make()
+        self.mlp = parts.mlp.build_module()
         self.sum = BranchSum()
 
     @classmethod
@@ -37,7 +37,7 @@ class ParallelLayer(MixerLayer):
         """What such a layer is made of; with one norm, qkv and the MLP share a site."""
         reads, site = ("mlp_input", "up") if parts.mlp_norm else ("attn_input", "qkv")
         mlp_norm = parts.norm.spec("mlp_norm", ("stream",), ("mlp_input",), "mlp_norm")
-        mlp_sites = parts.mlp.site_specs()
+        mlp_sites = parts.mlp.quant_sites()
         return LayerSpec(
             modules=(
                 attention_norm_spec(parts.norm),
@@ -53,7 +53,7 @@ class ParallelLayer(MixerLayer):
                     op="add",
                 ),
             ),
-            sites=(*parts.attention.site_specs, *(mlp_sites if parts.mlp_norm else mlp_sites[1:])),
+            sites=(*parts.attention.quant_sites, *(mlp_sites if parts.mlp_norm else mlp_sites[1:])),
             outputs=("branches", "stream"),
             partitions=(parts.attention.partition, *parts.mlp.partitions),
         )

@@ -126,12 +126,12 @@ class PerLayerInputSpec:
     activation: str
     norm: NormConfig
 
-    def make(self) -> PerLayerInputBlock:
+    def build_module(self) -> PerLayerInputBlock:
         """The module."""
         return PerLayerInputBlock(self)
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of both products."""
         return SiteSpec("input_gate"), SiteSpec("input_up", heavy_tailed=True)
 

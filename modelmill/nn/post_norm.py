@@ -25,10 +25,10 @@ class PostNormLayer(nn.Module):
         super().__init__()
         self.spec = self.layer_spec(parts)
         self.add = ResidualAdd(reduces=False)
-        self.attn = parts.attention.make(cache_index)
+        self.attn = parts.attention.build_module(cache_index)
         self.attn_post = parts.norm.make_single(reduces=True)
         self.attn_add = ResidualAdd(reduces=False)
-        self.mlp = parts.mlp.make()
+        self.mlp = parts.mlp.build_module()
         self.mlp_post = parts.norm.make_single(reduces=True)
 
     @staticmethod

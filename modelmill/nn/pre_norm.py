@@ -31,8 +31,8 @@ class PreNormLayer(MixerLayer):
     def __init__(self, parts: LayerParts, index: int) -> None:
         """Make the modules; ``index``: the mixer's place among the KV caches or states."""
         super().__init__(parts, index)
-        self.mlp_norm = parts.norm.make()
-        self.mlp = parts.mlp.make()
+        self.mlp_norm = parts.norm.build_module()
+        self.mlp = parts.mlp.build_module()
 
     @classmethod
     def layer_spec(cls, parts: LayerParts) -> LayerSpec:

@@ -46,7 +46,7 @@ class QKVNormConfig:
             op="rms_norm" if self.kind == WIDE_RMS else "layer_norm",
         )
 
-    def make(self, groups: HeadGroups) -> QKVNorm:
+    def build_module(self, groups: HeadGroups) -> QKVNorm:
         """The module for these heads."""
         return WideQKNorm(self, groups) if self.kind == WIDE_RMS else HeadQKNorm(self, groups)
 

@@ -50,7 +50,7 @@ class HeadRecurrenceSpec(ABC):
         """The state of all heads, [heads, …], in float32 whatever the activations are."""
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections; no rows produce the second linearly."""
         return SiteSpec("qkv"), SiteSpec("o")
 

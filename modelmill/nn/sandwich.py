@@ -36,8 +36,8 @@ class SandwichLayer(MixerLayer):
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__(parts, index)
         self.attn_post = self.post_module(parts)
-        self.mlp_norm = parts.norm.make(reduces=not self.returns_whole_branch)
-        self.mlp = parts.mlp.make()
+        self.mlp_norm = parts.norm.build_module(reduces=not self.returns_whole_branch)
+        self.mlp = parts.mlp.build_module()
         self.mlp_post = self.post_module(parts)
 
     @staticmethod

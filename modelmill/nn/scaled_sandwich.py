@@ -35,13 +35,13 @@ class ScaledSandwichLayer(SandwichLayer):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__(parts, index)
-        self.experts = None if parts.experts is None else parts.experts.make()
+        self.experts = None if parts.experts is None else parts.experts.build_module()
         if parts.experts is not None:  # they have added up the ranks' partial sums
             self.mlp_post = parts.norm.make_single()
         self.mlp_add = self.layer_input = None
         if parts.layer_input is not None:
             self.mlp_add = ResidualAdd(reduces=False)
-            self.layer_input = parts.layer_input.make()
+            self.layer_input = parts.layer_input.build_module()
         self.output = ScaledSum()
 
     @classmethod
@@ -71,10 +71,10 @@ class ScaledSandwichLayer(SandwichLayer):
         return LayerSpec(
             modules=modules,
             sites=(
-                *parts.attention.site_specs,
-                *parts.mlp.site_specs(),
-                *(() if experts is None else experts.site_specs),
-                *(() if layer_input is None else layer_input.site_specs),
+                *parts.attention.quant_sites,
+                *parts.mlp.quant_sites(),
+                *(() if experts is None else experts.quant_sites),
+                *(() if layer_input is None else layer_input.quant_sites),
             ),
             outputs=("output",),
             partitions=(

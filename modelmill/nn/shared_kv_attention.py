@@ -40,11 +40,11 @@ class SharedKVAttentionSpec:
         return self.attention.partition
 
     @property
-    def site_specs(self) -> tuple[SiteSpec, ...]:
+    def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections; the values come from another layer's."""
         return SiteSpec("qkv"), SiteSpec("o")
 
-    def make(self, cache_index: int) -> SharedKVAttention:  # noqa: ARG002
+    def build_module(self, cache_index: int) -> SharedKVAttention:  # noqa: ARG002
         """The module, which has no place among the layers with a KV cache."""
         return SharedKVAttention(self)
 

@@ -34,7 +34,7 @@ class ValueNormConfig:
     eps: float
     from_keys: bool = False
 
-    def make(self, groups: HeadGroups) -> ValueNorm:
+    def build_module(self, groups: HeadGroups) -> ValueNorm:
         """The module for these heads."""
         return ValueNorm(self, groups)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.state_rows import StateRows, fresh_states, keep_snapshots, random_state_rows
+from modelmill.ops.state_rows import StateRows, gather_states, keep_snapshots, random_state_rows
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -49,7 +49,7 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
     channels, width = weight.shape
     x = x[:, :channels]
     if rows.is_decode:
-        window = torch.cat((fresh_states(state, rows), x[:, None]), 1)
+        window = torch.cat((gather_states(state, rows), x[:, None]), 1)
         keep_snapshots(state, window[:, :-1], rows.positions, rows)
         state[rows.slots] = window[:, 1:]
         keep_snapshots(state, window[:, 1:], rows.positions + 1, rows)

@@ -14,7 +14,7 @@ import torch
 from modelmill.ops.case import randn
 from modelmill.ops.state_rows import (
     StateRows,
-    fresh_states,
+    gather_states,
     keep_snapshots,
     random_state_rows,
 )
@@ -60,7 +60,7 @@ def advance_states(
         chunks: computes whole chunks of one sequence.
     """
     if rows.is_decode:
-        before = fresh_states(state, rows)
+        before = gather_states(state, rows)
         keep_snapshots(state, before, rows.positions, rows)
         out, after = step(before, tokens)
         state[rows.slots] = after

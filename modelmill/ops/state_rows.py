@@ -99,7 +99,7 @@ def chunk_tokens(page_size: int) -> int:
     return min(page_size & -page_size, MAX_CHUNK)
 
 
-def fresh_states(state: torch.Tensor, rows: StateRows) -> torch.Tensor:
+def gather_states(state: torch.Tensor, rows: StateRows) -> torch.Tensor:
     """Of a decode step, the state in front of each token, [B, …]; a copy."""
     before = state[rows.slots]
     fresh = (rows.positions == 0).view(-1, *[1] * (before.dim() - 1))

@@ -32,7 +32,7 @@ from modelmill.serve.engine_state import (
 from modelmill.serve.generation_client import GenerationClient
 from modelmill.serve.metrics import EngineMetrics, SegmentMetrics
 from modelmill.serve.request_handle import RequestHandle, WorkerLost
-from modelmill.serve.segment_client import PendingSegment, SegmentClient
+from modelmill.serve.segment_client import PendingSegmentation, SegmentClient
 from modelmill.serve.segment_messages import SEGMENTATION, SegmentFailure, SegmentJob, SegmentResult
 from modelmill.serve.session_client import SessionClient
 from modelmill.serve.sleep_client import SleepClient
@@ -312,7 +312,7 @@ class EngineClient:
             )
             raise RequestError(f"model {self.name} {capability}")
 
-    def segment(self, job: SegmentJob) -> PendingSegment:
+    def segment(self, job: SegmentJob) -> PendingSegmentation:
         """Queue a segmentation job.
 
         Raises:

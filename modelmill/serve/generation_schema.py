@@ -18,7 +18,7 @@ from modelmill.serve.strict_models import JsonObject, StrictModel
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.text.gbnf import gbnf_grammar
 from modelmill.text.grammar import check_grammar
-from modelmill.text.messages import check_data
+from modelmill.text.messages import check_json_data
 
 MAX_TOP_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
@@ -100,7 +100,7 @@ class GenerationFields(SamplingFields, PeerFields):
         if self.structured_outputs is not None:
             grammars["structured_outputs"] = self.structured_outputs.to_grammar()
         if self.json_schema is not None:
-            check_data(self.json_schema, "json_schema: the JSON schema")
+            check_json_data(self.json_schema, "json_schema: the JSON schema")
             grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
         if self.grammar_ is not None:
             grammars["grammar"] = gbnf_grammar(self.grammar_)

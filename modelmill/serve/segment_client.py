@@ -30,7 +30,7 @@ class FieldError(RequestError):
         self.param = param
 
 
-class PendingSegment:
+class PendingSegmentation:
     """One pending job; ``close`` aborts it unless it has finished."""
 
     def __init__(self, job: SegmentJob, abandon: Callable[[str], None]) -> None:
@@ -102,7 +102,7 @@ class SegmentClient:
         self._name = name
         self._send = send
         self._send_abort = abandon
-        self._waiting: dict[str, PendingSegment] = {}
+        self._waiting: dict[str, PendingSegmentation] = {}
         self._waiting_bytes = 0
 
     def set_metrics(self, metrics: SegmentMetrics) -> None:
@@ -119,9 +119,9 @@ class SegmentClient:
             bool(self._waiting) and self._waiting_bytes + nbytes > MAX_WAITING_BYTES
         )
 
-    def submit(self, job: SegmentJob) -> PendingSegment:
+    def submit(self, job: SegmentJob) -> PendingSegmentation:
         """Send a job to the worker."""
-        pending = PendingSegment(job, self._on_abandoned)
+        pending = PendingSegmentation(job, self._on_abandoned)
         self._waiting[job.id] = pending
         self._waiting_bytes += pending.nbytes
         self._send(job)
@@ -153,7 +153,7 @@ class SegmentClient:
             if pending is not None:
                 pending.set_error(error)
 
-    def _update_metrics(self, result: SegmentResult, pending: PendingSegment) -> None:
+    def _update_metrics(self, result: SegmentResult, pending: PendingSegmentation) -> None:
         if self.metrics is None:
             return
         self.metrics.latency.labels(self._name).observe(time.perf_counter() - pending.started_at)
@@ -165,7 +165,7 @@ class SegmentClient:
         if self._remove(id) is not None:
             self._send_abort(id)
 
-    def _remove(self, id: str) -> PendingSegment | None:
+    def _remove(self, id: str) -> PendingSegmentation | None:
         pending = self._waiting.pop(id, None)
         if pending is not None:
             self._waiting_bytes -= pending.nbytes

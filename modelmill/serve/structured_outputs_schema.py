@@ -10,7 +10,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, StrictModel
-from modelmill.text.messages import check_data
+from modelmill.text.messages import check_json_data
 
 
 class StructuredOutputs(StrictModel):
@@ -27,7 +27,7 @@ class StructuredOutputs(StrictModel):
         Raises:
             RequestError: not exactly one field is set.
         """
-        check_data(self.json_, "structured_outputs: the JSON schema")
+        check_json_data(self.json_, "structured_outputs: the JSON schema")
         grammars = [
             Grammar(grammar_type, value if isinstance(value, str) else json.dumps(value))
             for grammar_type, value in (
@@ -73,5 +73,5 @@ class ResponseFormat(StrictModel):
         if self.type == "text":
             return None
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        check_data(schema, "response_format: the JSON schema")
+        check_json_data(schema, "response_format: the JSON schema")
         return Grammar("json", json.dumps({} if schema is None else schema))

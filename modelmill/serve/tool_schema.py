@@ -9,7 +9,7 @@ from pydantic import Field
 
 from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
-from modelmill.text.messages import check_data
+from modelmill.text.messages import check_json_data
 
 
 class ToolDefinition(StrictModel):
@@ -80,7 +80,7 @@ def check_functions(functions: Iterable[FunctionDefinition]) -> None:
         RequestError: a schema is not JSON, or is nested too deeply.
     """
     for function in functions:
-        check_data(function.parameters, f"tools: the schema of {function.name}")
+        check_json_data(function.parameters, f"tools: the schema of {function.name}")
 
 
 class NamedFunction(StrictModel):

@@ -15,7 +15,7 @@ from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFor
 from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
-from modelmill.text.messages import ChatTemplateKwargs, Messages, check_data, validate_messages
+from modelmill.text.messages import ChatTemplateKwargs, Messages, check_json_data, validate_messages
 from modelmill.text.template import TemplateLimits, TemplateProcess
 from modelmill.text.template_probe import (
     CallContentForms,
@@ -236,7 +236,7 @@ class TemplateChat(ChatFormat):
         for key, value in (options or {}).items():
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
-            check_data(value, f"the template option {key[:40]!r}")
+            check_json_data(value, f"the template option {key[:40]!r}")
             template_options[key] = value
         mark = free_mark([template, *self._tokenizer.special, *iter_strings(template_options)])
         variables = {
@@ -291,7 +291,7 @@ def _tools_for_template(tools: object) -> list[Mapping[str, Any]] | None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects")
-    check_data(tools, "tools")
+    check_json_data(tools, "tools")
     return list(tools)
 
 

@@ -20,7 +20,7 @@ from modelmill.core.types import Grammar
 from modelmill.text.answer_grammar import build_answer
 from modelmill.text.chat_format_files import FALLBACK
 from modelmill.text.lark_builder import LarkBuilder
-from modelmill.text.messages import check_data
+from modelmill.text.messages import check_json_data
 from modelmill.text.thinking_budget import BudgetGuide, ThinkingBudget
 from modelmill.text.tokenizer_base import Tokenizer, replace_surrogates
 
@@ -327,7 +327,7 @@ def _parse_json(grammar: Grammar) -> Any:
         value = json.loads(grammar.text)
     except (ValueError, RecursionError):
         raise RequestError(f"the {_type_name(grammar)} is not JSON") from None
-    check_data(value, f"the {_type_name(grammar)}")
+    check_json_data(value, f"the {_type_name(grammar)}")
     return value
 
 

@@ -58,13 +58,13 @@ def parse_arguments(arguments: str) -> Any:
     """Parse a JSON object; return the text itself if it is not valid (models write such text)."""
     try:
         value = json.loads(arguments)
-        check_data(value, "arguments")
+        check_json_data(value, "arguments")
     except (ValueError, RecursionError):  # RequestError is a ValueError
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
-def check_data(value: object, location: str, depth: int = 0) -> None:
+def check_json_data(value: object, location: str, depth: int = 0) -> None:
     """Check that a value has only JSON's types.
 
     Raises:
@@ -76,10 +76,10 @@ def check_data(value: object, location: str, depth: int = 0) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise RequestError(f"{location} has a key that is not a string")
-            check_data(item, location, depth + 1)
+            check_json_data(item, location, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_data(item, location, depth + 1)
+            check_json_data(item, location, depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise RequestError(f"{location} has a {type(value).__name__}, which JSON cannot express")
     elif isinstance(value, float) and not math.isfinite(value):
@@ -91,7 +91,7 @@ def check_data(value: object, location: str, depth: int = 0) -> None:
 def _check_message(message: object, location: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{location} must be an object with role and content")
-    check_data(message, location)
+    check_json_data(message, location)
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{location}: role must be one of {', '.join(ROLES)}")

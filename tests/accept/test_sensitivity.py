@@ -58,7 +58,7 @@ def test_a_state_lost_between_steps_is_refused_there_too(
     amplifying: Path, tmp_path: Path, dtype: str, recipe: str
 ) -> None:
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
-    with mock.patch.object(recurrence, "fresh_states", zeros):
+    with mock.patch.object(recurrence, "gather_states", zeros):
         report, written = build_and_accept(amplifying, tmp_path / "e", dtype, recipe)
     assert not written
     assert "between the modules" in report["reason"]

@@ -36,7 +36,7 @@ def test_several_are_separated_by_commas() -> None:
 
 def test_a_step_reads_the_chosen_experts_only() -> None:
     spec = MoESpec(RouterConfig(experts=4, top_k=2), MLPSpec(hidden=32, inner=16))
-    moe = fill_random_weights(spec.make(), {}, torch.float32, "cpu")
+    moe = fill_random_weights(spec.build_module(), {}, torch.float32, "cpu")
     one = 4 * 3 * 32 * 16  # bytes of an expert
     assert timed.weight_bytes(moe, 1) == 2 * one
     assert timed.weight_bytes(moe, 2) == 3 * one

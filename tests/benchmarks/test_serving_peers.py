@@ -75,12 +75,12 @@ def test_both_serve_one_checkpoint_alike(
     setup = PeerSetup(options.work, None, options.vllm_python)
     assert list(serving_peers.start_servers(options, setup)) == ["vLLM", "modelmill"]
     assert (checkpoint / "tokenizer.json").exists()
-    (theirs, env), (ours, _) = started["vLLM"], started["modelmill"]
-    assert theirs[0] == "/venv/bin/python"
-    assert str(checkpoint) in theirs
+    (vllm, env), (modelmill, _) = started["vLLM"], started["modelmill"]
+    assert vllm[0] == "/venv/bin/python"
+    assert str(checkpoint) in vllm
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in env, "its server chooses its processes"
     for flag in ("--gpu-memory-utilization", "--max-model-len", "--served-model-name"):
-        assert theirs[theirs.index(flag) + 1] == ours[ours.index(flag) + 1]
+        assert vllm[vllm.index(flag) + 1] == modelmill[modelmill.index(flag) + 1]
 
 
 def test_a_server_that_ends_is_an_error(tmp_path: Path) -> None:

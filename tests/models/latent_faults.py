@@ -24,8 +24,8 @@ def with_module(name: str, module: Callable[[LatentAttentionSpec, int], Any]) ->
     """Latent attention, one of whose modules is another."""
 
     class Changed(LatentAttentionSpec):
-        def make(self, cache_index: int) -> LatentAttention:
-            made = super().make(cache_index)
+        def build_module(self, cache_index: int) -> LatentAttention:
+            made = super().build_module(cache_index)
             setattr(made, name, module(self, cache_index))
             return made
 

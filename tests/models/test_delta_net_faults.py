@@ -170,7 +170,7 @@ test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """Each module is right alone; decoded sequences are not."""
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
-    with mock.patch.object(recurrence, "fresh_states", zeros):
+    with mock.patch.object(recurrence, "gather_states", zeros):
         report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none")
     assert not written
     assert "between the modules" in report["reason"]

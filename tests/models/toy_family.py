@@ -78,7 +78,7 @@ class ToyConfig:
     def layer_spec(self, layer):
         if self.has_attention(layer):
             branch = self.attention.module_specs()
-            sites, partition = self.attention.site_specs, self.attention.partition
+            sites, partition = self.attention.quant_sites, self.attention.partition
         else:
             branch = mixer_modules(self.hidden, self.width)
             partition = ChannelPartition("width", self.width)

@@ -65,7 +65,7 @@ def test_the_router_is_its_definition(
 
 def filled(spec: MoESpec, weight_format: str) -> MoE:
     """A seeded mixture whose experts are packed in a format."""
-    moe, draw = spec.make(), torch.Generator().manual_seed(1)
+    moe, draw = spec.build_module(), torch.Generator().manual_seed(1)
     for module in moe.modules():
         if isinstance(module, Linear):
             matrix = torch.randn(module.shape, generator=draw) * module.shape[1] ** -0.5

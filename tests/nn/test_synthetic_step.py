@@ -78,7 +78,9 @@ def test_answers_beside_a_prompt_are_computed_as_without_it() -> None:
 
 def test_the_experts_of_a_layer_lie_one_after_another() -> None:
     spec = MoESpec(RouterConfig(experts=4, top_k=2), MLPSpec(hidden=32, inner=16))
-    model = fill_random_weights(spec.make(), {"experts.0.down_proj": "int8"}, torch.float32, "cpu")
+    model = fill_random_weights(
+        spec.build_module(), {"experts.0.down_proj": "int8"}, torch.float32, "cpu"
+    )
     for path, name in (("gate_up_proj", "dense"), ("down_proj", "int8")):
         linears = [expert.get_submodule(path) for expert in model.experts]
         assert {linear.weight.format for linear in linears} == {name}

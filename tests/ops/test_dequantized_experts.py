@@ -25,11 +25,11 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
         pytest.skip("Triton's interpreter is not available")
     from modelmill.ops.triton.moe import dequantized_experts, grouped_gemm
 
-    held: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     launch = grouped_gemm._launch
 
     def noted(inputs: fused_moe.FusedMoEInputs, name: str, *rest: object) -> None:
-        held.append(getattr(inputs, name).dtype)
+        dtypes.append(getattr(inputs, name).dtype)
         launch(inputs, name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(grouped_gemm, "_launch", noted)
@@ -39,14 +39,14 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
     call = registry.by_name(op, kernel.run)
     few, many = declaration.cases("cpu", dtype)
     call(**few.args)
-    assert dtype not in held, "few tokens multiply the codes"
-    held.clear()
+    assert dtype not in dtypes, "few tokens multiply the codes"
+    dtypes.clear()
     out, expected = call(**many.args), reference(**many.args)
-    assert held == [dtype, dtype]
+    assert dtypes == [dtype, dtype]
     torch.testing.assert_close(
         out.float(), expected.float(), rtol=0, atol=declaration.TOLERANCE[dtype]
     )
     monkeypatch.setattr(dequantized_experts, "total_memory", lambda _: 1 << 16)
-    held.clear()
+    dtypes.clear()
     call(**many.args)
-    assert dtype not in held, "a small GPU has no room for them"
+    assert dtype not in dtypes, "a small GPU has no room for them"

@@ -32,7 +32,7 @@ ROUTERS = {
 
 def part_of(moe: MoE, spec: MoESpec, experts: Range) -> MoE:
     """The rank of a mixture that has these experts, with the same weights."""
-    part = spec.make()
+    part = spec.build_module()
     part.take_experts(experts)
     for name, module in part.named_modules():
         if isinstance(module, Linear):
