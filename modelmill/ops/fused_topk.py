@@ -68,10 +68,22 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = scores.gather(1, ids)
     if inputs.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    weights, ids = weights * inputs.scale, ids.int()
-    if inputs.local_experts is None:
+    return keep_local(weights * inputs.scale, ids.int(), inputs.local_experts)
+
+
+def keep_local(
+    weights: torch.Tensor, ids: torch.Tensor, local_experts: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice of all experts as a rank with some of them returns it.
+
+    Args:
+        weights: [T, top_k].
+        ids: [T, top_k], of all experts.
+        local_experts: as in ``FusedTopkInputs``.
+    """
+    if local_experts is None:
         return weights, ids
-    first, end = inputs.local_experts
+    first, end = local_experts
     local = (ids >= first) & (ids < end)
     return torch.where(local, weights, 0.0), torch.where(local, ids - first, NO_EXPERT)
 

@@ -7,7 +7,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
-from modelmill.ops.fused_topk import FusedTopkInputs
+from modelmill.ops.fused_topk import FusedTopkInputs, keep_local
 
 available = build.available
 
@@ -30,7 +30,6 @@ def supports_rules(inputs: FusedTopkInputs, experts: int) -> bool:
     return (
         0 < inputs.top_k <= experts
         and rest == 0
-        and inputs.local_experts is None
         and inputs.group_scores in (1, 2)
         and (inputs.groups == 1 or size >= inputs.group_scores)
         and (bias is None or (bias.dtype in build.DTYPES and bias.is_contiguous()))
@@ -46,7 +45,7 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     gemm_function("fused_topk", "ppppq", release_gil=rows > build.SMALL_M_LIMIT)(
         weights.data_ptr(), ids.data_ptr(), inputs.logits.data_ptr(), rules.ctypes.data, rows
     )
-    return weights, ids
+    return keep_local(weights, ids, inputs.local_experts)
 
 
 def rule_words(inputs: FusedTopkInputs, experts: int) -> list[int]:

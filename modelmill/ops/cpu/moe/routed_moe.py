@@ -83,6 +83,7 @@ def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
         moe.op not in _EXPERTS
         or not _EXPERTS[moe.op].supports(experts)
         or not supports_rules(moe.rules, len(router))
+        or moe.rules.local_experts is not None
         or router.dtype is not experts.x.dtype
         or not router.is_contiguous()
         or any(each.dtype not in build.DTYPES or not each.is_contiguous() for each in vectors)
