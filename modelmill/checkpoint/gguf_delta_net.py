@@ -86,6 +86,12 @@ def _delta_net(keys: ArchitectureKeys, inner: str = "feed_forward_length") -> di
             f"ssm.inner_size {width} for the {heads} heads of ssm.time_step_rank, which must "
             "divide it"
         )
+    key_heads = keys.get_count("ssm.group_count")
+    if heads % key_heads:
+        raise CorruptCheckpoint(
+            f"{keys.raw.path}: the {key_heads} heads of ssm.group_count do not divide the {heads} "
+            "of ssm.time_step_rank"
+        )
     types = _layer_types(keys, layers)
     full = types.index("full_attention") if "full_attention" in types else 0
     keys.view.get(f"{keys.arch}.rope.dimension_sections")  # of images; those of text are alike
@@ -95,7 +101,7 @@ def _delta_net(keys: ArchitectureKeys, inner: str = "feed_forward_length") -> di
         "head_dim": head_dim(keys, partial=True),
         "attention_bias": keys.has_tensor(f"blk.{full}.attn_q.bias"),
         "layer_types": types,
-        "linear_num_key_heads": keys.get_count("ssm.group_count"),
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": heads,
         "linear_key_head_dim": keys.get_count("ssm.state_size"),
         "linear_value_head_dim": width // heads,
@@ -170,30 +176,13 @@ def _tiled(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
     return {gguf: (each,) for gguf, each in parts.items()}
 
 
-def _with_divided_heads(
-    config: Mapping[str, Any],
-) -> Mapping[str, Any]:
-    """Return the config, whose heads of keys divide those of values.
-
-    Raises:
-        CorruptCheckpoint: where they do not.
-    """
-    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    if heads % keys:
-        raise CorruptCheckpoint(
-            f"the GGUF's {keys} heads of ssm.group_count do not divide the {heads} of "
-            "ssm.time_step_rank"
-        )
-    return config
-
-
 DELTA_NET_ARCHITECTURES = {
     "qwen3next": GgufArchitecture(
         QWEN3_NEXT_NAMES,
         norms_plus_one=True,
         model_type="qwen3_5_moe_text",
         read_config=_delta_net_moe,
-        parts=lambda config: _grouped_by_key(_with_divided_heads(config)),
+        parts=_grouped_by_key,
         draft_prefix="mtp.",
     ),
     "qwen35": GgufArchitecture(
@@ -201,7 +190,7 @@ DELTA_NET_ARCHITECTURES = {
         norms_plus_one=True,
         model_type="qwen3_5_text",
         read_config=_delta_net,
-        parts=lambda config: _tiled(_with_divided_heads(config)),
+        parts=_tiled,
         draft_prefix="mtp.",
     ),
     "qwen35moe": GgufArchitecture(
@@ -209,7 +198,7 @@ DELTA_NET_ARCHITECTURES = {
         norms_plus_one=True,
         model_type="qwen3_5_moe_text",
         read_config=_delta_net_moe,
-        parts=lambda config: _tiled(_with_divided_heads(config)),
+        parts=_tiled,
         draft_prefix="mtp.",
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,13 @@ class GgufAsHf:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
         parts = {} if layout.parts is None else layout.parts(self.config)
+        drafts = _draft_layers(raw, str(arch), layout, self.config)
         for name in raw.names():
             if layout.joins_latent and ".attn_v_b." in name:
                 continue  # read with attn_k_b
             if name in CONSUMED_TENSORS.get(str(arch), ()) or (tied and name == "output.weight"):
                 continue
-            if layout.draft_prefix and _layer_number(name) >= self.config["num_hidden_layers"]:
+            if _layer_number(name) in drafts:
                 own = _HfTensor(name, raw.tensor_info(name).shape, None, is_kept=False)
                 self._add_entry(f"{layout.draft_prefix}{name}", own)
                 continue
@@ -393,6 +394,15 @@ def _then(
     shape: tuple[int, ...],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: second(first(tensor)).reshape(shape)
+
+
+def _draft_layers(
+    raw: GgufFile, arch: str, layout: GgufArchitecture, config: Mapping[str, Any]
+) -> range:
+    """Return the layers that only predict: the last ones of those that the file counts."""
+    if not layout.draft_prefix:
+        return range(0)
+    return range(config["num_hidden_layers"], int(raw.metadata[f"{arch}.block_count"]))
 
 
 def _layer_number(name: str) -> int:

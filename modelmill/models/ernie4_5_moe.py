@@ -47,10 +47,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )  # fmt: skip
     if non_negative_float(raw, "moe_norm_min", default=1e-12) > 1e-6:  # below every real sum
         raise CheckpointError("config.json: moe_norm_min must be at most 1e-06")
-    experts = positive_int(raw, "moe_num_experts", default=64, max_value=MAX_EXPERTS)
-    router = RouterConfig(
-        experts, positive_int(raw, "moe_k", default=6, max_value=experts), selection_bias=True
-    )
+    # each has a second name, which transformers reads too
+    experts = positive_int(raw, "moe_num_experts", "num_experts", default=64, max_value=MAX_EXPERTS)
+    top_k = positive_int(raw, "moe_k", "num_experts_per_tok", default=6, max_value=experts)
+    router = RouterConfig(experts, top_k, selection_bias=True)
     inner = positive_int(raw, "moe_intermediate_size", default=1536)
     shared = None
     if raw.get("moe_num_shared_experts") != 0:

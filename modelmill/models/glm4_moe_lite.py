@@ -14,7 +14,7 @@ from modelmill.models._deepseek_common import (
     ignored_tensors,
     rules,
 )
-from modelmill.models._hf_config import boolean, num_layers, require_value
+from modelmill.models._hf_config import boolean, num_layers, positive_int, require_value
 from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, grouped_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -33,6 +33,9 @@ FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Glm4MoeLiteConfig."""
     raw = overlay_config(raw, SIZES, {"first_k_dense_replace": _dense_layers(raw)})
+    # in transformers a second name of qk_rope_head_dim
+    turned = positive_int(raw, "qk_rope_head_dim", default=64)
+    require_value(raw, "head_dim", (turned, None), None)
     return decoder_config(
         raw,
         grouped_router(raw, RouterConfig(64, 4, scale=1.8)),

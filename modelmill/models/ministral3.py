@@ -28,14 +28,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(key) or DEFAULT_ROPE
     rope = dict(stated) if isinstance(stated, Mapping) else {}
-    slope, trained = f"{key}.{SLOPE}", f"{key}.{TRAINED}"
+    scales = rope.get("rope_type", rope.get("type")) in ("yarn", "llama3")
+    outside = raw.get(TRAINED) if scales else None
+    if outside is not None:  # goes before the one within, as in transformers
+        rope[TRAINED] = outside
+    slope, trained = f"{key}.{SLOPE}", TRAINED if outside is not None else f"{key}.{TRAINED}"
     named = {slope: rope.get(SLOPE), trained: rope.get(TRAINED)}
     growth = QueryGrowth(non_negative_float(named, slope), positive_int(named, trained))
     # what the rotation itself does not read
-    for idle in (SLOPE, "max_position_embeddings"):
+    for idle in (SLOPE, "max_position_embeddings", *(() if scales else (TRAINED,))):
         rope.pop(idle, None)
-    if rope.get("rope_type", rope.get("type")) != "yarn":
-        del rope[TRAINED]
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {key: rope}), positions=262144, eps=1e-5
     )

@@ -34,6 +34,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 EXACT_YARN = YARN | {"truncate": False}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
 LATENT_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "mscale_all_dim": 1.0}
 LATENT_LINEAR = {"type": "linear", "factor": 4.0, "mscale_all_dim": 0.5}
 OFF_BUT_LISTED = {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2, "sliding_window": 20}
@@ -83,6 +84,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {FULL: EXACT_YARN | {"rope_theta": 500.0}, SLIDING: PLAIN}},
         "rope_parameters.full_attention.truncate=False",
     ),
+    "two counts of experts, ERNIE 4.5": (
+        "ernie4_5_moe", {"moe_num_experts": 6, "num_experts": 4}, "num_experts=4",
+    ),
+    "two counts of chosen experts, ERNIE 4.5": (
+        "ernie4_5_moe", {"moe_k": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3",
+    ),
     "heads that are no share of the width, GPT-NeoX": ("gpt_neox", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, StableLM": ("stablelm", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, Falcon": ("falcon", {"head_dim": 8}, "head_dim=8"),
@@ -131,6 +138,15 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GPT-NeoX by other families' names": (
         "gpt_neox", {"rope_theta": 300.0, "partial_rotary_factor": 0.5, "rotary_pct": 1.0},
+    ),
+    "a part of each head, by YaRN": ("minimax_m2", {"rope_parameters": YARN}),
+    "a part of each head that no head has, Command R": ("cohere", {"rope_parameters": HALF}),
+    "a part of each head that no head has, ERNIE 4.5": ("ernie4_5_moe", {"rope_parameters": HALF}),
+    "a trained length outside of the rotation": (
+        "ministral3", {"original_max_position_embeddings": 20},
+    ),
+    "experts by other families' names": (
+        "ernie4_5_moe", {"moe_k": None, "num_experts_per_tok": 3},
     ),
     "no window below layer 0": (
         "qwen2_moe", {"max_window_layers": 0, "use_sliding_window": True, "sliding_window": 5},

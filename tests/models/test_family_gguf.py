@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from modelmill.artifact.store import open_artifact
+from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
-from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
+from modelmill.core.config import BuildConfig
+from modelmill.core.errors import CheckpointError, CorruptCheckpoint, UnknownArchitecture
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
 from tests.models.delta_net_gguf import converted as delta_net_converted
@@ -260,3 +262,19 @@ def test_keys_of_a_delta_net_that_do_not_fit(
     write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
     with pytest.raises((CorruptCheckpoint, UnknownArchitecture), match=words):
         open_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_layers_behind_the_counted_ones_are_not_ignored(name: str, tmp_path: Path) -> None:
+    """Layers that only predict are counted; a file with more has another header than tensors."""
+    case = CASES[name]
+    assert case.gguf is not None
+    make, raw = case.gguf.tensors, case.raw(**case.gguf.changes)
+    assert make is not None
+    case.save(tmp_path / "hf", **case.gguf.changes)
+    counted = case.gguf.facts(raw).get("block_count", raw["num_hidden_layers"])
+    more = {f"blk.{counted}.attn_norm.weight": torch.ones(raw["hidden_size"])}
+    own = replace(case.gguf, tensors=lambda raw, read: {**make(raw, read), **more})
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", raw, own)
+    with pytest.raises(CheckpointError, match=rf"no place for: .*layers\.{counted}\."):
+        make_plan(open_checkpoint(tmp_path / "model.gguf"), BuildConfig(dtype="float32"))

@@ -23,7 +23,7 @@ class CohereReference(StableLmReference):
         super().__init__(source, config)
         self.head_dim = int(config.get("head_dim") or self.hidden_size // self.num_heads)
         self.score_scale = self.head_dim**-0.5
-        self.rope = self.partial_rope(theta=500000.0)
+        self.rope = self.plain_rope(theta=500000.0)
         self.biased = self.biases()
         self.norms_qk = bool(config.get("use_qk_norm"))
         self.logit_scale = float(config.get("logit_scale", 0.0625))

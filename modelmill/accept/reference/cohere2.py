@@ -19,7 +19,7 @@ class Cohere2Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope()
+        self.rope = self.plain_rope()
         self.norm_paths = {"input_norm": "input_layernorm"}
         self.biased = self.biases()
         self.logit_scale = float(config.get("logit_scale", 0.0625))

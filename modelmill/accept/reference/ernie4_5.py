@@ -16,7 +16,7 @@ class Ernie45Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope(theta=500000.0)
+        self.rope = self.plain_rope(theta=500000.0)
         self.biased = self.biases("use_bias", self.projection_paths)
 
 

@@ -24,11 +24,11 @@ class Ernie45MoeReference(ExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         counts = {
             "num_key_value_heads": config.get("num_key_value_heads") or 4,
-            "num_experts": config.get("moe_num_experts"),
-            "num_experts_per_tok": config.get("moe_k"),
+            "num_experts": config.get("moe_num_experts") or config.get("num_experts"),
+            "num_experts_per_tok": config.get("moe_k") or config.get("num_experts_per_tok"),
         }
         super().__init__(source, config | counts)
-        self.rope = self.partial_rope(theta=500000.0)
+        self.rope = self.plain_rope(theta=500000.0)
         self.biased = self.biases("use_bias", self.projection_paths)
         self.shared_count = config.get("moe_num_shared_experts", 2)
         first, last = (config.get(f"moe_layer_{end}_index") for end in ("start", "end"))

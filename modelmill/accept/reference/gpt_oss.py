@@ -28,7 +28,7 @@ class GptOssReference(PlainDecoderReference):
         super().__init__(source, config)
         self.biased = self.biases(default=True)
         scaled = config.get("rope_scaling") or config.get("rope_parameters")
-        scaling = {} if scaled else {"rope_parameters": YARN}
+        scaling: dict[str, Any] = {} if scaled else {"rope_parameters": YARN}
         self.rope = self.plain_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
         self.windows = self.interleaved_windows(int(config.get("sliding_window", 128)), 2)
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)

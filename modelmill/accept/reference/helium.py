@@ -16,7 +16,7 @@ class HeliumReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.partial_rope(theta=100000.0)
+        self.rope = self.plain_rope(theta=100000.0)
         self.biased = self.biases(names="qkv") | self.biases("mlp_bias", MLP)
 
 

@@ -36,7 +36,10 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         super().__init__(source, config)
         self.norm_paths, self.layer = dict(NORMS), self.pre_norm
         self.biased = frozenset()
-        self.rope = partial_rope(config, self.head_dim, self.max_position, theta=5000000.0)
+
+    def plain_rope(self, *, theta: float = 5000000.0, **changes: Any) -> ReferenceRope:
+        """Return the rotation of a part of each head, as a config changed so says."""
+        return partial_rope(self.config | changes, self.head_dim, self.max_position, theta=theta)
 
     def make_rope(self, config: dict[str, Any], length: int) -> ReferenceRope:
         """Return the rotation of a part of each head."""

@@ -26,7 +26,10 @@ class Ministral3Reference(PlainDecoderReference):
         super().__init__(source, config)
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or ROPE
         self.slope = float(scaling["llama_4_scaling_beta"])
-        self.trained = int(scaling["original_max_position_embeddings"])
+        length = "original_max_position_embeddings"
+        scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")
+        outside = config.get(length) if scales else None
+        self.trained = int(outside or scaling[length])
         self.rope = self.plain_rope(rope_scaling=scaling)
         self.windows = [config.get("sliding_window")] * self.num_layers
 

@@ -154,9 +154,10 @@ class PlainDecoderReference(ReferenceModel):
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
 
-    def plain_rope(self, **changes: Any) -> ReferenceRope:
-        """Return the rotation of whole heads, the config changed so."""
-        return rope_from_config(self.config | changes, self.head_dim, self.max_position)
+    def plain_rope(self, *, theta: float = 10000.0, **changes: Any) -> ReferenceRope:
+        """Return the rotation of whole heads, the config changed so; theta: the default base."""
+        base = {"rope_theta": self.config.get("rope_theta") or theta}
+        return rope_from_config(self.config | base | changes, self.head_dim, self.max_position)
 
     def partial_rope(self, *, factor: float = 1.0, theta: float = 10000.0) -> ReferenceRope:
         """Return the rotation of a part of each head (``rope.partial_rope``)."""

@@ -9,7 +9,9 @@ CASE = moe_family(
     {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 40, "moe_num_shared_experts": 1,
      "moe_layer_start_index": 0},
     (
-        {"moe_num_experts": 4, "moe_k": 3}, {"moe_intermediate_size": 24},
+        {"moe_num_experts": 4, "moe_k": 3},
+        {"moe_num_experts": None, "num_experts": 4, "moe_k": None, "num_experts_per_tok": 3},
+        {"moe_intermediate_size": 24},
         {"moe_num_shared_experts": 2}, {"moe_num_shared_experts": 0},
         {"moe_layer_start_index": None}, {"moe_layer_end_index": 0},
         {"moe_layer_end_index": -1, "moe_layer_interval": 2}, {"moe_norm_min": 1e-9},

@@ -22,7 +22,7 @@ CASE = FamilyCase(
         {"qk_rope_head_dim": 4}, {"v_head_dim": 16}, {"n_routed_experts": 4, "n_group": 2},
         {"num_experts_per_tok": 1}, {"n_shared_experts": 2}, {"moe_intermediate_size": 40},
         {"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}, {"n_group": 1, "topk_group": 1},
-        {"rope_interleave": False}, {"rope_scaling": YARN}, {"q_lora_rank": NULL},
+        {"rope_interleave": False}, {"head_dim": 8}, {"rope_scaling": YARN}, {"q_lora_rank": NULL},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
         {"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
         {"num_mtp_layers": 0}, {"mlp_layer_types": None, "first_k_dense_replace": 1},
@@ -30,7 +30,8 @@ CASE = FamilyCase(
     {"is_encoder_decoder": True, "hidden_act": "quick_gelu", "num_experts_per_tok": 5,
      "n_routed_experts": 0, "n_group": 3, "topk_group": 5, "topk_method": "greedy",
      "scoring_func": "softmax", "mlp_layer_types": ["sparse", "dense"], "num_key_value_heads": 3,
-     "kv_lora_rank": 0, "qk_rope_head_dim": 7, "rope_interleave": 1, "norm_topk_prob": 1},
+     "kv_lora_rank": 0, "head_dim": 16, "qk_rope_head_dim": 7, "rope_interleave": 1,
+     "norm_topk_prob": 1},
     {**LLAMA_FAULTS, **LATENT_FAULTS, **GROUPED_ROUTER_FAULTS},
     kv_tolerance=MOE_KV_TOLERANCE,
 )  # fmt: skip

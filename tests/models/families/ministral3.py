@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.nn.query_growth import QueryGrowth
-from tests.models.family_cases import decoder_family, fault
+from tests.models.family_cases import LLAMA3, decoder_family, fault
 
 YARN: dict[str, Any] = {
     "type": "yarn", "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0,
@@ -23,6 +23,9 @@ CASE = decoder_family(
         {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0,
                              "llama_4_scaling_beta": 0.3,
                              "original_max_position_embeddings": 16}},
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16,
+                             "llama_4_scaling_beta": 0.3}},
+        {"original_max_position_embeddings": 20},
         {"sliding_window": 20}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"head_dim": 16},
     ),
