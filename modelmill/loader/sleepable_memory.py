@@ -16,6 +16,7 @@ import mmap
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -221,7 +222,8 @@ class SleepableMemory:
         """Move all tensors that modules hold into a region, which sleep offloads.
 
         The tensor objects stay, so that everything that holds one sees the new memory. Memory is
-        taken part by part, and the old one is given back meanwhile.
+        taken part by part, and the old one is given back meanwhile. Of a file that tensors view,
+        what none of them reads stays where it is, as other ranks' weights.
 
         Args:
             roots: modules, with everything that they hold.
@@ -233,18 +235,17 @@ class SleepableMemory:
         for tensor in reachable_tensors(roots):
             if tensor.device.type == torch.device(self._device).type and tensor.numel():
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        groups = list(by_storage.values())
+        extents = [each for tensors in by_storage.values() for each in _extents(tensors)]
         by_storage.clear()
-        sizes = [_aligned(group[0].untyped_storage().nbytes()) for group in groups]
-        region = self._region(sum(sizes))
+        region = self._region(sum(each.nbytes for each in extents))
         self._weights.append(region)
         start, freed = 0, 0
-        while groups:
-            size = sizes[len(sizes) - len(groups)]
+        while extents:
+            size = extents[0].nbytes
             region.extend(start + size)
-            _move_storage(groups.pop(0), region.bytes, start)
+            _move(extents.pop(0), region.bytes, start)
             start, freed = start + size, freed + size
-            if self._driver is not None and (freed >= CHUNK_BYTES or not groups):
+            if self._driver is not None and (freed >= CHUNK_BYTES or not extents):
                 torch.cuda.empty_cache()  # for the next chunk
                 freed = 0
         return start
@@ -291,12 +292,45 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass
+class _Extent:
+    """Bytes of a storage that tensors view, from ``first`` to ``end``; both are aligned."""
+
+    first: int
+    end: int
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.first
+
+
+def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
+    """The parts of a storage that its tensors view; those that overlap are one."""
+    extents: list[_Extent] = []
+    for tensor in sorted(tensors, key=lambda each: each.storage_offset() * each.itemsize):
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        last_element = sum((size - 1) * stride for size, stride in steps)
+        end = _aligned(begin + (last_element + 1) * tensor.itemsize)
+        first = begin // ALIGNMENT * ALIGNMENT
+        if extents and first < extents[-1].end:
+            last = extents[-1]
+            last.end = max(last.end, end)
+            last.tensors.append(tensor)
+        else:
+            extents.append(_Extent(first, end, [tensor]))
+    return extents
+
+
 @torch.inference_mode()
-def _move_storage(tensors: list[torch.Tensor], target: torch.Tensor, start: int) -> None:
-    """Copy the storage that tensors share to ``target`` from byte ``start`` on."""
-    storage = tensors[0].untyped_storage()
+def _move(extent: _Extent, target: torch.Tensor, start: int) -> None:
+    """Copy a part of a storage to ``target`` from byte ``start`` on."""
+    storage = extent.tensors[0].untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
+    source = source[extent.first : extent.end]  # a storage may end before a multiple of ALIGNMENT
     target[start : start + len(source)].copy_(source)
-    for tensor in tensors:
-        first = (target.storage_offset() + start) // tensor.itemsize + tensor.storage_offset()
-        tensor.set_(target.untyped_storage(), first, tensor.size(), tensor.stride())
+    moved = target.storage_offset() + start - extent.first
+    for tensor in extent.tensors:
+        offset = moved // tensor.itemsize + tensor.storage_offset()
+        tensor.set_(target.untyped_storage(), offset, tensor.size(), tensor.stride())

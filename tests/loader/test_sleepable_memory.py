@@ -272,3 +272,22 @@ def test_tensors_move_and_stay_the_same_objects() -> None:
     memory.wake_up()
     assert base[1, 2] == -5
     assert torch.equal(bits, torch.arange(7, dtype=torch.uint8))
+
+
+def test_of_a_file_only_what_tensors_view_moves() -> None:
+    """A rank views its part of a file: the other ranks' parts take no memory."""
+    file = torch.arange(64 * sleepable_memory.ALIGNMENT).to(torch.uint8)[:-100]
+    module: Any = torch.nn.Module()
+    module.parts = [
+        file[40:140], file[100:200], file[600:].as_strided((3, 2), (4096, 1)), file[-7:]
+    ]  # fmt: skip
+    expected = [each.clone() for each in module.parts]
+    memory = SleepableMemory("cpu")
+    blocks = 1 + (2 * 4096 + 600 + 2) // sleepable_memory.ALIGNMENT + 1
+    assert memory.adopt([module]) == blocks * sleepable_memory.ALIGNMENT
+    for _ in range(2):
+        for part, values in zip(module.parts, expected, strict=True):
+            assert torch.equal(part, values)
+            assert part.untyped_storage().data_ptr() != file.untyped_storage().data_ptr()
+        memory.sleep()
+        memory.wake_up()
