@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modelmill.core.errors import UsageError
+from modelmill.core.errors import CapacityError, UsageError
 from modelmill.loader.cuda_vmm import CudaDriver
 from modelmill.loader.reachable_tensors import reachable_tensors
 
@@ -159,13 +159,14 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         driver, addresses = self._driver, self._addresses
         driver.synchronize()
-        self._host = driver.alloc_pinned(addresses.nbytes)
-        driver.copy_to_host(self._host, addresses.address, addresses.nbytes)
+        if self._host is None:  # else the copy is still there: it could not be restored
+            self._host = driver.alloc_pinned(addresses.nbytes)
+            driver.copy_to_host(self._host, addresses.address, addresses.nbytes)
         addresses.unmap()
         return addresses.nbytes
 
     def restore(self) -> None:
-        """As of MemoryRegion; nothing if it was restored before another region failed."""
+        """As of MemoryRegion; after a CapacityError ``offload`` gives back what it took."""
         driver, addresses, host = self._driver, self._addresses, self._host
         if host is None:
             return
@@ -269,15 +270,19 @@ class SleepableMemory:
         """Take the memory again.
 
         Raises:
-            CapacityError: the GPU has not so much left.
+            CapacityError: the GPU has not so much left; nothing of it was taken.
         """
         if self._driver is not None:
             self._driver.make_current()
             torch.cuda.empty_cache()
-        for region in self._weights:
-            region.restore()
-        for region in self._caches:
-            region.renew()
+        try:
+            for region in self._caches:
+                region.renew()
+            for region in self._weights:  # last: their copies on the host are freed
+                region.restore()
+        except CapacityError:
+            self.sleep()
+            raise
         if self._driver is not None:
             self._driver.synchronize()
         self.is_asleep, self.host_bytes = False, 0

@@ -121,7 +121,8 @@ class FakeLibrary:
 
     def do_cuMemcpyDtoHAsync_v2(self, host: Any, address: Any, size: Any, stream: Any) -> None:
         assert stream.value is None
-        assert size.value == sum(self.mapped.values())
+        inside = range(address.value, address.value + size.value)
+        assert size.value == sum(self.mapped[each] for each in self.mapped if each in inside)
         ctypes.memmove(host.value, address.value, size.value)
 
     def do_cuMemcpyHtoDAsync_v2(self, address: Any, host: Any, size: Any, stream: Any) -> None:
@@ -291,3 +292,30 @@ def test_of_a_file_only_what_tensors_view_moves() -> None:
             assert part.untyped_storage().data_ptr() != file.untyped_storage().data_ptr()
         memory.sleep()
         memory.wake_up()
+
+
+@pytest.mark.parametrize("free_chunks", [0, 1, 2, 3])
+def test_a_wake_up_that_fails_takes_nothing(library: FakeLibrary, free_chunks: int) -> None:
+    """Who sleeps has no memory of the GPU, and can wake up later."""
+    memory = SleepableMemory("cpu")
+    memory._device, memory._driver = "cuda:3", CudaDriver(3, library)
+    weights = cuda_region(library, 2 * CHUNK)
+    weights.extend(2 * CHUNK)
+    values = torch.arange(2 * CHUNK).to(torch.uint8)
+    weights.bytes.copy_(values)
+    memory._weights.append(weights)
+    cache = memory.zeros((2, CHUNK), torch.uint8, "cuda:3")
+    free = library.free_bytes
+    memory.sleep()
+    library.free_bytes = free_chunks * CHUNK
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="the GPU is full"):
+            memory.wake_up()
+        assert memory.is_asleep
+        assert (library.mapped, library.free_bytes) == ({}, free_chunks * CHUNK)
+    library.free_bytes = free + 4 * CHUNK
+    memory.wake_up()
+    assert torch.equal(weights.bytes, values)
+    assert not cache.any()
+    assert not library.pinned
+    assert library.free_bytes == free
