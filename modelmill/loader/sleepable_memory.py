@@ -95,13 +95,17 @@ class HostRegion(MemoryRegion):
 
 
 class _MappedRange:
-    """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory."""
+    """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory.
+
+    ``host`` is the pinned copy of their content while they sleep; None: there is none.
+    """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         unit = driver.granularity
         self.driver = driver
         self.nbytes = max(-(-nbytes // unit), 1) * unit
         self.mapped = 0
+        self.host: int | None = None
         self._chunk = max(CHUNK_BYTES // unit, 1) * unit
         self.address = driver.reserve(self.nbytes)
 
@@ -120,10 +124,17 @@ class _MappedRange:
             self.driver.unmap(self.address + first, self.mapped - first)
             self.mapped = first
 
+    def free_host(self) -> None:
+        """Free the copy, if there is one."""
+        host, self.host = self.host, None
+        if host is not None:
+            self.driver.free_pinned(host)
+
     def close(self) -> None:
         """Give memory and addresses back; a garbage collector calls it on any thread."""
         self.driver.make_current()
         self.unmap()
+        self.free_host()
         self.driver.free(self.address, self.nbytes)
 
 
@@ -146,7 +157,6 @@ class CudaRegion(MemoryRegion):
     def __init__(self, driver: CudaDriver, nbytes: int, device: str) -> None:
         self._driver = driver
         self._addresses = _MappedRange(driver, nbytes)
-        self._host: int | None = None
         self._addresses.map_chunk()  # torch asks whose memory the first byte is
         self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
 
@@ -159,23 +169,23 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         driver, addresses = self._driver, self._addresses
         driver.synchronize()
-        if self._host is None:  # else the copy is still there: it could not be restored
-            self._host = driver.alloc_pinned(addresses.nbytes)
-            driver.copy_to_host(self._host, addresses.address, addresses.nbytes)
+        if addresses.host is None:  # else the copy is still there: it could not be restored
+            addresses.host = driver.alloc_pinned(addresses.nbytes)
+            driver.copy_to_host(addresses.host, addresses.address, addresses.nbytes)
         addresses.unmap()
         return addresses.nbytes
 
     def restore(self) -> None:
         """As of MemoryRegion; after a CapacityError ``offload`` gives back what it took."""
-        driver, addresses, host = self._driver, self._addresses, self._host
+        driver, addresses = self._driver, self._addresses
+        host = addresses.host
         if host is None:
             return
         while addresses.mapped < addresses.nbytes:
             first, size = addresses.map_chunk()
             driver.copy_to_device(addresses.address + first, host + first, size)
         driver.synchronize()
-        driver.free_pinned(host)
-        self._host = None
+        addresses.free_host()
 
     def drop(self) -> None:
         """As of MemoryRegion."""

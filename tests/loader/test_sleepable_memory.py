@@ -216,6 +216,18 @@ def test_addresses_are_free_when_region_and_tensors_are_gone(library: FakeLibrar
     assert not (library.mapped)
 
 
+def test_a_region_that_ends_asleep_frees_its_copy(library: FakeLibrary) -> None:
+    """An engine that is closed while it sleeps leaves no pinned memory behind."""
+    region = cuda_region(library, 2 * CHUNK)
+    region.extend(2 * CHUNK)
+    region.offload()
+    assert library.pinned
+    del region
+    gc.collect()
+    assert not library.pinned
+    assert not library.reserved
+
+
 def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
     region = cuda_region(library, 2 * CHUNK)
     region.extend(2 * CHUNK)
