@@ -124,6 +124,16 @@ class _MappedRange:
             self.driver.unmap(self.address + first, self.mapped - first)
             self.mapped = first
 
+    def copy_to_host(self) -> None:
+        """Start to copy the content; nothing if it was not restored since the last time.
+
+        Raises:
+            CapacityError: the host has not so much left.
+        """
+        if self.host is None:
+            self.host = self.driver.alloc_pinned(self.nbytes)
+            self.driver.copy_to_host(self.host, self.address, self.nbytes)
+
     def free_host(self) -> None:
         """Free the copy, if there is one."""
         host, self.host = self.host, None
@@ -169,9 +179,7 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         driver, addresses = self._driver, self._addresses
         driver.synchronize()
-        if addresses.host is None:  # else the copy is still there: it could not be restored
-            addresses.host = driver.alloc_pinned(addresses.nbytes)
-            driver.copy_to_host(addresses.host, addresses.address, addresses.nbytes)
+        addresses.copy_to_host()
         addresses.unmap()
         return addresses.nbytes
 
@@ -319,6 +327,11 @@ class _Extent:
     def nbytes(self) -> int:
         return self.end - self.first
 
+    def add(self, tensor: torch.Tensor, end: int) -> None:
+        """Take a tensor that begins inside and ends before ``end``."""
+        self.end = max(self.end, end)
+        self.tensors.append(tensor)
+
 
 def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
     """The parts of a storage that its tensors view; those that overlap are one."""
@@ -330,9 +343,7 @@ def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
         end = _aligned(begin + (last_element + 1) * tensor.itemsize)
         first = begin // ALIGNMENT * ALIGNMENT
         if extents and first < extents[-1].end:
-            last = extents[-1]
-            last.end = max(last.end, end)
-            last.tensors.append(tensor)
+            extents[-1].add(tensor, end)
         else:
             extents.append(_Extent(first, end, [tensor]))
     return extents
