@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -135,16 +136,20 @@ class _MappedRange:
             self.driver.copy_to_host(self.host, self.address, self.nbytes)
 
     def free_host(self) -> None:
-        """Free the copy, if there is one."""
+        """Free the copy, if there is one, on a thread of its own.
+
+        Unpinning takes longer than the copy: requests need not wait for it.
+        """
         host, self.host = self.host, None
         if host is not None:
-            self.driver.free_pinned(host)
+            threading.Thread(target=_free_pinned, args=(self.driver, host), daemon=True).start()
 
     def close(self) -> None:
         """Give memory and addresses back; a garbage collector calls it on any thread."""
         self.driver.make_current()
         self.unmap()
-        self.free_host()
+        if self.host is not None:
+            self.driver.free_pinned(self.host)
         self.driver.free(self.address, self.nbytes)
 
 
@@ -203,6 +208,11 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         self.extend(self._addresses.nbytes)
         self._driver.set_zero(self._addresses.address, self._addresses.nbytes)
+
+
+def _free_pinned(driver: CudaDriver, host: int) -> None:
+    driver.make_current()
+    driver.free_pinned(host)
 
 
 def as_device_tensor(interface: object, device: str) -> torch.Tensor:
