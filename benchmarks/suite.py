@@ -362,7 +362,14 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="GPU, beside vLLM: how both sides hold their matrices; default: bfloat16",
     )
     parser.add_argument("--commit", help="of this code, where it is no checkout")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    others = {*(options.peer or ())} - {"vllm"}
+    if options.weight_format and (others or options.device == "cpu"):
+        parser.error(
+            "--weight-format is for a GPU, where modelmill and vLLM hold their matrices so; leave "
+            f"out {f'--peer {min(others)}' if others else '--device cpu'}"
+        )
+    return options
 
 
 def main() -> int:
@@ -371,6 +378,8 @@ def main() -> int:
     import torch
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.weight_format and device == "cpu":
+        raise SystemExit("--weight-format is for a GPU, and there is none; leave it out")
     options.work.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     code = run_gpu(options) if device == "cuda" else run_cpu(options)

@@ -122,10 +122,12 @@ class AsyncLLM:
         return await self._on_engine_thread(self.llm.wake_up)
 
     async def _on_engine_thread(self, call: Callable[[], SleepReport]) -> SleepReport:
-        """Call between two steps. Raises what ``call`` raises."""
+        """Call between two steps, unless the caller leaves before. Raises what ``call`` raises."""
         done: Future[SleepReport] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # the caller has left; from here on it cannot cancel the future any more
             try:
                 done.set_result(call())
             except Exception as error:

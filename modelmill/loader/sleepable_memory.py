@@ -17,10 +17,11 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
-from modelmill.core.errors import UsageError
+from modelmill.core.errors import CapacityError, UsageError
 from modelmill.loader.cuda_vmm import CudaDriver
 from modelmill.loader.reachable_tensors import reachable_tensors
 
@@ -95,13 +96,17 @@ class HostRegion(MemoryRegion):
 
 
 class _MappedRange:
-    """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory."""
+    """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory.
+
+    ``host`` is the pinned copy of their content while they sleep; None: there is none.
+    """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         unit = driver.granularity
         self.driver = driver
         self.nbytes = max(-(-nbytes // unit), 1) * unit
         self.mapped = 0
+        self.host: int | None = None
         self._chunk = max(CHUNK_BYTES // unit, 1) * unit
         self.address = driver.reserve(self.nbytes)
 
@@ -120,10 +125,31 @@ class _MappedRange:
             self.driver.unmap(self.address + first, self.mapped - first)
             self.mapped = first
 
+    def copy_to_host(self) -> None:
+        """Start to copy the content; nothing if it was not restored since the last time.
+
+        Raises:
+            CapacityError: the host has not so much left.
+        """
+        if self.host is None:
+            self.host = self.driver.alloc_pinned(self.nbytes)
+            self.driver.copy_to_host(self.host, self.address, self.nbytes)
+
+    def free_host(self) -> None:
+        """Free the copy, if there is one, on a thread of its own.
+
+        Unpinning takes longer than the copy: requests need not wait for it.
+        """
+        host, self.host = self.host, None
+        if host is not None:
+            threading.Thread(target=_free_pinned, args=(self.driver, host), daemon=True).start()
+
     def close(self) -> None:
         """Give memory and addresses back; a garbage collector calls it on any thread."""
         self.driver.make_current()
         self.unmap()
+        if self.host is not None:
+            self.driver.free_pinned(self.host)
         self.driver.free(self.address, self.nbytes)
 
 
@@ -146,7 +172,6 @@ class CudaRegion(MemoryRegion):
     def __init__(self, driver: CudaDriver, nbytes: int, device: str) -> None:
         self._driver = driver
         self._addresses = _MappedRange(driver, nbytes)
-        self._host: int | None = None
         self._addresses.map_chunk()  # torch asks whose memory the first byte is
         self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
 
@@ -159,23 +184,21 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         driver, addresses = self._driver, self._addresses
         driver.synchronize()
-        self._host = driver.alloc_pinned(addresses.nbytes)
-        driver.copy_to_host(self._host, addresses.address, addresses.nbytes)
+        addresses.copy_to_host()
         addresses.unmap()
         return addresses.nbytes
 
     def restore(self) -> None:
-        """As of MemoryRegion; nothing if it was restored before another region failed."""
-        driver, addresses, host = self._driver, self._addresses, self._host
+        """As of MemoryRegion; after a CapacityError ``offload`` gives back what it took."""
+        driver, addresses = self._driver, self._addresses
+        host = addresses.host
         if host is None:
             return
         while addresses.mapped < addresses.nbytes:
             first, size = addresses.map_chunk()
             driver.copy_to_device(addresses.address + first, host + first, size)
         driver.synchronize()
-        self._host = None
-        # unpinning takes longer than the copy: requests need not wait for it
-        threading.Thread(target=_free_pinned, args=(driver, host), daemon=True).start()
+        addresses.free_host()
 
     def drop(self) -> None:
         """As of MemoryRegion."""
@@ -228,7 +251,8 @@ class SleepableMemory:
         """Move all tensors that modules hold into a region, which sleep offloads.
 
         The tensor objects stay, so that everything that holds one sees the new memory. Memory is
-        taken part by part, and the old one is given back meanwhile.
+        taken part by part, and the old one is given back meanwhile. Of a file that tensors view,
+        what none of them reads stays where it is, as other ranks' weights.
 
         Args:
             roots: modules, with everything that they hold.
@@ -240,18 +264,17 @@ class SleepableMemory:
         for tensor in reachable_tensors(roots):
             if tensor.device.type == torch.device(self._device).type and tensor.numel():
                 by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-        groups = list(by_storage.values())
+        extents = [each for tensors in by_storage.values() for each in _extents(tensors)]
         by_storage.clear()
-        sizes = [_aligned(group[0].untyped_storage().nbytes()) for group in groups]
-        region = self._region(sum(sizes))
+        region = self._region(sum(each.nbytes for each in extents))
         self._weights.append(region)
         start, freed = 0, 0
-        while groups:
-            size = sizes[len(sizes) - len(groups)]
+        while extents:
+            size = extents[0].nbytes
             region.extend(start + size)
-            _move_storage(groups.pop(0), region.bytes, start)
+            _move(extents.pop(0), region.bytes, start)
             start, freed = start + size, freed + size
-            if self._driver is not None and (freed >= CHUNK_BYTES or not groups):
+            if self._driver is not None and (freed >= CHUNK_BYTES or not extents):
                 torch.cuda.empty_cache()  # for the next chunk
                 freed = 0
         return start
@@ -275,15 +298,19 @@ class SleepableMemory:
         """Take the memory again.
 
         Raises:
-            CapacityError: the GPU has not so much left.
+            CapacityError: the GPU has not so much left; nothing of it was taken.
         """
         if self._driver is not None:
             self._driver.make_current()
             torch.cuda.empty_cache()
-        for region in self._weights:
-            region.restore()
-        for region in self._caches:
-            region.renew()
+        try:
+            for region in self._caches:
+                region.renew()
+            for region in self._weights:  # last: their copies on the host are freed
+                region.restore()
+        except CapacityError:
+            self.sleep()
+            raise
         if self._driver is not None:
             self._driver.synchronize()
         self.is_asleep, self.host_bytes = False, 0
@@ -298,12 +325,48 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass
+class _Extent:
+    """Bytes of a storage that tensors view, from ``first`` to ``end``; both are aligned."""
+
+    first: int
+    end: int
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.first
+
+    def add(self, tensor: torch.Tensor, end: int) -> None:
+        """Take a tensor that begins inside and ends before ``end``."""
+        self.end = max(self.end, end)
+        self.tensors.append(tensor)
+
+
+def _extents(tensors: list[torch.Tensor]) -> list[_Extent]:
+    """The parts of a storage that its tensors view; those that overlap are one."""
+    extents: list[_Extent] = []
+    for tensor in sorted(tensors, key=lambda each: each.storage_offset() * each.itemsize):
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        last_element = sum((size - 1) * stride for size, stride in steps)
+        end = _aligned(begin + (last_element + 1) * tensor.itemsize)
+        first = begin // ALIGNMENT * ALIGNMENT
+        if extents and first < extents[-1].end:
+            extents[-1].add(tensor, end)
+        else:
+            extents.append(_Extent(first, end, [tensor]))
+    return extents
+
+
 @torch.inference_mode()
-def _move_storage(tensors: list[torch.Tensor], target: torch.Tensor, start: int) -> None:
-    """Copy the storage that tensors share to ``target`` from byte ``start`` on."""
-    storage = tensors[0].untyped_storage()
+def _move(extent: _Extent, target: torch.Tensor, start: int) -> None:
+    """Copy a part of a storage to ``target`` from byte ``start`` on."""
+    storage = extent.tensors[0].untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
+    source = source[extent.first : extent.end]  # a storage may end before a multiple of ALIGNMENT
     target[start : start + len(source)].copy_(source)
-    for tensor in tensors:
-        first = (target.storage_offset() + start) // tensor.itemsize + tensor.storage_offset()
-        tensor.set_(target.untyped_storage(), first, tensor.size(), tensor.stride())
+    moved = target.storage_offset() + start - extent.first
+    for tensor in extent.tensors:
+        offset = moved // tensor.itemsize + tensor.storage_offset()
+        tensor.set_(target.untyped_storage(), offset, tensor.size(), tensor.stride())

@@ -37,8 +37,8 @@ def sleep(core: EngineCore) -> SleepReport:
         raise UsageError("the engine has requests; it can sleep once they have ended")
     started = time.perf_counter()
     if not memory.is_asleep:
-        core.scheduler.clear_prefix_cache()
         _on_all_ranks(core, SLEEP)
+        core.scheduler.clear_prefix_cache()
     return _report(core, started)
 
 

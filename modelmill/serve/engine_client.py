@@ -628,7 +628,8 @@ class EngineClient:
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
         elif self.state is EngineState.SLEEPING:
-            self._is_closing = True  # another one would take the memory that was given back
+            # another one would take the memory that was given back; this one wakes up no more
+            self.state, self._is_closing = EngineState.STOPPED, True
         self.progress = LoadProgress()
         if self._writer is not None:
             self._writer.close()

@@ -3,7 +3,8 @@
 The worker's main thread shows that it is alive: it answers a ``Ping`` between two steps or while
 idle, and during a long step on a CPU it sends a ``Heartbeat`` after an op of the model. So a step
 may take as long as it needs, and one op as long as the timeout. While an engine is opened (read,
-built, compiled, warmed up), which may take minutes, the worker's reader thread answers.
+built, compiled, warmed up), which may take minutes, or goes to sleep or wakes up, the worker's
+reader thread answers.
 
 Silence is counted in polls of the API's own event loop. An API process that was itself stopped or
 busy counts none of that time, and reads pending messages before it counts on.

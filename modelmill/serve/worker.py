@@ -155,7 +155,9 @@ class EngineWorker:
             self._sessions.finish_restore(message)
         elif isinstance(message, (SleepEngine, WakeEngine)):
             self._finish_steps()
-            self._channel.send(run_sleep_message(self.engine_core, message))
+            with self._inbox.answer_pings():
+                reply = run_sleep_message(self.engine_core, message)
+            self._channel.send(reply)
 
     def _finish_steps(self) -> None:
         """Report what requests that have ended leave behind; the server sends no others now."""

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -108,7 +108,8 @@ class Inbox:
     """Reads the channel on its own thread, which notices a lost server while the engine is busy.
 
     Grammars are compiled on another thread, so that they delay no step. While the engine is being
-    opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does.
+    opened, the reader thread answers a Ping; after ``finish_opening`` the engine's thread does, but
+    for ``answer_pings``.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Inbox:
             queue.SimpleQueue()
         )
         self._make_guide: Callable[[Request], Guide] | None = None
-        self._is_opening = is_opening
+        self._answers_pings = is_opening
         self._channel, self._on_server_gone = channel, on_server_gone
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="modelmill-grammar")
         self._pending: set[str] = set()
@@ -138,7 +139,18 @@ class Inbox:
 
     def finish_opening(self) -> None:
         """The engine is open: its thread answers a Ping from now on."""
-        self._is_opening = False
+        self._answers_pings = False
+
+    @contextlib.contextmanager
+    def answer_pings(self) -> Iterator[None]:
+        """Inside, the reader thread answers a Ping: memory of any size is being moved."""
+        self._answers_pings = True
+        # also for a Ping that waits behind what is being done
+        self._channel.send(Heartbeat())
+        try:
+            yield
+        finally:
+            self._answers_pings = False
 
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -150,7 +162,7 @@ class Inbox:
                     self._pending.add(message.request.id)
                     self._pool.submit(self._prepare_guide, arrival)
                 continue
-            if isinstance(message, Ping) and self._is_opening:
+            if isinstance(message, Ping) and self._answers_pings:
                 with contextlib.suppress(OSError):
                     self._channel.send(Heartbeat())
                 continue

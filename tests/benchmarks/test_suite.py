@@ -144,3 +144,17 @@ def test_the_ratio_compares_the_fastest_of_both() -> None:
 )
 def test_the_file_is_named_after_the_device(device: str, name: str) -> None:
     assert suite.slug(device) == name
+
+
+@pytest.mark.parametrize(
+    "more", [("--peer", "transformers"), ("--peer", "vllm", "--peer", "transformers"),
+             ("--device", "cpu")],
+)  # fmt: skip
+def test_who_does_not_hold_a_weight_format_is_refused(
+    more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row would say int4 of matrices in bfloat16."""
+    with pytest.raises(SystemExit):
+        options_for(tmp_path, "--weight-format", "int4", *more)
+    assert f"leave out {' '.join(more[-2:])}" in capsys.readouterr().err
+    assert options_for(tmp_path, "--weight-format", "int4", "--peer", "vllm").peer == ["vllm"]

@@ -122,7 +122,8 @@ class FakeLibrary:
 
     def do_cuMemcpyDtoHAsync_v2(self, host: Any, address: Any, size: Any, stream: Any) -> None:
         assert stream.value is None
-        assert size.value == sum(self.mapped.values())
+        inside = range(address.value, address.value + size.value)
+        assert size.value == sum(self.mapped[each] for each in self.mapped if each in inside)
         ctypes.memmove(host.value, address.value, size.value)
 
     def do_cuMemcpyHtoDAsync_v2(self, address: Any, host: Any, size: Any, stream: Any) -> None:
@@ -216,6 +217,18 @@ def test_addresses_are_free_when_region_and_tensors_are_gone(library: FakeLibrar
     assert not (library.mapped)
 
 
+def test_a_region_that_ends_asleep_frees_its_copy(library: FakeLibrary) -> None:
+    """An engine that is closed while it sleeps leaves no pinned memory behind."""
+    region = cuda_region(library, 2 * CHUNK)
+    region.extend(2 * CHUNK)
+    region.offload()
+    assert library.pinned
+    del region
+    gc.collect()
+    assert not library.pinned
+    assert not library.reserved
+
+
 def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
     region = cuda_region(library, 2 * CHUNK)
     region.extend(2 * CHUNK)
@@ -273,3 +286,49 @@ def test_tensors_move_and_stay_the_same_objects() -> None:
     memory.wake_up()
     assert base[1, 2] == -5
     assert torch.equal(bits, torch.arange(7, dtype=torch.uint8))
+
+
+def test_of_a_file_only_what_tensors_view_moves() -> None:
+    """A rank views its part of a file: the other ranks' parts take no memory."""
+    file = torch.arange(64 * sleepable_memory.ALIGNMENT).to(torch.uint8)[:-100]
+    module: Any = torch.nn.Module()
+    module.parts = [
+        file[40:140], file[100:200], file[600:].as_strided((3, 2), (4096, 1)), file[-7:]
+    ]  # fmt: skip
+    expected = [each.clone() for each in module.parts]
+    memory = SleepableMemory("cpu")
+    blocks = 1 + (2 * 4096 + 600 + 2) // sleepable_memory.ALIGNMENT + 1
+    assert memory.adopt([module]) == blocks * sleepable_memory.ALIGNMENT
+    for _ in range(2):
+        for part, values in zip(module.parts, expected, strict=True):
+            assert torch.equal(part, values)
+            assert part.untyped_storage().data_ptr() != file.untyped_storage().data_ptr()
+        memory.sleep()
+        memory.wake_up()
+
+
+@pytest.mark.parametrize("free_chunks", [0, 1, 2, 3])
+def test_a_wake_up_that_fails_takes_nothing(library: FakeLibrary, free_chunks: int) -> None:
+    """Who sleeps has no memory of the GPU, and can wake up later."""
+    memory = SleepableMemory("cpu")
+    memory._device, memory._driver = "cuda:3", CudaDriver(3, library)
+    weights = cuda_region(library, 2 * CHUNK)
+    weights.extend(2 * CHUNK)
+    values = torch.arange(2 * CHUNK).to(torch.uint8)
+    weights.bytes.copy_(values)
+    memory._weights.append(weights)
+    cache = memory.zeros((2, CHUNK), torch.uint8, "cuda:3")
+    free = library.free_bytes
+    memory.sleep()
+    library.free_bytes = free_chunks * CHUNK
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="the GPU is full"):
+            memory.wake_up()
+        assert memory.is_asleep
+        assert (library.mapped, library.free_bytes) == ({}, free_chunks * CHUNK)
+    library.free_bytes = free + 4 * CHUNK
+    memory.wake_up()
+    assert torch.equal(weights.bytes, values)
+    assert not cache.any()
+    wait_until(lambda: not library.pinned)
+    assert library.free_bytes == free

@@ -89,8 +89,9 @@ class Rank:
 
 
 FURTHER_FAMILIES = (
-    "deepseek_v2", "glm4_moe", "granitemoe", "granitemoehybrid", "olmoe", "qwen3_5_moe_text",
-    "qwen3_next",
+    "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4_text", "glm4_moe",
+    "glm4_moe_lite", "granitemoe", "granitemoehybrid", "granitemoeshared", "minimax_m2", "olmoe",
+    "qwen3_5_moe_text", "qwen3_next", "solar_open",
 )  # fmt: skip
 # whole blocks of MXFP4 in both products
 SIZES: dict[str, dict[str, Any]] = {
@@ -113,6 +114,15 @@ def test_families_over_ranks_equal_the_whole(name: str, size: int) -> None:
     for output in run_on_ranks(size, lambda group: Rank(name, group).logits()):
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=CASES[name].split_tolerance)
         assert torch.equal(output.argmax(-1), expected.argmax(-1))
+
+
+def test_no_family_with_experts_is_left_out() -> None:
+    with_experts = {
+        name
+        for name, case in CASES.items()
+        if any(isinstance(each, MoE) for each in build_model(name, case.raw()).modules())
+    }
+    assert with_experts == {*SIZES, *FURTHER_FAMILIES}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ shows is marked ``gpu``.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ import torch
 from modelmill.async_llm import AsyncLLM
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CapacityError, RequestError, UsageError
-from modelmill.core.types import SamplingParams
+from modelmill.core.types import SamplingParams, SleepReport
 from modelmill.llm import LLM, build_engine
 from modelmill.loader import sleepable_memory
 from modelmill.loader.reachable_tensors import reachable_tensors
+from modelmill.runtime import sleep_mode
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.sleep_mode import sleep, wake_up
 from tests.models import tiny_models
@@ -155,7 +157,9 @@ def test_a_full_host_leaves_the_engine_awake(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sleepable_memory.HostRegion, "offload", full)
     with pytest.raises(CapacityError, match="no memory left to pin"):
         sleep(core)
-    assert answer(core)[0] == expected
+    events, cached = answer(core)
+    assert [id for id, _ in events] == [id for id, _ in expected]
+    assert cached == 32, "the prefix cache stays, too"
 
 
 def test_the_python_api_sleeps(tmp_path: Path) -> None:
@@ -186,6 +190,37 @@ def test_the_asyncio_api_sleeps(tmp_path: Path) -> None:
             await llm.sleep()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_an_asyncio_call_that_is_cancelled_harms_nothing(
+    tmp_path: Path, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it starts, or while it runs, as by ``asyncio.wait_for``."""
+    engine = build(tmp_path, "llama", "none")
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    has_started, may_end = threading.Event(), threading.Event()
+
+    def slow_wake_up(core: EngineCore) -> SleepReport:
+        has_started.set()
+        may_end.wait()
+        return wake_up(core)
+
+    async def main() -> list[int]:
+        async with AsyncLLM(engine, enable_sleep_mode=True, device="cpu") as llm:
+            monkeypatch.setattr(sleep_mode, "wake_up", slow_wake_up)
+            running = asyncio.ensure_future(llm.wake_up())
+            await asyncio.to_thread(has_started.wait)
+            task = running if starts else asyncio.ensure_future(llm.wake_up())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            may_end.set()
+            answer = await llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
+            return list(answer.outputs[0].token_ids)
+
+    assert len(asyncio.run(asyncio.wait_for(main(), 50))) == 4
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from modelmill.core.types import Request, SamplingParams
-from modelmill.serve import json_logs
+from modelmill.core.types import Request, SamplingParams, SleepReport
+from modelmill.runtime import sleep_mode
+from modelmill.runtime.engine_core import EngineCore
+from modelmill.serve import json_logs, sleep_worker
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineNotReady, EngineState
 from modelmill.serve.metrics import ServerMetrics
@@ -27,13 +30,27 @@ from modelmill.serve.request_handle import WorkerLost
 from modelmill.serve.segment_messages import SegmentJob
 from modelmill.serve.watchdog import STARTUP_TIMEOUT, Watchdog, poll_interval
 from modelmill.serve.worker import sends_op_heartbeats
-from modelmill.serve.worker_inbox import HeartbeatSender
-from modelmill.serve.worker_messages import Heartbeat, Message, OpenEngine, Ping, encode
+from modelmill.serve.worker_inbox import HeartbeatSender, MessageChannel
+from modelmill.serve.worker_messages import (
+    EngineReady,
+    Heartbeat,
+    Message,
+    OpenEngine,
+    Ping,
+    SleepEngine,
+    SleepReply,
+    encode,
+)
 from tests.runtime import tiny
 from tests.serve.segment_service import encode_image, random_photo
 from tests.serve.server_process import ServerProcess
 from tests.serve.test_worker import Clock, inbox
-from tests.serve.thread_worker import ThreadLauncher, ids_only_processor, make_request
+from tests.serve.thread_worker import (
+    ThreadLauncher,
+    ThreadWorker,
+    ids_only_processor,
+    make_request,
+)
 from tests.serve.watchdog_clock import MANY_POLLS, ManualClock, launch_hanging_worker, wait_until
 from tests.wait import TIMEOUT_SECONDS
 
@@ -161,7 +178,7 @@ def test_a_process_that_opens_an_engine_answers_for_itself() -> None:
     """Whatever takes minutes there; once it is open only the engine's own thread does."""
     api_socket, box = inbox()
     with api_socket:
-        box._is_opening = True
+        box._answers_pings = True
         api_socket.sendall(encode(Ping()))
         assert api_socket.recv(100) == encode(Heartbeat())
         box.finish_opening()
@@ -469,3 +486,31 @@ def test_a_limit_that_makes_no_sense(value: str, cli: Any) -> None:
     assert stderr.startswith(
         "modelmill: --watchdog-timeout must be 0 (never) or at least 0.1 seconds, not "
     )
+
+
+def test_going_to_sleep_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To pin the memory of large weights takes as long as the system needs."""
+    may_end = threading.Event()
+
+    def slow_sleep(core: EngineCore) -> SleepReport:
+        assert may_end.wait(TIMEOUT_SECONDS)
+        return sleep_mode.sleep(core)
+
+    monkeypatch.setattr(sleep_worker, "sleep", slow_sleep)
+    worker = ThreadWorker(lambda: tiny.make_engine(enable_sleep_mode=True))
+    server = MessageChannel(worker.api_socket)
+    worker.api_socket.settimeout(TIMEOUT_SECONDS)
+    server.send(OpenEngine("tiny", {}, {}))
+    assert isinstance(server.receive(), EngineReady)
+    server.send(SleepEngine(7))
+    assert isinstance(server.receive(), Heartbeat)
+    for _ in range(3):
+        server.send(Ping())
+        assert isinstance(server.receive(), Heartbeat)
+    may_end.set()
+    reply = server.receive()
+    assert isinstance(reply, SleepReply)
+    assert (reply.number, reply.error) == (7, "")
+    server.send(Ping())
+    assert isinstance(server.receive(), Heartbeat)
+    worker.kill()

@@ -187,7 +187,7 @@ class ModelLoader:
         while not self.fits_beside(nbytes):
             victim = self._least_recently_used(model)
             if victim is not None:
-                await self._evict(victim, is_needed)
+                await self._evict(victim, model, is_needed)
             elif self._instances:  # one that is being loaded, reloaded or unloaded
                 self._changed.clear()
                 await self._changed.wait()
@@ -209,8 +209,10 @@ class ModelLoader:
         ]
         return min(loaded)[-1] if loaded else None
 
-    async def _evict(self, victim: ManagedModel, is_needed: Callable[[], bool]) -> None:
-        """Put a model to sleep or unload it once its requests have ended.
+    async def _evict(
+        self, victim: ManagedModel, model: ManagedModel, is_needed: Callable[[], bool]
+    ) -> None:
+        """Put a model to sleep or unload it once its requests have ended, in favour of ``model``.
 
         Gives up when that is not needed any more.
         """
@@ -223,7 +225,7 @@ class ModelLoader:
         if instance.leases:
             instance.set_draining(False)
             return
-        if instance.is_sleeping or not await self._put_to_sleep(victim, instance):
+        if instance.is_sleeping or not await self._put_to_sleep(victim, instance, model):
             await self.unload(victim, "memory")
 
     # -- sleep
@@ -262,12 +264,19 @@ class ModelLoader:
         data = {"model": model.name, "seconds": round(seconds, 3), "bytes": instance.nbytes}
         _log.info("model awake", extra={"data": data})
 
-    async def _put_to_sleep(self, model: ManagedModel, instance: EngineInstance) -> bool:
-        """Let a draining model without requests sleep; whether it does."""
+    async def _put_to_sleep(
+        self, model: ManagedModel, instance: EngineInstance, successor: ManagedModel
+    ) -> bool:
+        """Let a draining model without requests sleep; whether it does.
+
+        The model that takes its memory, ``successor``, is not unloaded for it.
+        """
         engine = instance.engine
         nbytes = 0 if engine.manifest is None else engine.manifest.weight_bytes
         can_sleep = engine.engine_type != SEGMENTATION and engine.state is EngineState.READY
-        if not can_sleep or model.files_changed or not await self._make_host_room(nbytes):
+        if not can_sleep or model.files_changed:
+            return False
+        if not await self._make_host_room(nbytes, successor):
             return False
         started = time.perf_counter()
         try:
@@ -285,8 +294,10 @@ class ModelLoader:
         self._on_sleep(model)
         return True
 
-    async def _make_host_room(self, nbytes: int) -> bool:
+    async def _make_host_room(self, nbytes: int, successor: ManagedModel) -> bool:
         """Unload sleeping models, least recently used first, for the weights of another.
+
+        Pinned ones stay, and ``successor``, which is about to wake up.
 
         Returns:
             Whether they fit.
@@ -297,7 +308,9 @@ class ModelLoader:
             sleeping = [
                 (each.last_used, number, each)
                 for number, each in enumerate(self._models)
-                if each.instance is not None and each.instance.is_sleeping
+                if each.instance is not None
+                and each.instance.is_sleeping
+                and not (each is successor or each.pinned)
             ]
             if not sleeping:
                 return False

@@ -24,7 +24,7 @@ from modelmill.serve.engine_state import EngineState
 from tests.runtime import tiny
 from tests.serve.catalogue.managed import Models, managed_models
 from tests.serve.server_process import FLAGS, ServerProcess
-from tests.serve.thread_worker import make_request
+from tests.serve.thread_worker import ThreadWorker, make_request
 
 Check = Callable[[Models], Coroutine[Any, Any, None]]
 MANY = 1 << 40
@@ -134,6 +134,68 @@ def test_the_latest_sleepers_stay(stories: Path) -> None:
         assert 0 < loader.sleeping_bytes <= loader.sleep_bytes
 
     run(stories, check, "a", "b", "c")
+
+
+def test_what_is_to_wake_up_is_not_unloaded_for_the_one_that_makes_room(stories: Path) -> None:
+    """The host has room for one sleeper: the first stays there until it is awake."""
+
+    async def check(models: Models) -> None:
+        loader = models.manager.loader
+        expected = await answer(models, "a")
+        await answer(models, "b")
+        loader.sleep_bytes = max(weight_bytes(models), loader.sleeping_bytes)
+        launches = models.launchers["a"].launches
+        assert await answer(models, "a") == expected
+        assert states(models) == "loaded unloaded"
+        assert models.launchers["a"].launches == launches
+
+    run(stories, check)
+
+
+def test_a_pinned_sleeper_stays(stories: Path) -> None:
+    async def check(models: Models) -> None:
+        loader = models.manager.loader
+        await answer(models, "a")
+        await answer(models, "b")
+        loader.sleep_bytes = max(weight_bytes(models), loader.sleeping_bytes)
+        loader.budget_bytes = 3 * models["a"].planned_bytes - 1
+        await answer(models, "c")
+        models.manager.pin(models["a"], pinned=True)
+        assert states(models) == "sleeping loaded loaded unloaded"
+        loader.budget_bytes = 2 * models["a"].planned_bytes
+        await answer(models, "d")
+        assert states(models) == "sleeping unloaded loaded loaded"
+
+    run(stories, check, "a", "b", "c", "d")
+
+
+def test_a_sleeping_worker_that_ends_slowly_is_not_asked(
+    stories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is gone before its process: the request waits, and loads the model."""
+    is_lost, is_gone = asyncio.Event(), asyncio.Event()
+    wait = ThreadWorker.wait
+
+    async def slow_wait(worker: ThreadWorker) -> int:
+        is_lost.set()
+        await is_gone.wait()
+        return await wait(worker)
+
+    async def check(models: Models) -> None:
+        expected = await answer(models, "a")
+        await answer(models, "b")
+        await models.manager.unload(models["b"])
+        monkeypatch.setattr(ThreadWorker, "wait", slow_wait)
+        models.launchers["a"].children[-1].kill()
+        await is_lost.wait()
+        pending = asyncio.ensure_future(answer(models, "a"))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        is_gone.set()
+        async with asyncio.timeout(50):
+            assert await pending == expected
+
+    run(stories, check)
 
 
 def test_a_sleeping_model_expires_and_can_be_unloaded(stories: Path) -> None:
