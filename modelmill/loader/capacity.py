@@ -13,6 +13,7 @@ from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.core.window_pages import longest_sequence, pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
+from modelmill.nn.expert_stack import dequantized_bytes
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
@@ -233,8 +234,8 @@ def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TP
     peak = torch.cuda.max_memory_allocated(index) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
-    # for graphs, the sampler's tables and fragmentation
-    reserve = _GIB // 2 + peak // 8
+    # for graphs, the sampler's tables, fragmentation, and experts that only fused layers dequantize
+    reserve = _GIB // 2 + peak // 8 + dequantized_bytes(model, total)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 

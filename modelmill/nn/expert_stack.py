@@ -19,7 +19,13 @@ from torch import nn
 from modelmill.nn.linear import Linear, weight_changes
 from modelmill.nn.mlp import ClampedSwiglu, GatedActivation, SiluMul
 from modelmill.nn.moe import MoE
-from modelmill.ops.fused_moe import GELU_TANH, SILU, FusedMoEInputs, SwigluClamp
+from modelmill.ops.fused_moe import (
+    GELU_TANH,
+    MAX_DEQUANTIZED_SHARE,
+    SILU,
+    FusedMoEInputs,
+    SwigluClamp,
+)
 from modelmill.ops.registry import Ops, serves
 from modelmill.weights._groupwise import GroupwiseWeight
 from modelmill.weights.base import WeightFormat
@@ -34,6 +40,8 @@ OPS = {
     "mxfp4": "mxfp4_fused_moe",
 }
 """The grouped op of each weight format that has one."""
+DEQUANTIZING_OPS = ("int4_fused_moe", "mxfp4_fused_moe")
+"""Write the experts out in 16 bits where they have many tokens."""
 STACKED = ("weight", "scale", "offset")
 """Suffixes of the tensors that a grouped op reads."""
 MAX_CPU_TOKENS = 16
@@ -250,3 +258,19 @@ def stacked(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tens
         if not alike or part.storage_offset() != at or part.untyped_storage().data_ptr() != storage:
             return None
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+
+
+def dequantized_bytes(model: nn.Module, total_bytes: int) -> int:
+    """Bytes that a layer's experts may take in 16 bits, once there are many tokens for each.
+
+    Args:
+        model: with its weights.
+        total_bytes: of the GPU's memory.
+    """
+    largest = 0
+    for moe in model.modules():
+        experts = moe.present_experts if isinstance(moe, MoE) else []
+        if experts and grouped_op(experts[0].gate_up_proj.weight) in DEQUANTIZING_OPS:
+            rows, columns = experts[0].gate_up_proj.shape
+            largest = max(largest, 2 * len(experts) * rows * columns)
+    return largest if largest <= MAX_DEQUANTIZED_SHARE * total_bytes else 0

@@ -88,6 +88,8 @@ class FusedMoEInputs(NamedTuple):
 
 
 DECLARATION = OpDeclaration(inputs=FusedMoEInputs)
+MAX_DEQUANTIZED_SHARE = 1 / 32
+"""Of a GPU's memory: what a matrix of all experts of a layer may take in 16 bits for a while."""
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 

@@ -13,6 +13,7 @@ from modelmill.nn.expert_stack import (
     MAX_CPU_TOKENS,
     OPS,
     STACKED,
+    dequantized_bytes,
     stack_experts,
     stack_weights,
     stacked,
@@ -228,3 +229,17 @@ def test_a_replaced_weight_is_computed_and_not_the_stack() -> None:
     assert not fused(x, step).any()
     assert len(calls) == 1
     assert FusedMoE(moe)._stacked is None, "nothing is copied on a CPU"
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "int8", "int4", "mxfp4"])
+def test_memory_of_experts_in_16_bits_is_known(weight_format: str) -> None:
+    """Of one matrix of the largest layer, where an op dequantizes and the GPU has room."""
+    moe = filled(MoESpec(RouterConfig(EXPERTS, 2), MLPSpec(HIDDEN, INNER)), weight_format)
+    rows, columns = moe.present_experts[0].gate_up_proj.shape
+    needed = 2 * EXPERTS * rows * columns
+    expected = needed if weight_format in ("int4", "mxfp4") else 0
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), moe)
+    assert dequantized_bytes(model, 32 * needed) == expected
+    assert dequantized_bytes(model, 32 * needed - 1) == 0
+    moe.take_experts((0, 1))
+    assert dequantized_bytes(model, 32 * needed) == expected // EXPERTS

@@ -1,6 +1,7 @@
 // What a call of the experts' kernels is made of.
 //
 // Computes: declarations only
+// Dtypes: as the kernels
 // Layout: weights [E, N, row], the experts any number of bytes apart
 // Range: as the kernels
 // Technique: none of its own

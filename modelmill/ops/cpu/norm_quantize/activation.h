@@ -5,7 +5,7 @@
 // Layout: contiguous rows
 // Range: any row length
 // Technique: SIMD exp (simd.h)
-// Used by: experts.h, gelu_tanh.cpp, silu_mul.cpp
+// Used by: experts.h, gelu_tanh.cpp, silu_mul.cpp, topk.h
 #pragma once
 #include "common/simd.h"
 

@@ -5,8 +5,8 @@
 // Dtypes: x and out bfloat16 or float16; weights int8 or packed int4; float16 group scales and
 //     offsets (float32 scales of int8 weights without offsets); float32 accumulators
 // Layout: row-major; packed codes as in ops/int4_linear.py; scales and offsets [N, groups]
-// Range: 9 ≤ M ≤ 64 (2 ≤ M ≤ 64 for int8 weights of N · K ≥ 2^25); N a multiple of 8 (GATED: of
-//     16), K of 32
+// Range: 9 ≤ M ≤ 64 (2 ≤ M ≤ 64 for int8 weights of N · K ≥ 2^25), more rows up to 192 in blocks of
+//     64; N a multiple of 8 (GATED: of 16), K of 32
 // Technique: TMA, mbarrier pipeline, wgmma with A in registers, split-K over a thread-block cluster
 //     (DSMEM), PDL
 // Ops: int4_linear, int4_linear_swiglu, int8_linear, int8_linear_swiglu, int8_group_linear

@@ -5,7 +5,7 @@ Computes: out[M, N] = x[M, K] · weight[N, K]ᵀ (· scale) (+ bias[N]); linear_
 Dtypes: x and out bfloat16, float16 or (M = 1) float32; weights of x's dtype, int8 or (fp8_linear)
     e4m3; float32 sums
 Layout: row-major, contiguous rows
-Range: M ≤ 16 (linear_swiglu: M ≤ 16, more rows by cuBLAS; int8_linear: M ≤ 256, more rows by
+Range: M ≤ 16 (linear_swiglu: M ≤ 16, more rows by cuBLAS; int8_linear: M ≤ 192, more rows by
     cuBLAS; int8_linear_swiglu: M ≤ 16; fp8_linear: any M with 16-bit activations)
 Technique: GEMV with whole weight rows in flight (M = 1), tensor cores with the weight as left
     operand, first weights before the wait (PDL)

@@ -19,23 +19,25 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.fused_moe import FusedMoEInputs
+from modelmill.ops.fused_moe import MAX_DEQUANTIZED_SHARE, FusedMoEInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import total_memory
-
-MAX_MEMORY_SHARE = 1 / 32  # of the GPU's, for the larger matrix
 
 
 def pays(inputs: FusedMoEInputs, min_pairs: int) -> bool:
     """Whether each expert has so many pairs, and the GPU memory for a matrix in 16 bits.
 
+    Not in a CUDA graph, which would keep that memory.
+
     min_pairs: of a token and its expert, for each expert on average.
     """
+    if inputs.x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
     experts, rows = inputs.gate_up.shape[:2]
     if inputs.x.element_size() != 2 or inputs.topk_ids.numel() < min_pairs * inputs.num_experts:
         return False
     num_bytes = 2 * experts * rows * inputs.x.shape[1]
-    return num_bytes <= MAX_MEMORY_SHARE * total_memory(inputs.x.device)
+    return num_bytes <= MAX_DEQUANTIZED_SHARE * total_memory(inputs.x.device)
 
 
 def dequantized(
