@@ -34,7 +34,7 @@ SHARED_EXPERT_NAMES = {
     "mlp.shared_expert.down_proj": ("mlp.shared_experts.down_proj",),
 }
 # its steps are as large as differences between scores in bfloat16
-FLOAT32_SELECTION_BIAS = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
+SELECTION_BIASES = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
 SELECTION_BIAS = {"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))}
 
 SHARED = "mlp.shared_expert"

@@ -15,7 +15,7 @@ from modelmill.models._deepseek_common import (
     rules,
 )
 from modelmill.models._hf_config import boolean
-from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -26,7 +26,7 @@ SUPPORTED_VALUES = {
     "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
 DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -13,8 +13,8 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
-    FLOAT32_SELECTION_BIAS,
     SELECTION_BIAS,
+    SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
@@ -33,7 +33,7 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

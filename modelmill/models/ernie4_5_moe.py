@@ -14,8 +14,8 @@ from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, Rul
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
-    FLOAT32_SELECTION_BIAS,
     MAX_EXPERTS,
+    SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -33,7 +33,7 @@ LAYOUT = CheckpointLayout(
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

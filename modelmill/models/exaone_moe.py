@@ -15,7 +15,7 @@ from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, Rul
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
-    FLOAT32_SELECTION_BIAS,
+    SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
@@ -36,7 +36,7 @@ LAYOUT = CheckpointLayout(
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -16,8 +16,8 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
-    FLOAT32_SELECTION_BIAS,
     SELECTION_BIAS,
+    SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
@@ -34,7 +34,7 @@ LAYOUT = CheckpointLayout(
 )
 rules = LAYOUT.rules
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -15,7 +15,7 @@ from modelmill.models._deepseek_common import (
     rules,
 )
 from modelmill.models._hf_config import boolean, num_layers, positive_int, require_value
-from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -27,7 +27,7 @@ SUPPORTED_VALUES = {
 }  # fmt: skip
 DEFAULTS = {"moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1}
 SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -17,7 +17,7 @@ from modelmill.models._hf_config import (
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, router_config
+from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORMS
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -44,7 +44,7 @@ UNUSED_CONFIG_KEYS = (
     "layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp",
     "mtp_transformer_layers", "num_mtp_modules", "auto_map",
 )  # fmt: skip
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -10,7 +10,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import FLOAT32_SELECTION_BIAS, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
 from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
@@ -24,7 +24,7 @@ UNUSED_CONFIG_KEYS = ("intermediate_size",)  # of layers without experts
 SUPPORTED_VALUES = {
     "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
 }  # fmt: skip
-FLOAT32_TENSORS = FLOAT32_SELECTION_BIAS
+FLOAT32_TENSORS = SELECTION_BIASES
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
