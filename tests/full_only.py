@@ -677,6 +677,12 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_preempted_sequences_answer_the_same[False-gemma4_text:narrow]",
         "test_decode_graphs_read_every_groups_table_at_its_address[gemma4_text]",
     ),
+    "tests/runtime/test_session_ranks.py": (
+        "test_as_many_ranks_go_on_bit_for_bit[gpt2-*",
+        "test_as_many_ranks_go_on_bit_for_bit[llama-2-options0]",
+        "test_another_number_of_ranks_is_one_line[1-2]",
+        "test_another_number_of_ranks_is_one_line[2-3]",
+    ),
     "tests/runtime/test_tp_workers.py": (
         "test_the_same_answers_as_one[gemma2-2]",
         "test_the_same_answers_as_one[gpt2-3]",
