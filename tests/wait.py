@@ -7,6 +7,7 @@ gives up by default, which would hide the fault.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,3 +39,22 @@ def wait_until(
                 f"the condition did not hold within {seconds:g} s", describe() if describe else None
             )
         time.sleep(pause)
+
+
+@contextmanager
+def ended_if_hung(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after ``seconds``; torch has as many threads as before."""
+
+    import torch
+
+    def fail(*_: object) -> None:
+        raise TimeoutError("hung")
+
+    before, threads = signal.signal(signal.SIGALRM, fail), torch.get_num_threads()
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

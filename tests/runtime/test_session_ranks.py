@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from modelmill.core.config import BuildConfig, RunConfig
 from modelmill.core.errors import CapacityError, RankError, UsageError
@@ -31,6 +29,7 @@ from modelmill.runtime.session_pages import (
 from tests.models import tiny_models
 from tests.models.all_families import CASES
 from tests.runtime import tiny
+from tests.wait import ended_if_hung
 
 PROMPT = tiny.prompts(1, 44, 44, vocab=90)[0]
 LONGER = PROMPT + tiny.prompts(1, 20, 20, seed=7, vocab=90)[0]
@@ -41,17 +40,8 @@ SECONDS = 120  # nothing here takes as long
 @pytest.fixture(autouse=True)
 def _end_what_hangs() -> Iterator[None]:
     """A hang is a failure, not a run that never ends."""
-
-    def fail(*_: object) -> None:
-        raise TimeoutError("hung")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with ended_if_hung(SECONDS):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tests.models import tiny_models
 from tests.models.all_families import CASES
 from tests.models.families.gemma4_text import NO_EXPERTS
 from tests.runtime import tiny
-from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
+from tests.wait import TIMEOUT_SECONDS, ended_if_hung, time_limit, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 120  # nothing here takes as long; what does has hung
@@ -56,18 +56,9 @@ COMMANDS_SENT = st.builds(
 
 @pytest.fixture(autouse=True)
 def _end_what_hangs() -> Iterator[None]:
-    """A hang is a failure after two minutes, not a run that never ends."""
-
-    def fail(*_: object) -> None:
-        raise TimeoutError("hung")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    """A hang is a failure, not a run that never ends."""
+    with ended_if_hung(SECONDS):
+        yield
 
 
 @pytest.fixture(scope="module")
