@@ -26,12 +26,11 @@ from modelmill.models._moe_config import (
     SELECTION_BIAS,
     SHARED_EXPERT_NAMES,
     leading_dense_layers,
+    moe_with_shared,
 )
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 
 LAYOUT = CheckpointLayout(
     {
@@ -96,11 +95,10 @@ def decoder_config(
     )
     inner = positive_int(raw, "moe_intermediate_size", default=defaults["moe_intermediate_size"])
     count = positive_int(raw, "n_shared_experts", default=defaults["n_shared_experts"])
-    expert = MLPSpec(config.hidden, inner, activation=act)
     dense = leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
     return replace(
         config,
-        moe=MoESpec(router, expert, replace(expert, inner=count * inner)),
+        moe=moe_with_shared(config, router, inner, count),
         dense_layers=dense,
         latent_attention=_attention(raw, config, heads, rope_dim, neighbours),
     )

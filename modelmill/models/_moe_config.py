@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import boolean, positive_float, positive_int
 from modelmill.models._layer_rules import RuleSource
+from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, RouterConfig
+from modelmill.nn.moe_spec import MoESpec
 
 MAX_EXPERTS = 4096
 EXPERT_KEYS = ("num_experts", "num_local_experts")
@@ -124,6 +128,14 @@ def grouped_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConf
         top_groups=chosen_parts,
         selection_bias=True,
     )
+
+
+def moe_with_shared(
+    config: DecoderConfig, router: RouterConfig, inner: int, num_shared: int
+) -> MoESpec:
+    """Experts of ``inner`` channels, and shared ones as one MLP of ``num_shared`` times as many."""
+    expert = MLPSpec(config.hidden, inner, activation=config.activation)
+    return MoESpec(router, expert, replace(expert, inner=num_shared * inner))
 
 
 def leading_dense_layers(raw: Mapping[str, Any], layers: int, default: int) -> frozenset[int]:

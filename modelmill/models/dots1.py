@@ -9,26 +9,19 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIAS,
     SELECTION_BIASES,
-    SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
+    moe_with_shared,
 )
+from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
-LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}, tensors=SELECTION_BIAS
-)
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
@@ -50,17 +43,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=_llama_common.sliding_windows(raw, layers),
     )
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
-    shared = inner * positive_int(raw, "n_shared_experts", max_value=64)
+    shared = positive_int(raw, "n_shared_experts", max_value=64)
     defaults = RouterConfig(
         positive_int(raw, "n_routed_experts"),
         positive_int(raw, "num_experts_per_tok"),
         renormalize=False,
     )
-    moe = MoESpec(
-        grouped_router(raw, defaults),
-        MLPSpec(config.hidden, inner, activation=act),
-        MLPSpec(config.hidden, shared, activation=act),
-    )
+    moe = moe_with_shared(config, grouped_router(raw, defaults), inner, shared)
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, layers, 0))
 
 

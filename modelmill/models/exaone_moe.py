@@ -19,11 +19,10 @@ from modelmill.models._moe_config import (
     SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
+    moe_with_shared,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.pre_norm import PreNormLayer
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
@@ -43,15 +42,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in ExaoneMoeConfig."""
     config = replace(exaone4.config_from_hf(raw), layer=PreNormLayer)
     inner = positive_int(raw, "moe_intermediate_size", default=1024)
-    shared = inner * positive_int(raw, "num_shared_experts", default=1, max_value=64)
+    shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
     experts = positive_int(raw, "num_experts", default=64)
     router = grouped_router(
         overlay_config(raw, {}, {"n_routed_experts": experts}), RouterConfig(experts, 8, scale=2.5)
     )
-    expert = MLPSpec(config.hidden, inner, activation=config.activation)
     return replace(
         config,
-        moe=MoESpec(router, expert, replace(expert, inner=shared)),
+        moe=moe_with_shared(config, router, inner, shared),
         dense_layers=_dense_layers(raw, config.layers),
     )
 

@@ -21,11 +21,10 @@ from modelmill.models._moe_config import (
     SHARED_EXPERT_NAMES,
     grouped_router,
     leading_dense_layers,
+    moe_with_shared,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -51,12 +50,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=boolean(raw, "use_qk_norm", False),
     )
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
-    shared = inner * positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    moe = MoESpec(
-        grouped_router(raw, RouterConfig(128, 8)),
-        MLPSpec(config.hidden, inner, activation=act),
-        MLPSpec(config.hidden, shared, activation=act),
-    )
+    shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
+    moe = moe_with_shared(config, grouped_router(raw, RouterConfig(128, 8)), inner, shared)
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, config.layers, 1))
 
 

@@ -10,12 +10,10 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, grouped_router, moe_with_shared
 from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
-from modelmill.nn.moe_spec import MoESpec
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -41,10 +39,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=act,
         qkv_bias=boolean(raw, "attention_bias", False),
     )
-    shared = inner * positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    expert = MLPSpec(config.hidden, inner, activation=act)
+    shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
     router = grouped_router(raw, RouterConfig(128, 8))
-    return replace(config, moe=MoESpec(router, expert, replace(expert, inner=shared)))
+    return replace(config, moe=moe_with_shared(config, router, inner, shared))
 
 
 class Model(Decoder):

@@ -42,7 +42,7 @@ class FusedMoE(nn.Module):
         if stacks is not False:
             self._stacked = stack_experts(plain, in_place=in_place)
         self._operands: RoutedMoEOperands | None = None
-        if self._stacked is not None:
+        if self._stacked is not None and plain.has_all_experts:
             self._operands = RoutedMoEOperands(plain, self._stacked)
 
     def forward(

@@ -23,8 +23,8 @@ class RoutedMoEOperands:
         self._weights: RoutedMoEWeights | None = None
 
     def served(self, x: torch.Tensor, ops: Ops) -> bool:
-        """Whether all experts are here, and may be computed by a grouped op."""
-        return self._moe.has_all_experts and self._experts.serves(x, ops)
+        """Whether the experts may be computed by a grouped op."""
+        return self._experts.serves(x, ops)
 
     def weights(self) -> RoutedMoEWeights:
         """The op's operand."""

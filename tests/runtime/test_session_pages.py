@@ -22,58 +22,43 @@ from modelmill.runtime.session_pages import (
     session_layout,
 )
 from tests.runtime import tiny
+from tests.runtime.sessions import MANY, answer, save
 
 PROMPT = tiny.prompts(1, 40, 40)[0]
-MANY = 1 << 30
-
-
-def answer(core: EngineCore, prompt: tuple[int, ...] = PROMPT) -> tuple[list[Any], int]:
-    """(ids with all their log-probabilities, cached tokens) of an answer."""
-    params = tiny.params(max_tokens=9, logprobs=5, ignore_eos=True)
-    core.add(tiny.requests([prompt], params, eos=())[0])
-    events = [event for event in tiny.drain(core) if event.token_id is not None]
-    return [(event.token_id, event.logprobs) for event in events], events[-1].cached_tokens
-
-
-def saved(core: EngineCore, path: Path) -> SessionPages:
-    """The session of PROMPT, in a file."""
-    session = export_session(core, PROMPT, "", MANY)
-    write_session(path, session_layout(core), session)
-    return session
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 16}])
 def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     core = tiny.make_engine(**options)
-    answer(core)
-    expected, cached = answer(core)
+    answer(core, PROMPT)
+    expected, cached = answer(core, PROMPT)
     assert cached >= 32
-    session = saved(core, tmp_path / "s")
+    session = save(core, PROMPT, tmp_path / "s")
     assert len(session.tokens) == 40 // core.page_size * core.page_size
     fresh = tiny.make_engine(**options)
     loaded = read_session(tmp_path / "s", session_layout(fresh))
     assert import_session(fresh, loaded, "") == len(session.tokens)
-    assert answer(fresh) == (expected, cached)
-    assert answer(core) == (expected, cached)
+    assert answer(fresh, PROMPT) == (expected, cached)
+    assert answer(core, PROMPT) == (expected, cached)
     tiny.assert_idle(fresh)
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_restored_session_belongs_to_its_salt(tmp_path: Path) -> None:
     core = tiny.make_engine()
-    answer(core)
-    session = saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    session = save(core, PROMPT, tmp_path / "s")
     with pytest.raises(UsageError, match="no full page of 8 tokens in the prefix cache"):
         export_session(core, PROMPT, "other", MANY)
     fresh = tiny.make_engine()
     import_session(fresh, session, "other")
-    assert answer(fresh)[1] == 0
+    assert answer(fresh, PROMPT)[1] == 0
 
 
 def test_restoring_twice_takes_no_more_pages(tmp_path: Path) -> None:
     core = tiny.make_engine(pages=16)
-    answer(core)
-    session = saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    session = save(core, PROMPT, tmp_path / "s")
     fresh = tiny.make_engine(pages=16)
     for _ in range(3):
         assert import_session(fresh, session, "") == 40
@@ -82,8 +67,8 @@ def test_restoring_twice_takes_no_more_pages(tmp_path: Path) -> None:
 
 def test_a_session_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine()
-    answer(core)
-    session = saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    session = save(core, PROMPT, tmp_path / "s")
     small = tiny.make_engine(pages=4)
     with pytest.raises(CapacityError, match="needs 5 pages of the KV cache, and 4 are free"):
         import_session(small, session, "")
@@ -97,8 +82,8 @@ LONGER = PROMPT + tiny.prompts(1, 20, 20, seed=7)[0]
 
 def assert_goes_on(core: EngineCore, make: Callable[[], EngineCore], path: Path) -> SessionPages:
     """The next turn of a restored conversation is that of the engine that saved it."""
-    answer(core)
-    session = saved(core, path)
+    answer(core, PROMPT)
+    session = save(core, PROMPT, path)
     fresh = make()
     loaded = read_session(path, session_layout(fresh))
     assert loaded.state is not None
@@ -138,8 +123,8 @@ def test_restoring_a_state_twice_takes_no_more_slots(tmp_path: Path) -> None:
 
 def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine(tiny.hybrid())
-    answer(core)
-    session = saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    session = save(core, PROMPT, tmp_path / "s")
     fresh = tiny.make_engine(tiny.hybrid())
     states = fresh.scheduler.states
     assert states is not None
@@ -155,8 +140,8 @@ def test_a_state_without_a_slot_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_another_state_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine(tiny.hybrid())
-    answer(core)
-    saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    save(core, PROMPT, tmp_path / "s")
     layout = session_layout(core)
     shape, _ = layout["states"][0]
     for key, value, what in (
@@ -173,8 +158,8 @@ def test_a_file_of_another_state_is_refused(tmp_path: Path) -> None:
 
 def test_another_engine_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine()
-    answer(core)
-    saved(core, tmp_path / "s")
+    answer(core, PROMPT)
+    save(core, PROMPT, tmp_path / "s")
     layout = session_layout(core)
     for key, value, what in (
         ("engine", "other", "engine"),
@@ -187,9 +172,9 @@ def test_another_engine_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_cut_or_changed_is_refused(tmp_path: Path) -> None:
     core = tiny.make_engine()
-    answer(core)
+    answer(core, PROMPT)
     path, layout = tmp_path / "s", session_layout(core)
-    saved(core, path)
+    save(core, PROMPT, path)
     data = path.read_bytes()
     draw = random.Random(0)
     for _ in range(60):
@@ -218,9 +203,9 @@ def test_a_forged_header_with_the_right_digest_is_refused(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     core = tiny.make_engine()
-    answer(core)
+    answer(core, PROMPT)
     path, layout = tmp_path / "s", session_layout(core)
-    session = saved(core, path)
+    session = save(core, PROMPT, path)
     body = b"".join(each.tobytes() for each in session.data)
     header = json.dumps({**layout, "tokens": list(session.tokens), "pages": 5, **change}).encode()
     content = MAGIC + struct.pack("<Q", len(header)) + header + body
@@ -235,7 +220,7 @@ def test_a_forged_header_with_the_right_digest_is_refused(
 
 def test_a_number_of_pages_is_no_boolean(tmp_path: Path) -> None:
     core = tiny.make_engine()
-    answer(core)
+    answer(core, PROMPT)
     path, layout = tmp_path / "s", session_layout(core)
     session = export_session(core, PROMPT[:8], "", MANY)
     write_session(path, layout, session)
@@ -250,7 +235,7 @@ def test_a_number_of_pages_is_no_boolean(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: Any) -> None:
     core = tiny.make_engine()
-    answer(core)
+    answer(core, PROMPT)
     session = export_session(core, PROMPT, "", MANY)
 
     def full(_: int) -> None:

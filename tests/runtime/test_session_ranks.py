@@ -15,25 +15,22 @@ from typing import Any
 
 import pytest
 
-from modelmill.core.config import BuildConfig, RunConfig
+from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, RankError, UsageError
-from modelmill.llm import build_engine
 from modelmill.runtime.engine_core import EngineCore
-from modelmill.runtime.session_file import DIGEST_BYTES, MAGIC, read_session, write_session
+from modelmill.runtime.session_file import DIGEST_BYTES, MAGIC, read_session
 from modelmill.runtime.session_pages import (
-    SessionPages,
     export_session,
     import_session,
     session_layout,
 )
-from tests.models import tiny_models
-from tests.models.all_families import CASES
 from tests.runtime import tiny
+from tests.runtime.rank_engines import tiny_engines
+from tests.runtime.sessions import MANY, answer, save
 from tests.wait import ended_if_hung
 
 PROMPT = tiny.prompts(1, 44, 44, vocab=90)[0]
 LONGER = PROMPT + tiny.prompts(1, 20, 20, seed=7, vocab=90)[0]
-MANY = 1 << 30
 SECONDS = 120  # nothing here takes as long
 
 
@@ -47,23 +44,7 @@ def _end_what_hangs() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Tiny engines by family, built at first use."""
-    made: dict[str, Path] = {}
-
-    def engine(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            save = CASES[name].save if name in CASES else _save_hf(name)
-            save(folder / "checkpoint")
-            made[name] = folder / "tiny.engine"
-            config = BuildConfig(dtype="float32", target="cpu")
-            build_engine(folder / "checkpoint", made[name], config, check=False, tune=False)
-        return made[name]
-
-    return engine
-
-
-def _save_hf(name: str) -> Callable[[Path], object]:
-    return lambda folder: tiny_models.save_hf(name, folder)
+    return tiny_engines(tmp_path_factory)
 
 
 @contextmanager
@@ -76,21 +57,6 @@ def opened(engine: Path, tp: int, **options: Any) -> Iterator[EngineCore]:
         yield core
     finally:
         core.close()
-
-
-def answer(core: EngineCore, prompt: tuple[int, ...]) -> tuple[list[Any], int]:
-    """(ids with their log-probabilities, cached tokens) of an answer."""
-    params = tiny.params(max_tokens=9, logprobs=5, ignore_eos=True)
-    core.add(tiny.requests([prompt], params, eos=())[0])
-    events = [event for event in tiny.drain(core) if event.token_id is not None]
-    return [(event.token_id, event.logprobs) for event in events], events[-1].cached_tokens
-
-
-def save(core: EngineCore, path: Path) -> SessionPages:
-    """The session of PROMPT, in a file."""
-    session = export_session(core, PROMPT, "", MANY)
-    write_session(path, session_layout(core), session)
-    return session
 
 
 @pytest.mark.parametrize(
@@ -108,7 +74,7 @@ def test_as_many_ranks_go_on_bit_for_bit(
 ) -> None:
     with opened(engines(name), tp, **options) as core:
         answer(core, PROMPT)
-        session = save(core, tmp_path / "s")
+        session = save(core, PROMPT, tmp_path / "s")
         assert len(session.data) == tp
         expected = answer(core, LONGER)
     assert expected[1] == len(session.tokens) >= 32
@@ -127,7 +93,7 @@ def test_pages_travel_in_parts(
     monkeypatch.setattr("modelmill.runtime.session_ranks._CHUNK_BYTES", 1)
     with opened(engines("llama"), 2) as core:
         answer(core, PROMPT)
-        in_parts = save(core, tmp_path / "s")
+        in_parts = save(core, PROMPT, tmp_path / "s")
         monkeypatch.undo()
         whole = export_session(core, PROMPT, "", MANY)
     for one, other in zip(in_parts.data, whole.data, strict=True):
@@ -140,7 +106,7 @@ def test_another_number_of_ranks_is_one_line(
 ) -> None:
     with opened(engines("gpt2"), saved_by) as core:
         answer(core, PROMPT)
-        save(core, tmp_path / "s")
+        save(core, PROMPT, tmp_path / "s")
     message = (
         rf"^the session was saved with --tp {saved_by} and the engine runs with "
         rf"--tp {restored_by}; serve it with --tp {saved_by} to restore it$"
@@ -155,7 +121,7 @@ def test_cut_and_forged_files_are_one_line(engines: Callable[[str], Path], tmp_p
     path = tmp_path / "s"
     with opened(engines("llama"), 2) as core:
         answer(core, PROMPT)
-        save(core, path)
+        save(core, PROMPT, path)
         layout = session_layout(core)
     data = path.read_bytes()
     for part in (data[:-1], data[: len(data) // 2], data[: len(MAGIC) + 9]):
@@ -187,7 +153,7 @@ def test_what_does_not_fit_is_refused_and_the_ranks_go_on(
 ) -> None:
     with opened(engines("llama"), 2) as core:
         answer(core, PROMPT)
-        session = save(core, tmp_path / "s")
+        session = save(core, PROMPT, tmp_path / "s")
         with pytest.raises(CapacityError, match="--session-bytes leaves 10 bytes"):
             export_session(core, PROMPT, "", 10)
     page_bytes = sum(each.shape[1] for each in session.data) // 2

@@ -28,15 +28,12 @@ from modelmill.loader.device import rank_devices
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand, TPWorkers
-from tests.models import tiny_models
-from tests.models.all_families import CASES
-from tests.models.families.gemma4_text import NO_EXPERTS
 from tests.runtime import tiny
+from tests.runtime.rank_engines import tiny_engines
 from tests.wait import TIMEOUT_SECONDS, ended_if_hung, time_limit, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 120  # nothing here takes as long; what does has hung
-PLAIN_GEMMA4 = {"enable_moe_block": False, **NO_EXPERTS}  # the others' pages are of one size
 COUNTS = st.integers(0, 1 << 40)
 LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8))
 COMMANDS_SENT = st.builds(
@@ -64,24 +61,7 @@ def _end_what_hangs() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Tiny engines by family, built at first use."""
-    made: dict[str, Path] = {}
-
-    def engine(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            checkpoint = folder / "checkpoint"
-            quantization = "int8" if name.endswith("-int8") else "none"
-            family = name.removesuffix("-int8")
-            if family in CASES:
-                CASES[family].save(checkpoint, **(PLAIN_GEMMA4 if family == "gemma4_text" else {}))
-            else:
-                tiny_models.save_hf(family, checkpoint)
-            config = BuildConfig(dtype="float32", target="cpu", quantization=quantization)
-            made[name] = folder / "tiny.engine"
-            build_engine(checkpoint, made[name], config, check=False, tune=False)
-        return made[name]
-
-    return engine
+    return tiny_engines(tmp_path_factory)
 
 
 def open_engine(engine: Path, tp: int, **more: Any) -> EngineCore:

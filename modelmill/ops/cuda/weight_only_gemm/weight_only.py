@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -128,14 +129,20 @@ def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
     kernels: in order of preference, of ``GroupwiseLinearInputs``; together they serve all.
     """
 
-    def multiply(block: GroupwiseLinearInputs) -> torch.Tensor:
-        kernel = first_kernel(kernels, groupwise_problem(*block), block)
+    @functools.lru_cache(maxsize=1024)
+    def covering(problem: GemmProblem) -> tuple[Kernel, ...]:
+        return tuple(each for each in kernels if each.range.covers(problem))
+
+    def multiply(block: GroupwiseLinearInputs, problem: GemmProblem) -> torch.Tensor:
+        kernel = first_kernel(covering(problem), problem, block)
         assert kernel is not None, "see row_block_range"
         out: torch.Tensor = kernel(block)
         return out
 
     def run(inputs: GroupwiseLinearInputs) -> torch.Tensor:
-        blocks = inputs.x.split(MAX_ROWS)
-        return torch.cat([multiply(inputs._replace(x=rows)) for rows in blocks])
+        problem, blocks = groupwise_problem(*inputs), inputs.x.split(MAX_ROWS)
+        return torch.cat(
+            [multiply(inputs._replace(x=rows), problem._replace(m=len(rows))) for rows in blocks]
+        )
 
     return Kernel(ProblemRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)

@@ -14,7 +14,8 @@ Used by: add_rms_norm.py, argmax.py, custom_all_reduce.py, fused_topk.py, gelu.p
 
 A kernel launched with ``**pdl_launch_options(device, rows)`` may start before the previous kernel
 has ended. Until ``pdl_wait`` returns it may only read what no kernel of the step writes: weights,
-page tables, lengths. A matrix product can thus load its first weights while a norm or attention
+page tables, lengths; behind a kernel launched with ``after_wait`` also what the kernels before that
+one wrote. A matrix product can thus load its first weights while a norm or attention
 kernel computes. Every program must call ``pdl_wait`` before it returns, so that the end of a kernel
 implies the end of all kernels before it.
 """
@@ -34,8 +35,12 @@ TRIGGER_AT_START = 1  # the next kernel may start once all programs of this one 
 TRIGGER_AFTER_WAIT = 2  # the same, but only after the previous kernels have ended
 
 
-def pdl_launch_options(device: torch.device, rows: int) -> dict[str, Any]:
+def pdl_launch_options(
+    device: torch.device, rows: int, *, after_wait: bool = False
+) -> dict[str, Any]:
     """Launch options, with the kernel's PDL constexpr, for ``rows`` tokens.
+
+    after_wait: whether the next kernel may rely on it that the kernels before this one have ended.
 
     A kernel for one row has thousands of small programs, which can use any free SM resources. With
     more rows there are fewer and larger programs: started while two earlier kernels are still
@@ -43,7 +48,8 @@ def pdl_launch_options(device: torch.device, rows: int) -> dict[str, Any]:
     """
     if not supports_pdl(device):
         return {"PDL": 0, "launch_pdl": False}
-    return {"PDL": TRIGGER_AT_START if rows == 1 else TRIGGER_AFTER_WAIT, "launch_pdl": True}
+    at_start = rows == 1 and not after_wait
+    return {"PDL": TRIGGER_AT_START if at_start else TRIGGER_AFTER_WAIT, "launch_pdl": True}
 
 
 @triton.jit

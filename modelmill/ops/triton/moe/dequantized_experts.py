@@ -31,13 +31,13 @@ def pays(inputs: FusedMoEInputs, min_pairs: int) -> bool:
 
     min_pairs: of a token and its expert, for each expert on average.
     """
-    if inputs.x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
     experts, rows = inputs.gate_up.shape[:2]
     if inputs.x.element_size() != 2 or inputs.topk_ids.numel() < min_pairs * inputs.num_experts:
         return False
     num_bytes = 2 * experts * rows * inputs.x.shape[1]
-    return num_bytes <= MAX_DEQUANTIZED_SHARE * total_memory(inputs.x.device)
+    if num_bytes > MAX_DEQUANTIZED_SHARE * total_memory(inputs.x.device):
+        return False
+    return not (inputs.x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def dequantized(

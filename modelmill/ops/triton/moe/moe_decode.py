@@ -22,8 +22,6 @@ ended. They are read past the L1 cache, which may hold older ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +31,7 @@ from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.triton.common.device import power_of_two
 from modelmill.ops.triton.common.dtype_convert import to_float32
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
-from modelmill.ops.triton.common.pdl import TRIGGER_AFTER_WAIT, pdl_launch_options, pdl_wait
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.norm_quantize import quantize
 
 Tile = tuple[int, int, int]
@@ -72,12 +70,6 @@ def early_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
     return max(1, min(MAX_EARLY_STEPS, -(-width // columns), MAX_EARLY_REGISTERS // registers))
 
 
-def gate_up_launch_options(device: torch.device, tokens: int) -> dict[str, Any]:
-    """``pdl_launch_options`` of a kernel behind which the experts are known for certain."""
-    pdl = pdl_launch_options(device, tokens)
-    return {**pdl, "PDL": TRIGGER_AFTER_WAIT} if pdl["PDL"] else pdl
-
-
 def quantize_rows(
     x: torch.Tensor, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,7 +88,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
     x, x_scale = quantize_rows(inputs.x, act_dtype)
     inner = torch.empty((tokens * top_k, inner_size), dtype=dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
-    pdl = gate_up_launch_options(x.device, tokens)
+    pdl = pdl_launch_options(x.device, tokens, after_wait=True)
     gate_up, down = inputs.gate_up, inputs.down
     skips = inputs.global_num_experts is not None
 

@@ -30,7 +30,6 @@ from modelmill.ops.triton.moe.moe_decode import (
     Tile,
     early_steps,
     gate_constants,
-    gate_up_launch_options,
     load_expert,
     load_experts,
     store_activated,
@@ -105,7 +104,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     inner_size = inputs.gate_up.shape[1] // 2
     inner = torch.empty((tokens * top_k, inner_size), dtype=x.dtype, device=x.device)
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    pdl = gate_up_launch_options(x.device, tokens)
+    pdl = pdl_launch_options(x.device, tokens, after_wait=True)
 
     bias, e2m1 = inputs.gate_up_bias, holds_e2m1(inputs)
     skips = inputs.global_num_experts is not None
@@ -215,8 +214,7 @@ def _down_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, E2M1: tl.constexpr, OFFSET: tl.constexpr,
     BIAS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
     SKIPS: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
-    EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ALL: tl.constexpr = EVEN and SLOTS == TOP_K and not SKIPS
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
