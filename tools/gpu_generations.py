@@ -72,6 +72,7 @@ def fake_gpu(generation: GpuGeneration, hip: str | None = None) -> Iterator[None
         "torch.version.hip": hip,
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.is_current_stream_capturing": lambda: False,
         "torch.cuda.get_device_capability": lambda *_: generation.capability,
         "torch.Tensor.is_cuda": property(lambda _: True),
         "torch.Tensor.get_device": lambda _: 0,
