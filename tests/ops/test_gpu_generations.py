@@ -76,6 +76,11 @@ def test_every_variant_compiles_and_fits_into_shared_memory(
     )
 
 
+def test_the_launch_code_of_one_generation_launches_every_kernel() -> None:
+    *variants, _ = compile_triton("--list", "sm_90")
+    assert launched_kernels() - {variant["kernel"] for variant in variants} == set()
+
+
 def test_the_compiled_forms_cover_every_kernel_and_every_choice_of_a_launch_config() -> None:
     *variants, last = compile_triton("--list")
     assert last == {"unreached": []}
@@ -86,9 +91,15 @@ def test_the_compiled_forms_cover_every_kernel_and_every_choice_of_a_launch_conf
 
 def launched_kernels() -> set[str]:
     """``folder.module.kernel`` of every kernel that a module launches itself or by a launcher."""
+    trees = {path: parse(path) for path in TRITON.rglob("*.py")}
+    called = {  # by other kernels, as device functions
+        node.func.id
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     names = set()
-    for path in TRITON.rglob("*.py"):
-        tree = parse(path)
+    for path, tree in trees.items():
         kernels = {
             node.name
             for node in ast.walk(tree)
@@ -96,12 +107,6 @@ def launched_kernels() -> set[str]:
             and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
         }
         prefix = ".".join(path.relative_to(TRITON).with_suffix("").parts)
-        called = {  # by other kernels, as device functions
-            node.func.id
-            for other in TRITON.rglob("*.py")
-            for node in ast.walk(parse(other))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
         names |= {f"{prefix}.{kernel}" for kernel in kernels - called}
     return names
 
