@@ -299,7 +299,7 @@ class LatentCore(nn.Module):
             spec.scale,
             None,
             *step.kv.scales(self.cache_index),
+            value_dim=spec.rank,
         )
-        mixed = self._op(step.ops.paged_attention, inputs)
-        latent = mixed.view(len(q), -1, spec.cached_dim)[..., : spec.rank]
+        latent = self._op(step.ops.paged_attention, inputs).view(len(q), -1, spec.rank)
         return torch.bmm(latent.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
