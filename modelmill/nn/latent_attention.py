@@ -318,18 +318,17 @@ class LatentCore(nn.Module):
 
         These are the pages of a cache of their own, with one token each.
         """
-        spec, (key_up, value_up) = self.spec, self.up_projections()
+        spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
         latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
-        keys = torch.einsum("tr,hdr->thd", latent, key_up)
-        values = torch.einsum("tr,hdr->thd", latent, value_up)
-        keys = torch.cat((keys, rotated[:, None].expand(-1, keys.shape[1], -1)), -1)
-        width = max(spec.query_dim, spec.value_dim)
-        q, keys, values = (
-            F.pad(x, (0, width - x.shape[-1])).contiguous() for x in (q, keys, values)
-        )
+        by_head = latent.expand(q.shape[1], -1, -1)
+        key_up, value_up = self.up_projections()
+        keys, values = (q.new_zeros(*q.shape[:2], width) for _ in range(2))
+        keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
+        keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
+        values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
         tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
         inputs = PagedAttentionInputs(
-            q,
+            F.pad(q, (0, width - spec.query_dim)),
             keys[:, :, None],
             values[:, :, None],
             step.query_start[:-1, None] + tokens,
