@@ -31,7 +31,12 @@ from modelmill.ops.triton.attention.paged_decode import (
     offsets_as_unsigned,
 )
 from modelmill.ops.triton.attention.score_mods import LOG2E
-from modelmill.ops.triton.common.device import has_wgmma, power_of_two, sm_count
+from modelmill.ops.triton.common.device import (
+    has_wgmma,
+    max_shared_bytes,
+    power_of_two,
+    sm_count,
+)
 from modelmill.ops.triton.common.dtype_convert import log2, to_float16, to_float32
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 
@@ -131,8 +136,9 @@ def _num_splits(tile: LatentTile, programs: int, keys: int, device: torch.device
 
 def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile:
     """The tile of a step: the largest that compiles without spilling; not measured yet."""
+    per_sm = 2 if max_shared_bytes(q.device) >= 160 << 10 else 1  # each takes 56 KiB, or 72
     if q.dtype == torch.float32:
-        return LatentTile(16, 16, 4, 1, 2, 64)
+        return LatentTile(16, 16, 4, 1, per_sm, 64)
     rows = max_query * q.shape[1]
     # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
     # memory. The conversion of 8-bit pages needs registers, too.
@@ -140,7 +146,9 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
         return LatentTile(64, 64, 8, 2, 1, 128)
     if rows > 16:
         return LatentTile(32, 32, 8, 2, 1, 64)
-    return LatentTile(16, 32, 4, 2, 2, 64)
+    if k.dtype != q.dtype:
+        return LatentTile(16, 32, 8, 2, 1, 64)
+    return LatentTile(16, 32, 4, 2, per_sm, 64)
 
 
 @triton.jit(do_not_specialize=["columns", "table_stride", "splits"])
