@@ -288,16 +288,27 @@ class LatentCore(nn.Module):
         self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = OpBinding()
+        self._packed: tuple[torch.Tensor, ...] = ()
 
     def take_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
+        self._packed = ()
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of keys [heads, nope_dim, rank], and of values [heads, value_dim, rank]."""
         spec, (first, end) = self.spec, self.heads
         up = self.kv_b.view(spec.heads, -1, spec.rank)[first:end]
         key_up, value_up = up.split([spec.nope_dim, spec.value_dim], 1)
+        return key_up, value_up
+
+    def packed_up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same; of 16 bits on a CPU packed copies, else torch makes them in each product."""
+        if self.kv_b.is_cuda or self.kv_b.dtype == torch.float32:
+            return self.up_projections()
+        if not self._packed or self._packed[0] is not self.kv_b:
+            self._packed = (self.kv_b, *(each.contiguous() for each in self.up_projections()))
+        _, key_up, value_up = self._packed
         return key_up, value_up
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
@@ -321,7 +332,7 @@ class LatentCore(nn.Module):
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
         latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
-        key_up, value_up = self.up_projections()
+        key_up, value_up = self.packed_up_projections()
         keys, values = (q.new_zeros(*q.shape[:2], width) for _ in range(2))
         keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
         keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
@@ -353,7 +364,7 @@ class LatentCore(nn.Module):
 
     def attend_absorbed(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of any sequences, to the latent vectors as they are in the cache."""
-        spec, (key_up, value_up) = self.spec, self.up_projections()
+        spec, (key_up, value_up) = self.spec, self.packed_up_projections()
         nope, rotated = q.split([spec.nope_dim, spec.rope_dim], -1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
         pages = step.kv.k[self.cache_index]

@@ -112,6 +112,18 @@ def test_the_rank_of_some_heads_expands_these_alone() -> None:
     torch.testing.assert_close(part, whole[:, 1:3])
 
 
+def test_other_up_projections_of_16_bits_are_packed_anew() -> None:
+    core, step = make_core(), make_step(LENGTHS, torch.bfloat16)
+    q = queries(step).bfloat16()
+    core.kv_b = core.kv_b.bfloat16()
+    before = core(q, step)
+    core.kv_b = 2 * core.kv_b
+    changed, other = core(q, step), make_core()
+    other.kv_b = core.kv_b
+    assert torch.equal(changed, other(q, step))
+    assert not torch.allclose(changed, before)
+
+
 def test_a_prompt_with_a_history_is_absorbed() -> None:
     step, heads = heads_attended(make_step([(9, 20), (4, 4)]))
     make_core()(queries(step), step)
