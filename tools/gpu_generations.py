@@ -86,6 +86,7 @@ def fake_gpu(generation: GpuGeneration, hip: str | None = None) -> Iterator[None
         device.sm_count: lambda *_: generation.sms,
         device.max_shared_bytes: lambda *_: generation.shared_bytes,
         device.supports_pdl: lambda *_: device_function(device.supports_pdl, gpu),
+        device.has_wgmma: lambda *_: device_function(device.has_wgmma, gpu),
         device.supports_fp8: lambda *_: device_function(device.supports_fp8, gpu),
     }
     patches = [mock.patch(name, answer) for name, answer in answers.items()]

@@ -51,8 +51,8 @@ def problems() -> Iterator[Problem]:
     """(op, call) of every problem that the current GPU's kernels serve."""
     for make in (
         gemm_16bit, gemm_weight_only, gemm_8bit, gemm_clustered, prefill_attention,
-        decode_attention, image_attention, norm_quantize, norms, elementwise, rope, sampling,
-        communication, experts, routing, recurrences, cases,
+        decode_attention, latent_attention, image_attention, norm_quantize, norms, elementwise,
+        rope, sampling, communication, experts, routing, recurrences, cases,
     ):  # fmt: skip
         yield from make()
 
@@ -222,6 +222,19 @@ def decode_attention() -> Iterator[Problem]:
     for dtype, stored in ((BF16, INT8), (F32, F32)):
         inputs = attention(dtype, stored, 256, (32, 32), 1, 1, 4096)
         yield from _call("paged_attention", inputs)
+
+
+def latent_attention() -> Iterator[Problem]:
+    """Decode and prompts of DeepSeek-V2-Lite's and V3's heads, and of small ones."""
+    for (heads, query), stored in itertools.product(
+        ((16, 1), (32, 1), (128, 1), (16, 512)), (BF16, INT8, FP8)
+    ):
+        inputs = attention(BF16, stored, 576, (heads, 1), 1, query, 4096)
+        yield from _call("paged_attention", inputs._replace(value_dim=512))
+    for dtype, stored, dim, value_dim in ((F32, F32, 576, 512), (F32, INT8, 576, 512),
+                                          (BF16, BF16, 32, 24)):  # fmt: skip
+        inputs = attention(dtype, stored, dim, (16, 1), 1, 1, 4096)
+        yield from _call("paged_attention", inputs._replace(value_dim=value_dim))
 
 
 def image_attention() -> Iterator[Problem]:

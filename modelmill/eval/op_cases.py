@@ -15,6 +15,7 @@ from modelmill.eval.large_op_cases import LARGE_CASES, CaseMaker, permuted_quant
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
+from modelmill.ops.paged_attention import latent_case
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rms_norm_quant import quant_modes as norm_quant_modes
 from modelmill.ops.sample import random_case as sample_case
@@ -163,12 +164,59 @@ def _attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             yield with_8bit_kv(case, kv_name, kv_dtype)
 
 
+LATENT_DIMS = 576, 512  # channels of a token in DeepSeek's caches, and those that are values
+LITE_HEADS, V3_HEADS = 16, 128
+
+
+def _latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Decode and chunks of DeepSeek-V2-Lite and V3, absorbed; a prompt, expanded.
+
+    Floors on an H200, from 4.56 TB/s for the cache, read once, and 700 TFLOPS: V2-Lite 1.0 µs for
+    4,096 tokens, 8.3 µs for 32,768 and 16.6 µs for 64 times 1,024; V3 1.6 µs, 13.0 µs, and for 32
+    times 4,096 tokens 52 µs: its 128 heads make 242 operations of each byte, more than the GPU.
+    """
+    shapes = (
+        ("latent-lite-1-4096", LITE_HEADS, [(1, 4096)]),
+        ("latent-lite-1-32768", LITE_HEADS, [(1, 32768)]),
+        ("latent-lite-64-1024", LITE_HEADS, [(1, 1024)] * 64),
+        ("latent-v3-1-4096", V3_HEADS, [(1, 4096)]),
+        ("latent-v3-1-32768", V3_HEADS, [(1, 32768)]),
+        ("latent-v3-32-4096", V3_HEADS, [(1, 4096)] * 32),
+        ("latent-lite-chunk-512-of-4096", LITE_HEADS, [(512, 4096)]),
+    )
+    for number, (name, heads, lengths) in enumerate(shapes):
+        case = latent_case(name, heads, LATENT_DIMS, lengths, device, dtype, number)
+        yield case
+        for kv_name, kv_dtype in KV_DTYPES.items():
+            yield with_8bit_kv(case, kv_name, kv_dtype)
+    expanded = [(1024, 1024)]
+    yield attention_case("latent-expanded-1024", LITE_HEADS, LITE_HEADS, 192, expanded, None,
+                         device, dtype, 9)  # fmt: skip
+
+
+def _small_latent_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    for lengths in ([(1, 1024)], [(1, 4096)], [(1, 1024)] * 8, [(128, 1024)]):
+        name = f"latent {len(lengths)}x{lengths[0][0]} of {lengths[0][1]}"
+        yield latent_case(name, LITE_HEADS, LATENT_DIMS, lengths, device, dtype, 1)
+
+
+def _all_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _attention_cases(device, dtype)
+    yield from _latent_cases(device, dtype)
+
+
+def _all_small_attention_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    yield from _small_attention_cases(device, dtype)
+    yield from _small_latent_cases(device, dtype)
+
+
 def with_8bit_kv(case: Case, name: str, kv_dtype: torch.dtype) -> Case:
     """Convert an attention case to KV pages of an 8-bit dtype."""
     args, bytes_moved = dict(case.args), case.bytes_moved
     kv_heads, dim = args["k_cache"].shape[1], args["k_cache"].shape[3]
-    rows = int(args["context_lens"].sum()) * kv_heads
-    bytes_moved -= 2 * rows * (dim * (args["k_cache"].element_size() - 1) - 4)
+    latent = args.get("value_dim") is not None  # keys alone are read
+    rows = int(args["context_lens"].sum()) * kv_heads * (1 if latent else 2)
+    bytes_moved -= rows * (dim * (args["k_cache"].element_size() - 1) - 4)
     for part in ("k", "v"):
         args[f"{part}_cache"], args[f"{part}_scale"] = quantize_per_row(
             args[f"{part}_cache"], kv_dtype
@@ -239,7 +287,7 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "w8a8_linear": w8a8_linear_cases(torch.int8, BIG_W8A8),
         "fp8_linear": w8a8_linear_cases(torch.float8_e4m3fn, BIG_W8A8),
         "sample": sample_cases(BIG_SAMPLES),
-        "paged_attention": _attention_cases,
+        "paged_attention": _all_attention_cases,
     },
     "cpu": {
         "rms_norm": lambda device, dtype: (
@@ -253,6 +301,6 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "linear": linear_cases(SMALL),
         "int8_linear": int8_linear_cases(SMALL),
         "sample": sample_cases(SMALL_SAMPLES),
-        "paged_attention": _small_attention_cases,
+        "paged_attention": _all_small_attention_cases,
     },
 }

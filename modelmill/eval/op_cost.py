@@ -112,14 +112,18 @@ def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:
 
 
 def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
-    """Count an attention call: each key and value is read once; causal pairs only."""
-    q = args["q"]
+    """Count an attention call: each key and value is read once; causal pairs only.
+
+    Values that are channels of the keys (``value_dim``) are read with them.
+    """
+    q, value_dim = args["q"], args.get("value_dim")
     starts = args["query_start"].tolist()
     lengths = args["context_lens"].tolist()
     window = args.get("window")
     keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
-    read = 2 * keys * _token_bytes(args["k_cache"])
-    return OpCost(nbytes(q) + read + out, read, 4 * q.shape[1] * q.shape[2] * pairs)
+    read = (2 if value_dim is None else 1) * keys * _token_bytes(args["k_cache"])
+    channels = q.shape[2] + (value_dim or q.shape[2])
+    return OpCost(nbytes(q) + read + out, read, 2 * q.shape[1] * channels * pairs)
 
 
 def attended_keys(queries: list[int], contexts: list[int], window: int | None) -> tuple[int, int]:

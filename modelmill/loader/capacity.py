@@ -263,6 +263,7 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
         kv=kv,
         ops=ops,
         tp_group=tp_group,
+        num_decodes=0,
         state=state_step(
             model_state_shape(model),
             starts,

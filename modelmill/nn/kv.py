@@ -238,6 +238,11 @@ class KVCache:
         return tuple({id(tensor): tensor for tensor in stored}.values())
 
     @property
+    def shares_values(self) -> bool:
+        """Whether values are the keys, stored once."""
+        return bool(self.k) and self.v is self.k
+
+    @property
     def pages(self) -> int:
         """Number of KV pages per layer."""
         return self.tensors[0].shape[0] if self.k else 0

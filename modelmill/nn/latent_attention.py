@@ -1,16 +1,20 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
 A token's keys and values of all heads follow from one latent vector, which is what the cache holds,
-with a rotated key that all heads share. The up-projections of keys and values are absorbed: into
-the queries, which so become queries of the latent vectors, and into the output. All query heads
-then read one KV head, whose values are the first channels of its keys.
+with a rotated key that all heads share. Decode and prompts with a history absorb the up-projections
+of keys and values: into the queries, which so become queries of the latent vectors, and into the
+output. All query heads then read one KV head, whose values are the first channels of its keys.
+Prompts that begin in the step expand the latent vectors to the keys and values of each head: as
+many products to expand as to absorb, and fewer in the attention itself, whose heads are smaller
+(192 and 128 channels in DeepSeek-V3, not 576 and 512).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
@@ -230,14 +234,18 @@ class LatentCache(nn.Module):
         queries = self._rotate(q.view(len(q), -1, self.spec.query_dim), self.spec.nope_dim, rope)
         row = self._rotate(latent[:, None], self.spec.rank, rope)
         pages, size = step.kv.k[self.cache_index], step.kv.page_size
-        page, offset = step.slots.div(size, rounding_mode="floor"), step.slots % size
-        if not step.slots.is_cuda and bool((step.slots < 0).any()):
-            valid = step.slots >= 0
-            page, offset, row = page[valid], offset[valid], row[valid]
+        slots = step.slots
+        if slots.is_cuda or bool((slots < 0).any()):
+            source = repeat_for_padding(slots)
+            slots, row = slots[source], row[source]
+        page, offset = slots.div(size, rounding_mode="floor"), slots % size
         scale = step.kv.scales(self.cache_index)[0]
         if scale is not None:
-            row, scale[page, :, offset] = quantize_per_row(row, pages.dtype)
-        pages[page, :, offset] = row.to(pages.dtype)
+            row, row_scale = quantize_per_row(row, pages.dtype)
+            scale[page, :, offset] = torch.where(slots[0] < 0, scale[page, :, offset], row_scale)
+        # bytes, since not every dtype has ``where``
+        stored, row = pages.view(torch.uint8), row.to(pages.dtype).view(torch.uint8)
+        stored[page, :, offset] = torch.where(slots[0] < 0, stored[page, :, offset], row)
         return queries
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
@@ -251,6 +259,17 @@ class LatentCache(nn.Module):
         first, second = turned.unflatten(-1, shape).unbind(axis)
         both = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
         return torch.cat((x[..., :begin], both.flatten(-2).to(x.dtype)), -1)
+
+
+def repeat_for_padding(slots: torch.Tensor) -> torch.Tensor:
+    """For each token the one that is stored in its place: itself, or the first that is no padding.
+
+    So nothing is stored for padding (slots below 0), and the host need not know where it is. If all
+    tokens are padding, it is the first one, whose slot is below 0.
+    """
+    is_token = slots >= 0
+    tokens = torch.arange(len(slots), device=slots.device)
+    return torch.where(is_token, tokens, is_token.int().argmax())
 
 
 class LatentCore(nn.Module):
@@ -269,10 +288,12 @@ class LatentCore(nn.Module):
         self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = OpBinding()
+        self._packed: tuple[torch.Tensor, ...] = ()
 
     def take_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
+        self._packed = ()
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of keys [heads, nope_dim, rank], and of values [heads, value_dim, rank]."""
@@ -281,9 +302,69 @@ class LatentCore(nn.Module):
         key_up, value_up = up.split([spec.nope_dim, spec.value_dim], 1)
         return key_up, value_up
 
+    def packed_up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same; of 16 bits on a CPU packed copies, else torch makes them in each product."""
+        if self.kv_b.is_cuda or self.kv_b.dtype == torch.float32:
+            return self.up_projections()
+        if not self._packed or self._packed[0] is not self.kv_b:
+            self._packed = (self.kv_b, *(each.contiguous() for each in self.up_projections()))
+        _, key_up, value_up = self._packed
+        return key_up, value_up
+
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, query_dim] → [T, heads·value_dim]."""
-        spec, (key_up, value_up) = self.spec, self.up_projections()
+        decodes = step.num_decodes
+        if decodes is None or decodes == len(step.context_lens):
+            return self.attend_absorbed(q, step)
+        if not decodes:
+            return self.attend_expanded(q, step)
+        is_prompt = step.query_start.diff() > 1
+        rows, decode_step = single_queries(step, is_prompt, decodes)
+        out = self.attend_expanded(q, replace(step, context_lens=step.context_lens * is_prompt))
+        out[rows] = self.attend_absorbed(q[rows], decode_step)
+        return out
+
+    def attend_expanded(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of sequences that begin in the step, to keys and values of each head.
+
+        These are the pages of a cache of their own, with one token each.
+        """
+        spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
+        latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
+        by_head = latent.expand(q.shape[1], -1, -1)
+        key_up, value_up = self.packed_up_projections()
+        keys, values = (q.new_zeros(*q.shape[:2], width) for _ in range(2))
+        keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
+        keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
+        values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
+        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
+        inputs = PagedAttentionInputs(
+            F.pad(q, (0, width - spec.query_dim)),
+            keys[:, :, None],
+            values[:, :, None],
+            step.query_start[:-1, None] + tokens,
+            step.query_start,
+            step.context_lens,
+            step.max_query,
+            step.max_query,
+            spec.scale,
+        )
+        out = step.ops.paged_attention(inputs).view(len(q), -1, width)
+        return out[..., : spec.value_dim].flatten(1)
+
+    def _stored_rows(self, dtype: torch.dtype, step: Step) -> torch.Tensor:
+        """What the cache holds of the step's tokens [T, cached_dim]."""
+        pages, size = step.kv.k[self.cache_index], step.kv.page_size
+        page, offset = step.slots.div(size, rounding_mode="floor"), step.slots % size
+        rows = pages[page, 0, offset]
+        scale = step.kv.scales(self.cache_index)[0]
+        if scale is not None:
+            rows = rows.float() * scale[page, 0, offset][:, None]
+        return rows.to(dtype)
+
+    def attend_absorbed(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of any sequences, to the latent vectors as they are in the cache."""
+        spec, (key_up, value_up) = self.spec, self.packed_up_projections()
         nope, rotated = q.split([spec.nope_dim, spec.rope_dim], -1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
         pages = step.kv.k[self.cache_index]
@@ -299,7 +380,28 @@ class LatentCore(nn.Module):
             spec.scale,
             None,
             *step.kv.scales(self.cache_index),
+            value_dim=spec.rank,
         )
-        mixed = self._op(step.ops.paged_attention, inputs)
-        latent = mixed.view(len(q), -1, spec.cached_dim)[..., : spec.rank]
+        latent = self._op(step.ops.paged_attention, inputs).view(len(q), -1, spec.rank)
         return torch.bmm(latent.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+
+
+def single_queries(step: Step, is_prompt: torch.Tensor, decodes: int) -> tuple[torch.Tensor, Step]:
+    """The rows of a step's sequences of one token, and the step of these alone.
+
+    Args:
+        step: A step with such sequences and others.
+        is_prompt: [B] bool: which sequences have more tokens.
+        decodes: How many have one; the host knows it, so that a GPU need not be waited for.
+    """
+    sequences = torch.argsort(is_prompt.int(), stable=True)[:decodes]
+    rows = step.query_start[sequences].long()
+    starts = torch.arange(decodes + 1, dtype=torch.int32, device=rows.device)
+    return rows, replace(
+        step,
+        block_tables=step.block_tables[sequences],
+        query_start=starts,
+        context_lens=step.context_lens[sequences],
+        max_query=1,
+        num_decodes=None,
+    )

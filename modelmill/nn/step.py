@@ -27,6 +27,8 @@ class Step:
     None: all T.
     max_query, max_context: host bounds of the rows, which kernel grids are sized by.
     tp_group: the ranks that compute the step together.
+    num_decodes: how many sequences have one token, where all others begin in this step and no
+    token is padding; None: some have keys from earlier steps, or it is not known.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
     layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
@@ -54,6 +56,7 @@ class Step:
     state: StateStep | None = None
     layer_inputs: torch.Tensor | None = None
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
+    num_decodes: int | None = None
 
     def by_layer(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""
@@ -89,4 +92,5 @@ class Step:
             context_lens=(self.context_lens[seq] - behind).to(ends.dtype),
             logit_rows=None,
             max_query=1,
+            num_decodes=None,
         )

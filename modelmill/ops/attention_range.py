@@ -10,7 +10,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,8 @@ class AttentionProblem(NamedTuple):
         on_gpu: whether they are on a GPU.
         phase: what is computed.
         score_mods: whether there are ``score_mods`` (soft cap, ALiBi, sinks).
+        value_dim: channels of the values where these are the first ones of the keys (latent
+            attention), or None.
     """
 
     m: int
@@ -70,6 +72,7 @@ class AttentionProblem(NamedTuple):
     on_gpu: bool
     phase: Phase
     score_mods: bool = False
+    value_dim: int | None = None
 
     def with_counts(self, m: int, queries: int, sequences: int, pairs: int) -> AttentionProblem:
         """The same with other counts, and the phase that they make."""
@@ -94,6 +97,8 @@ class AttentionRange(KernelRange):
         scaled: whether pages must have scales, or must not.
         on_gpu: whether the queries must be on a GPU.
         score_mods: whether it also serves steps with soft cap, ALiBi or sinks.
+        latent: whether values must be the first channels of the keys (latent attention), or must
+            not.
     """
 
     phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
@@ -108,6 +113,7 @@ class AttentionRange(KernelRange):
     scaled: bool = False
     on_gpu: bool = False
     score_mods: bool = False
+    latent: bool = False
 
     def covers_weight(self, problem: AttentionProblem) -> bool:
         """Whether it serves a step with some number of tokens in ``m``."""
@@ -126,6 +132,7 @@ class AttentionRange(KernelRange):
             and self._covers_pages(problem)
             and self.on_gpu <= problem.on_gpu
             and problem.score_mods <= self.score_mods
+            and (problem.value_dim is not None) is self.latent
             and super().covers_weight(problem)
         )
 
@@ -154,9 +161,10 @@ def combine_prefill_and_decode(
 ) -> Callable[..., torch.Tensor]:
     """One function of two kernels that fill the rows of a mixed step."""
 
-    def run(inputs: NamedTuple) -> torch.Tensor:
-        q = inputs[0]
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+    def run(inputs: Any) -> torch.Tensor:
+        q = inputs.q
+        shape = q.shape[0], q.shape[1] * inputs.output_dim
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
         prefill(inputs, out, mixed=True)
         return decode(inputs, out)
 

@@ -45,6 +45,8 @@ class PagedAttentionInputs(NamedTuple):
             float8_e4m3fn.
         v_scale: as k_scale.
         score_mods: soft cap, ALiBi and sinks; None: the scores are only scaled.
+        value_dim: values are the first so many channels of the keys, and ``v_cache`` and
+            ``v_scale`` are not read (latent attention); None: they are in ``v_cache``.
     """
 
     q: torch.Tensor
@@ -60,6 +62,12 @@ class PagedAttentionInputs(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     score_mods: ScoreMods | None = None
+    value_dim: int | None = None
+
+    @property
+    def output_dim(self) -> int:
+        """Channels of a head's output."""
+        return self.q.shape[2] if self.value_dim is None else self.value_dim
 
 
 def _problem(*operands: Any) -> AttentionProblem:
@@ -82,13 +90,14 @@ def _problem(*operands: Any) -> AttentionProblem:
         q.is_cuda,
         Phase.of(queries, sequences),
         inputs.score_mods is not None,
+        inputs.value_dim,
     )
 
 
 def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The counts of a call with these pages, and queries that lie in memory alike."""
     q, k_cache, v_cache, *indices = operands[:6]
-    k_scale, v_scale, score_mods = operands[10:]
+    k_scale, v_scale, score_mods, value_dim = operands[10:]
     if q.data_ptr() % ALIGNMENT or not _INDICES.present(*indices) or not indices[0].numel():
         return None
     dtype, inner, strides, kv_heads = q.dtype, q.shape[1:], q.stride(), k_cache.shape[1]
@@ -104,6 +113,7 @@ def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
             and inputs.k_scale is key_scales()
             and inputs.v_scale is value_scales()
             and inputs.score_mods is score_mods
+            and inputs.value_dim == value_dim
             and q.dtype is dtype
             and shape[1:] == inner
             and q.stride() == strides
@@ -135,13 +145,13 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
     output rows are undefined.
 
     Returns:
-        [T, heads·D] in q's dtype.
+        [T, heads·D] in q's dtype; [T, heads·value_dim] where that is given.
     """
     q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    scale, window, k_scale, v_scale, mods = inputs[8:]
-    _, kv_heads, page_size, dim = k_cache.shape
+    scale, window, k_scale, v_scale, mods, value_dim = inputs[8:]
+    _, kv_heads, page_size, _ = k_cache.shape
     tokens, heads, _ = q.shape
-    out = torch.zeros_like(q)
+    out = q.new_zeros(tokens, heads, inputs.output_dim)
     starts, lengths = query_start.tolist(), context_lens.tolist()
     for b, length in enumerate(lengths):
         first, last = starts[b], starts[b + 1]
@@ -149,7 +159,9 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
             continue
         pages = block_tables[b, : -(-length // page_size)].long()
         k = _gather_pages(k_cache, k_scale, pages, q.dtype)[:, :length]
-        v = _gather_pages(v_cache, v_scale, pages, q.dtype)[:, :length]
+        v = k[..., :value_dim]
+        if value_dim is None:
+            v = _gather_pages(v_cache, v_scale, pages, q.dtype)[:, :length]
         rows = q[first:last].transpose(0, 1)
         mask = _causal_mask(last - first, length, window, q.device)
         if mods is not None:
@@ -160,7 +172,7 @@ def paged_attention(inputs: PagedAttentionInputs) -> torch.Tensor:
             rows[None], k[None], v[None], mask, scale=scale, enable_gqa=gqa
         )[0]
         out[first:last] = attended.transpose(0, 1)
-    return out.view(tokens, heads * dim)
+    return out.flatten(1)
 
 
 def _attend_modified(
@@ -228,6 +240,7 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     for number, (name, heads, kv_heads, dim, lengths, window) in enumerate(shapes):
         yield _case(name, heads, kv_heads, dim, lengths, window, device, dtype, number)
     mixed = [(5, 37), (1, 60), (1, 3)]
+    yield from _latent_cases(mixed, device, dtype)
     for name, heads, kv_heads, window in (
         ("softcap", 4, 2, 16),
         ("alibi", 6, 6, None),
@@ -243,6 +256,38 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
             sinks if "sinks" in name else None,
         )
         yield replace(case, args=case.args | {"score_mods": mods})
+
+
+def _latent_cases(mixed: list[tuple[int, int]], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """DeepSeek-V2-Lite's and V3's sizes where there is a GPU, else smaller ones."""
+    shapes = [("latent", 6, 40, 24, mixed), ("latent-decode", 20, 80, 64, [(1, 70), (1, 1)])]
+    if device != "cpu":
+        shapes += [
+            ("latent-decode-v2-lite", 16, 576, 512, [(1, 4096), (1, 77)]),
+            ("latent-v3", 128, 576, 512, [(1, 1500), (20, 300)]),
+        ]
+    for name, heads, dim, value_dim, lengths in shapes:
+        yield latent_case(name, heads, (dim, value_dim), lengths, device, dtype, 5)
+
+
+def latent_case(
+    name: str,
+    heads: int,
+    dims: tuple[int, int],
+    lengths: list[tuple[int, int]],
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> Case:
+    """Query heads on one KV head of dims[0] channels, of which dims[1] are the values."""
+    dim, value_dim = dims
+    case = _case(name, heads, 1, dim, lengths, None, device, dtype, seed)
+    args = case.args | {"v_cache": case.args["k_cache"], "value_dim": value_dim}
+    q = args["q"]
+    outputs = q.numel() // dim * value_dim * q.element_size()
+    keys = sum(context for _, context in lengths)
+    bytes_moved = keys * dim * q.element_size() + nbytes(q) + outputs
+    return Case(name, args, bytes_moved, case.flops // (2 * dim) * (dim + value_dim))
 
 
 def _case(

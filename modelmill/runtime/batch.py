@@ -39,6 +39,7 @@ class PackedBatch:
         uses_last_ids: Whether some ids are read from ``ModelRunner.last_ids``.
         embeds: Image embeddings [T, H].
         embed_mask: [T] bool: the tokens that have one.
+        num_decodes: As in the ``Step``.
     """
 
     views: BatchViews
@@ -49,6 +50,7 @@ class PackedBatch:
     uses_last_ids: bool
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
+    num_decodes: int | None = None
 
     def step(
         self,
@@ -77,6 +79,7 @@ class PackedBatch:
             embeds=self.embeds,
             embed_mask=self.embed_mask,
             state=None if states is None else self._state_step(states, kv.page_size),
+            num_decodes=self.num_decodes,
         )
         return self._with_layer_steps(step) if kv.layer_groups else step
 
@@ -227,9 +230,11 @@ class Packer:
         max_query = 1 if decode else max(c for _, c in work)
         if prefill_pad is not None:
             max_query = tokens
+        num_decodes = None if decode or bounds is not None else _num_decodes(work)
         return PackedBatch(
-            views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask
-        )
+            views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask,
+            num_decodes,
+        )  # fmt: skip
 
     def dummy_batch(self, query: int, seqs: int, max_context: int = 0) -> PackedBatch:
         """A step of empty sequences that reads and stores no keys and values, for warm-up.
@@ -451,6 +456,13 @@ def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: i
     groups = packer.page_groups
     columns = 2 * max_pages_per_seq
     packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, columns, has_state, groups))
+
+
+def _num_decodes(work: Seq[tuple[Sequence, int]]) -> int | None:
+    """How many sequences have one token; None if another one has keys from earlier steps."""
+    if any(seq.computed > 0 for seq, count in work if count > 1):
+        return None
+    return sum(count == 1 for _, count in work)
 
 
 def _gather_embeds(

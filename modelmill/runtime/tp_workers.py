@@ -50,7 +50,7 @@ COMMANDS = (
     FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING, *SESSION_COMMANDS,
     *SLEEP_COMMANDS,
 )  # fmt: skip
-_HEADER_STRUCT = struct.Struct("<15q")
+_HEADER_STRUCT = struct.Struct("<16q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
@@ -68,6 +68,7 @@ class StepCommand:
         num_kept_ids: Ids that rank 0 broadcasts after the step, stored for the next one.
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
         num_pooled_rows: The last so many logit rows return hidden states instead of logits.
+        num_decodes: As in the ``Step``; −1: None.
     """
 
     command: str
@@ -80,6 +81,7 @@ class StepCommand:
     num_kept_ids: int = 0
     embed_width: int = 0
     num_pooled_rows: int = 0
+    num_decodes: int = -1
 
     @staticmethod
     def from_batch(
@@ -96,6 +98,7 @@ class StepCommand:
             num_kept_ids,
             embed_width,
             num_pooled_rows,
+            -1 if batch.num_decodes is None else batch.num_decodes,
         )
         return StepCommand(command, views.num_words, views.layout, *fields)
 
@@ -108,6 +111,7 @@ class StepCommand:
             self.max_query,
             self.max_context,
             self.uses_last_ids,
+            num_decodes=None if self.num_decodes < 0 else self.num_decodes,
         )
 
     def pack(self) -> bytes:
@@ -119,7 +123,7 @@ class StepCommand:
             layout.has_state, layout.page_groups,
             self.all_rows, self.max_query, self.max_context, self.uses_last_ids, self.num_kept_ids,
             self.embed_width,
-            self.num_pooled_rows,
+            self.num_pooled_rows, self.num_decodes,
         )  # fmt: skip
 
     @staticmethod

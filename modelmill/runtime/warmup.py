@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,10 @@ def warm_up(
     packer = runner.packer
     for query in QUERY_LENS:
         for seqs in BATCH_SIZES:
-            runner.forward_all_ranks(packer.dummy_batch(query, seqs))
+            batch = packer.dummy_batch(query, seqs)
+            runner.forward_all_ranks(batch)
+            if runner.kv.shares_values:  # latent attention computes new prompts in another way
+                runner.forward_all_ranks(replace(batch, num_decodes=0))
     usual_ops = runner.ops
     attention = AttentionRecorder(usual_ops.paged_attention)
     recording_ops, gemms = wrap_with_gemm_recorders(usual_ops)

@@ -76,6 +76,9 @@ def test_attention_reads_each_key_once() -> None:
     assert cost.unavoidable_bytes == read
     assert cost.nbytes == read + 2 * q.nbytes
     assert cost.operations == 4 * 4 * 8 * (5 + (1 + 2 + 3))
+    latent = cost_of("paged_attention", **args | {"value_dim": 6})
+    assert latent.unavoidable_bytes == read // 2
+    assert latent.operations == 2 * 4 * (8 + 6) * (5 + (1 + 2 + 3))
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.none() | st.integers(1, 50))

@@ -29,6 +29,7 @@ from modelmill.ops.cpu.common.gemm import gemm_function
 from modelmill.ops.int4_linear import random_weight
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.rope_cache import RopeCacheInputs
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
@@ -359,6 +360,19 @@ def test_attention_of_few_rows(group: int, dim: int, isa: str) -> None:
                 f"{name}_cache": (wide / scale[..., None]).round().to(torch.int8),
                 f"{name}_scale": scale,
             }
+        _check("paged_attention", args, dtype)
+
+
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(4, 40, 24), (16, 80, 64), (5, 528, 512)])
+def test_attention_to_latent_vectors(heads: int, dim: int, value_dim: int, isa: str) -> None:
+    """Values are the first channels of the keys; the second cache is not read."""
+    lengths = [(1, 300), (7, 70), (1, 17)]
+    for dtype in DTYPES:
+        args = _attention(lengths, dtype, dtype, None, heads=(heads, 1), dim=dim)
+        args |= {"v_cache": torch.full_like(args["v_cache"], torch.nan), "value_dim": value_dim}
+        _check("paged_attention", args, dtype)
+        codes, scale = quantize_per_row(args["k_cache"], torch.int8)
+        args |= {"k_cache": codes, "v_cache": 0 * codes, "k_scale": scale, "v_scale": 0 * scale}
         _check("paged_attention", args, dtype)
 
 

@@ -23,7 +23,7 @@ import torch
 pytest.importorskip("triton")
 from modelmill.ops import registry
 from modelmill.ops.image_attention import ImageAttentionInputs
-from modelmill.ops.triton.attention import paged_attention, relative_attention
+from modelmill.ops.triton.attention import paged_attention, paged_latent, relative_attention
 from modelmill.ops.triton.norm_quantize import norm_quant
 from tests.source_files import parse
 from tools.gpu_generations import GENERATIONS, GpuGeneration, fake_gpu
@@ -136,6 +136,18 @@ def test_a_group_of_heads_that_does_not_fit_is_computed_head_by_head() -> None:
             config = paged_attention._decode_config(q, pages, 1, 64)
         grouped.append((config.group_heads, config.tile[0]))
     assert grouped == [(True, 64), (True, 16), (False, 0)]
+
+
+def test_latent_rows_are_64_where_wgmma_reads_them_from_shared_memory() -> None:
+    pages = torch.empty(4, 1, 16, 576, dtype=torch.bfloat16, device="meta")
+    for generation in GENERATIONS:
+        tiles = []
+        for heads in (16, 128):
+            q = torch.empty(1, heads, 576, dtype=torch.bfloat16, device="meta")
+            with fake_gpu(generation):
+                tiles.append(paged_latent._latent_tile(q, pages, 1))
+        assert tiles[0].rows == 16
+        assert tiles[1].rows == (64 if generation.arch == "sm_90" else 32)
 
 
 def test_global_attention_keeps_fewer_rows_of_keys_where_shared_memory_is_small() -> None:

@@ -44,6 +44,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
         "softcap",
         "alibi",
         "sinks",
+        "latent*",
     ),
     "mxfp4_fused_moe": ("21x*", "22x*", "5x*", "1x96*"),
     "mxfp4_linear": ("33x*", "70x*"),

@@ -48,6 +48,7 @@ COMMANDS_SENT = st.builds(
     COUNTS,
     COUNTS,
     COUNTS,
+    st.integers(-1, 1000),
 )
 
 

@@ -62,10 +62,11 @@ __attribute__((noinline)) static void matmul(float* c, int64_t ldc, const float*
     for (; n < cols; n += W) panel_rows<1>(c + n, ldc, a, lda, b + n, ldb, rows, k, accumulate);
 }
 
-// The cache of one layer. C: its element type; int8_t with a scale for each token and head.
+// The cache of one layer. C: its element type; int8_t with a scale for each token and head. Values
+// are the first value_dim channels of a row of v, which may be k.
 template <class C> struct Pages {
     const C *k, *v;
-    int64_t kv_heads, page_size, dim;
+    int64_t kv_heads, page_size, dim, value_dim;
     const float *k_scale = nullptr, *v_scale = nullptr;
     int64_t index(const int32_t* table, int64_t kv_head, int64_t key) const {
         const int64_t page = table[key / page_size];
@@ -74,22 +75,28 @@ template <class C> struct Pages {
 };
 
 // Per-thread workspace: query rows, scores, output, a tile of keys [dim, kTile] and values [kTile,
-// dim].
+// value_dim].
 struct Workspace {
     float *q, *scores, *out, *keys, *values, *row_max, *row_sum;
-    int64_t width;  // dim rounded up to whole vectors
-    Workspace(Scratch& scratch, int64_t rows, int64_t dim) : width((dim + W - 1) / W * W) {
-        float* p =
-            scratch.get<float>(rows * (2 * width + kTile) + 2 * kTile * width + 2 * (rows + W));
+    int64_t width, value_width;  // dim and value_dim rounded up to whole vectors
+    // Floats from one row of values or output to the next: rows 2 KiB apart would share few sets of
+    // the first-level cache.
+    int64_t value_stride;
+    Workspace(Scratch& scratch, int64_t rows, int64_t dim, int64_t value_dim)
+        : width((dim + W - 1) / W * W),
+          value_width((value_dim + W - 1) / W * W),
+          value_stride(value_width % 512 ? value_width : value_width + W) {
+        float* p = scratch.get<float>((rows + kTile) * (width + value_stride) + rows * kTile +
+                                      2 * (rows + W));
         const auto next = [&p](int64_t count) {
             float* at = p;
             p += count;
             return at;
         };
         keys = next(width * kTile);
-        values = next(kTile * width);
+        values = next(kTile * value_stride);
         q = next(rows * width);
-        out = next(rows * width);
+        out = next(rows * value_stride);
         scores = next(rows * kTile);
         row_max = next(rows);
         row_sum = next(rows);
@@ -103,6 +110,7 @@ __attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& p
                                            const int32_t* table, int64_t kv_head, int64_t first,
                                            int64_t count) {
     constexpr bool kScaled = std::is_same_v<C, int8_t>;
+    const bool in_keys = pages.v == pages.k;  // values are stored before keys are transposed
     const C *rows_k[kTile], *rows_v[kTile];
     float scale_k[kTile] = {}, scale_v[kTile];
     for (int64_t j = 0; j < count; j++) {
@@ -120,15 +128,22 @@ __attribute__((noinline)) void gather_tile(const Workspace& w, const Pages<C>& p
             vf square[W];
             for (int l = 0; l < W; l++)
                 square[l] = j + l < count ? take(rows_k[j + l] + i, c) : zero();
+            if (in_keys && i < pages.value_dim)
+                for (int l = 0; l < W && j + l < count; l++)
+                    store(w.values + (j + l) * w.value_stride + i,
+                          kScaled ? mul(square[l], set1(scale_k[j + l])) : square[l]);
             transpose(square);
             if constexpr (kScaled)
                 for (int l = 0; l < c; l++) square[l] = mul(square[l], load(scale_k + j));
             for (int l = 0; l < c; l++) store(w.keys + (i + l) * kTile + j, square[l]);
         }
+    });
+    if (in_keys) return;
+    for_each_vector(pages.value_dim, [&](int64_t i, int c) {
         for (int64_t j = 0; j < count; j++) {
             vf v = take(rows_v[j] + i, c);
             if constexpr (kScaled) v = mul(v, set1(scale_v[j]));
-            store(w.values + j * w.width + i, v);
+            store(w.values + j * w.value_stride + i, v);
         }
     });
 }
@@ -174,7 +189,7 @@ inline void init_rows(const Workspace& w, int64_t rows) {
         w.row_max[r] = -std::numeric_limits<float>::infinity();
         w.row_sum[r] = 0.0f;
     }
-    std::memset(w.out, 0, static_cast<size_t>(rows * w.width) * sizeof(float));
+    std::memset(w.out, 0, static_cast<size_t>(rows * w.value_stride) * sizeof(float));
 }
 
 // Scores of row r become softcap · tanh(score / softcap), then ALiBi is added: slope · distance.
@@ -207,8 +222,10 @@ inline void update_row(const Workspace& w, float* scores, int64_t r, int64_t key
     const float factor =
         online_softmax_row(scores, from, to, columns, w.row_max + r, w.row_sum + r);
     if (factor != 1.0f)
-        for (int64_t i = 0; i < w.width; i += W)
-            store(w.out + r * w.width + i, mul(load(w.out + r * w.width + i), set1(factor)));
+        for (int64_t i = 0; i < w.value_width; i += W) {
+            float* sums = w.out + r * w.value_stride + i;
+            store(sums, mul(load(sums), set1(factor)));
+        }
 }
 
 // Query rows are in w.q (scaled); leaves the unnormalized output in w.out.
@@ -224,7 +241,8 @@ __attribute__((noinline)) void flash_attention(const Workspace& w, int64_t rows,
         matmul(w.scores, kTile, w.q, w.width, w.keys, kTile, rows, pages.dim, columns, false);
         for (int64_t r = 0; r < rows; r++)
             update_row(w, w.scores + r * kTile, r, key, count, window);
-        matmul(w.out, w.width, w.scores, kTile, w.values, w.width, rows, count, w.width, true);
+        matmul(w.out, w.value_stride, w.scores, kTile, w.values, w.value_stride, rows, count,
+               w.value_width, true);
     }
 }
 

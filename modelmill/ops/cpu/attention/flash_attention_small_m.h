@@ -89,7 +89,7 @@ __attribute__((noinline)) void small_m_scores(float* scores, const float* q, int
     for (int64_t j = 0; j < keys_at.count; j += 4) {
         for (int64_t n = j; n < j + 4; n++) {
             if (n + kPrefetchKeys < keys_at.count) prefetch_line(keys_at.k[n + kPrefetchKeys], dim);
-            prefetch_line(keys_at.v[n], dim);
+            if (keys_at.v[n] != keys_at.k[n]) prefetch_line(keys_at.v[n], dim);
         }
         if (dim % W == 0)
             four_scores<MR, true>(scores, q, width, keys_at, j, dim);
@@ -175,8 +175,8 @@ void flash_attention_small_m(const Workspace& w, int64_t rows, const Pages<C>& p
             if constexpr (kScaled) scaled(keys_at.v_scale);
         }
         for_row_blocks(rows, [&](auto mr, int64_t m) {
-            small_m_values<mr>(w.out + m * w.width, w.width, scores + m * kKeysPerPass, keys_at,
-                               pages.dim);
+            small_m_values<mr>(w.out + m * w.value_stride, w.value_stride,
+                               scores + m * kKeysPerPass, keys_at, pages.value_dim);
         });
     }
 }

@@ -1,7 +1,8 @@
 // Attention over the paged KV cache, prefill and decode.
 //
-// Computes: out[T, heads · dim] = softmax(q[T, heads, dim] · Kᵀ · scale) · V per sequence, causal,
-//     GQA, optional sliding window, soft cap, ALiBi, sinks
+// Computes: out[T, heads · value_dim] = softmax(q[T, heads, dim] · Kᵀ · scale) · V per sequence,
+//     causal, GQA, optional sliding window, soft cap, ALiBi, sinks; values may be the first channels
+//     of the keys (MLA)
 // Dtypes: q and out float32, bfloat16 or float16; pages the same types or int8 with float32 scales
 // Layout: pages [pages, kv_heads, page_size, dim], contiguous; int32 page tables
 // Range: any M; any head size and page size
@@ -30,7 +31,7 @@ struct Task {
 
 struct Call {
     const int32_t *tables, *starts, *contexts;
-    int64_t sequences, heads, kv_heads, dim, table_stride, window;
+    int64_t sequences, heads, kv_heads, dim, value_dim, table_stride, window;
     float scale, softcap;
     const float *slopes, *sinks;  // of each head, or null
     int64_t group() const { return heads / kv_heads; }
@@ -84,23 +85,24 @@ template <class T> void store_row(T* out, const float* sums, float total, int64_
     });
 }
 
-// One task. partial: [parts][group][dim + 2] receives the sums, the maximum and the total of a
+// One task. partial: [parts][group][value_dim + 2] receives the sums, the maximum and the total of a
 // split context.
 template <class T, class C>
 void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::Pages<C>& pages,
               float* partial) {
     thread_local mill::Scratch scratch;
     const int64_t group = c.group(), rows = task.count * group, dim = c.dim;
-    const mill::Workspace w(scratch, rows, dim);
+    const int64_t value_dim = c.value_dim;
+    const mill::Workspace w(scratch, rows, dim, value_dim);
     const int64_t context = c.contexts[task.sequence], start = context - c.queries(task.sequence);
     const auto token = [&](int64_t r) { return c.starts[task.sequence] + task.first + r / group; };
-    const auto offset = [&](int64_t r) {
-        return (token(r) * c.heads + task.kv_head * group + r % group) * dim;
+    const auto head_row = [&](int64_t r) {
+        return token(r) * c.heads + task.kv_head * group + r % group;
     };
     for (int64_t r = 0; r < rows; r++)
         mill::for_each_vector(dim, [&](int64_t i, int n) {
             mill::store(w.q + r * w.width + i,
-                        mill::mul(mill::take(q + offset(r) + i, n), mill::set1(c.scale)));
+                        mill::mul(mill::take(q + head_row(r) * dim + i, n), mill::set1(c.scale)));
         });
     const bool single = c.queries(task.sequence) == 1;
     int64_t last = start + task.first + task.count, first = c.first_visible(start + task.first);
@@ -120,17 +122,17 @@ void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::P
                                                             : mill::flash_attention<C>;
     attend(w, rows, pages, c.tables + task.sequence * c.table_stride, task.kv_head, window_keys);
     for (int64_t r = 0; r < rows; r++) {
-        const float* sums = w.out + r * w.width;
+        const float* sums = w.out + r * w.value_stride;
         if (task.part < 0) {
             const float total =
                 w.row_sum[r] + c.sink(task.kv_head * group + r % group, w.row_max[r]);
-            store_row(out + offset(r), sums, total, dim);
+            store_row(out + head_row(r) * value_dim, sums, total, value_dim);
             continue;
         }
-        float* part_out = partial + (task.part * group + r) * (dim + 2);
-        std::memcpy(part_out, sums, static_cast<size_t>(dim) * sizeof(float));
-        part_out[dim] = w.row_max[r];
-        part_out[dim + 1] = w.row_sum[r];
+        float* part_out = partial + (task.part * group + r) * (value_dim + 2);
+        std::memcpy(part_out, sums, static_cast<size_t>(value_dim) * sizeof(float));
+        part_out[value_dim] = w.row_max[r];
+        part_out[value_dim + 1] = w.row_sum[r];
     }
 }
 
@@ -139,7 +141,7 @@ void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::P
 template <class T>
 void join(const Call& c, const Task* tasks, int64_t count, T* out, const float* partial) {
     thread_local mill::Scratch scratch;
-    const int64_t group = c.group(), dim = c.dim, size = dim + 2;
+    const int64_t group = c.group(), dim = c.value_dim, size = dim + 2;
     float* sums = scratch.get<float>(dim);
     for (int64_t i = 0, end; i < count; i = end) {
         for (end = i + 1; end < count && tasks[end].sequence == tasks[i].sequence;) end++;
@@ -175,13 +177,13 @@ void run(const Call& c, T* out, const T* q, const mill::Pages<C>& pages) {
     const int64_t count = plan(c, nullptr, &parts);
     Task* tasks = plan_scratch.get<Task>(count + 1);
     plan(c, tasks, &parts);
-    float* partial = part_scratch.get<float>(parts * c.group() * (c.dim + 2));
+    float* partial = part_scratch.get<float>(parts * c.group() * (c.value_dim + 2));
     for (int64_t b = 0; b < c.sequences; b++) {
-        const int64_t size = c.queries(b) * c.heads * c.dim;
-        work += size * c.contexts[b];
+        const int64_t size = c.queries(b) * c.heads * c.value_dim;
+        work += c.queries(b) * c.heads * c.dim * c.contexts[b];
         if (c.contexts[b] <= 0 &&
             size > 0)  // padding: zeros, so that nothing downstream meets stray NaNs
-            std::memset(static_cast<void*>(out + c.starts[b] * c.heads * c.dim), 0,
+            std::memset(static_cast<void*>(out + c.starts[b] * c.heads * c.value_dim), 0,
                         static_cast<size_t>(size) * sizeof(T));
     }
     mill::parallel_for(count, 1, work, [&](int64_t from, int64_t to) {
@@ -199,7 +201,7 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                                 const int32_t* contexts, const float* k_scale, const float* v_scale,
                                 const float* slopes, const float* sinks, int64_t sequences,
                                 int64_t heads, int64_t kv_heads, int64_t page_size, int64_t dim,
-                                int64_t table_stride, int64_t window, double scale, double softcap,
+                                int64_t value_dim, int64_t table_stride, int64_t window, double scale, double softcap,
                                 int dtype, int cache_dtype) {
     const mill::UseTorchThreads team(mill::torch_multiplies(starts[sequences], dtype));
     const Call c{tables,
@@ -209,6 +211,7 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                  heads,
                  kv_heads,
                  dim,
+                 value_dim,
                  table_stride,
                  window,
                  static_cast<float>(scale),
@@ -224,6 +227,7 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                                        kv_heads,
                                        page_size,
                                        dim,
+                                       value_dim,
                                        k_scale,
                                        v_scale};
             run(c, static_cast<T*>(out), static_cast<const T*>(q), pages);

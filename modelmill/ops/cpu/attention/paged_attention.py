@@ -20,9 +20,16 @@ from modelmill.ops.score_mods import NO_SCORE_MODS
 
 available = build.available
 _DTYPES = build.DTYPES
-SUPPORTED_PROBLEMS = (
-    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=tuple(_DTYPES), score_mods=True),
-    AttentionRange(dtypes=tuple(_DTYPES), page_dtypes=(torch.int8,), scaled=True, score_mods=True),
+SUPPORTED_PROBLEMS = tuple(
+    AttentionRange(
+        dtypes=tuple(_DTYPES),
+        page_dtypes=(torch.int8,) if scaled else tuple(_DTYPES),
+        scaled=scaled,
+        score_mods=True,
+        latent=latent,
+    )
+    for scaled in (False, True)
+    for latent in (False, True)
 )
 
 
@@ -45,14 +52,16 @@ def supports(inputs: PagedAttentionInputs) -> bool:
 def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     """As the reference."""
     q, k_cache, v_cache, block_tables, query_start, context_lens = inputs[:6]
-    max_query, _, scale, window, k_scale, v_scale, mods = inputs[6:]
+    max_query, _, scale, window, k_scale, v_scale, mods, value_dim = inputs[6:]
+    if value_dim is not None:
+        v_cache, v_scale = k_cache, k_scale
     softcap, slopes, sinks = mods or NO_SCORE_MODS
     dtype = q.dtype
     _, kv_heads, page_size, dim = k_cache.shape
     q = q.contiguous()
     tokens, heads, _ = q.shape
     sequences, pages = block_tables.shape
-    out = torch.empty(tokens, heads * dim, dtype=dtype)
+    out = torch.empty(tokens, heads * inputs.output_dim, dtype=dtype)
     (_kernel_without_gil() if max_query > 1 else _kernel())(
         out.data_ptr(),
         q.data_ptr(),
@@ -67,6 +76,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
         kv_heads,
         page_size,
         dim,
+        inputs.output_dim,
         pages,
         window or 0,
         scale,
@@ -83,9 +93,9 @@ def _packed(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 11 + "q" * 7 + "ddii")
+    return build.function("paged_attention", "p" * 11 + "q" * 8 + "ddii")
 
 
 @functools.cache
 def _kernel_without_gil() -> Callable[..., Any]:
-    return build.function("paged_attention", "p" * 11 + "q" * 7 + "ddii", release_gil=True)
+    return build.function("paged_attention", "p" * 11 + "q" * 8 + "ddii", release_gil=True)

@@ -35,8 +35,8 @@ void paged_attention(void* out, const void* q, const void* k_cache, const void* 
                      const int32_t* tables, const int32_t* starts, const int32_t* contexts,
                      const float* k_scale, const float* v_scale, const float* slopes,
                      const float* sinks, int64_t sequences, int64_t heads, int64_t kv_heads,
-                     int64_t page_size, int64_t dim, int64_t table_stride, int64_t window,
-                     double scale, double softcap, int dtype, int cache_dtype);
+                     int64_t page_size, int64_t dim, int64_t value_dim, int64_t table_stride,
+                     int64_t window, double scale, double softcap, int dtype, int cache_dtype);
 void router_gemm(float* out, const void* x, const void* weight, int64_t rows, int64_t hidden,
                  int64_t experts, int dtype);
 void int8_fused_moe(const void* words, double alpha, double limit, int dtype, int scale_type);

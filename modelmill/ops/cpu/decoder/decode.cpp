@@ -95,8 +95,8 @@ extern "C" void decode(float* logits, void* residual, const void* stack_words,
                    dtype);
         paged_attention(attention_out, q_or_gate, l.k_cache, l.v_cache, t.tables, t.starts,
                         t.contexts, nullptr, nullptr, nullptr, nullptr, t.sequences, s.heads,
-                        s.kv_heads, s.page_size, s.dim, t.table_stride, l.window, scale, 0.0, dtype,
-                        dtype);
+                        s.kv_heads, s.page_size, s.dim, s.dim, t.table_stride, l.window, scale, 0.0,
+                        dtype, dtype);
         run_linear(branch, attention_out, l.o, count, dtype);
         add_rms_norm(normed, residual, branch, l.mlp_norm, count, s.hidden, eps, dtype);
         run_linear(middle, normed, l.gate_up, count, dtype);

@@ -1,6 +1,6 @@
 """Attention over a paged KV cache: split-context decode and tiled prefill.
 
-The kernels are in paged_decode and paged_prefill.
+The kernels are in paged_decode and paged_prefill, those of latent attention in paged_latent.
 
 Launch sizes depend only on host integers (max_query, max_context, shapes); the kernels read the
 lengths on the device. So a CUDA graph captured for an upper bound is valid for every shorter
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from modelmill.ops.attention_range import AttentionRange, Phase
+from modelmill.ops.attention_range import AttentionProblem, AttentionRange, Phase
 from modelmill.ops.binding import run_first
 from modelmill.ops.kernel_range import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
-from modelmill.ops.triton.attention import paged_decode, paged_prefill
+from modelmill.ops.triton.attention import paged_decode, paged_latent, paged_prefill
 from modelmill.ops.triton.attention.score_mods import LOG2E, KernelScoreMods
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.device import (
@@ -94,18 +94,49 @@ _PAGES_OF_8_BITS = replace(
     _PAGES_OF_Q,
     scaled=True,
     page_dtypes=(torch.int8, torch.float8_e4m3fn),
-    fits=lambda step: (
-        MIN_DIM <= step.dim <= MAX_DIM
-        and (step.page_dtypes[0] is torch.int8 or supports_fp8(step.device))
-    ),
+    fits=lambda step: MIN_DIM <= step.dim <= MAX_DIM and _reads(step.page_dtypes[0], step.device),
 )
-KERNELS = tuple(
-    Kernel(replace(pages, phases=phases), run)
-    for pages in (_PAGES_OF_Q, _PAGES_OF_8_BITS)
-    for phases, run in (
-        ((Phase.PREFILL, Phase.PROMPTS), prefill),
-        ((Phase.DECODE, Phase.SINGLE_QUERIES), decode),
+_LATENT_PAGES_OF_Q = replace(
+    _PAGES_OF_Q, latent=True, score_mods=False, fits=lambda step: _has_latent_sizes(step)
+)
+_LATENT_PAGES_OF_8_BITS = replace(
+    _LATENT_PAGES_OF_Q,
+    scaled=True,
+    page_dtypes=_PAGES_OF_8_BITS.page_dtypes,
+    fits=lambda step: _has_latent_sizes(step) and _reads(step.page_dtypes[0], step.device),
+)
+_PHASES = (Phase.PREFILL, Phase.PROMPTS), (Phase.DECODE, Phase.SINGLE_QUERIES)
+
+
+def _reads(page_dtype: torch.dtype, device: torch.device) -> bool:
+    return page_dtype is torch.int8 or supports_fp8(device)
+
+
+def _has_latent_sizes(step: AttentionProblem) -> bool:
+    """Whether the kernels of latent attention have tiles for these channels."""
+    values = step.value_dim or 0
+    return (
+        step.kv_heads == 1
+        and 0 < values <= paged_latent.MAX_VALUE_DIM
+        and 0 < step.dim - values <= paged_latent.MAX_ROTARY_DIM
     )
+
+
+def _has_no_window(inputs: PagedAttentionInputs) -> bool:
+    return inputs.window is None
+
+
+KERNELS = (
+    *(
+        Kernel(replace(pages, phases=phases), run)
+        for pages in (_PAGES_OF_Q, _PAGES_OF_8_BITS)
+        for phases, run in zip(_PHASES, (prefill, decode), strict=True)
+    ),
+    *(
+        Kernel(replace(pages, phases=phases), run, _has_no_window)
+        for pages in (_LATENT_PAGES_OF_Q, _LATENT_PAGES_OF_8_BITS)
+        for phases, run in zip(_PHASES, (paged_latent.prefill, paged_latent.decode), strict=True)
+    ),
 )
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
 run = run_first(KERNELS, DECLARATION)
@@ -145,6 +176,8 @@ def specializations(
     Returns:
         (sequences, bound of their context) for each variant.
     """
+    if k_cache.shape[3] > MAX_DIM:  # latent attention has one variant
+        return [(1, max_context)]
     steps: dict[tuple[_DecodeLaunchConfig, bool], tuple[int, int]] = {}
     max_context = max_context if window is None else min(max_context, window)
     for batch in range(1, max_sequences + 1):

@@ -5,7 +5,7 @@ Dtypes: float32
 Layout: slopes and sinks [heads] float32
 Range: any number of scores
 Technique: constexpr switches: kernels without them are unchanged
-Used by: paged_attention.py, paged_decode.py, paged_prefill.py
+Used by: paged_attention.py, paged_decode.py, paged_latent.py, paged_prefill.py
 """
 
 from __future__ import annotations

@@ -78,6 +78,14 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 @functools.lru_cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether Triton multiplies with Hopper's warpgroup instructions (compute capability 9)."""
+    if device.type != "cuda" or is_amd():
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.lru_cache
 def supports_fp8(device: torch.device) -> bool:
     """Whether kernels can read and write e4m3 (compute capability ≥ 8.9, interpreter)."""
     if device.type != "cuda":

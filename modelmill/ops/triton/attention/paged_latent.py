@@ -1,0 +1,290 @@
+"""Latent attention (MLA) over a paged cache: all query heads read one KV head, values are in it.
+
+Computes: out[T, heads · value_dim] = softmax(q[T, heads, D] · Kᵀ) · V, causal, where V is the first
+    value_dim channels of K (DeepSeek-V2, arXiv:2405.04434, with absorbed up-projections); and the
+    merge of splits
+Dtypes: q and out bfloat16, float16 or float32; pages of q's dtype, int8 or e4m3 with a float32
+    scale per token
+Layout: pages [pages, 1, page_size, D]; int32 page tables
+Range: value_dim 16 … 512, up to 64 channels beside it, page_size a power of two
+Technique: split-KV (up to 64 splits), tensor cores, PDL
+Ops: paged_attention
+
+A program takes a tile of rows, of which each is a query and a head: of one query in decode, of
+several queries of a prompt. It reads a tile of keys once, and multiplies it twice. Programs that
+differ in their rows alone follow each other in the grid, so that they share the keys in the second
+level cache. Splits are a number at run time: a kernel serves every batch and every context.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from modelmill.ops.paged_attention import PagedAttentionInputs
+from modelmill.ops.triton.attention.paged_decode import (
+    key_offsets,
+    load_sequence,
+    offsets_as_unsigned,
+)
+from modelmill.ops.triton.attention.score_mods import LOG2E
+from modelmill.ops.triton.common.device import (
+    has_wgmma,
+    max_shared_bytes,
+    power_of_two,
+    sm_count,
+)
+from modelmill.ops.triton.common.dtype_convert import log2, to_float16, to_float32
+from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
+
+MAX_SPLITS = 64
+MAX_VALUE_DIM, MAX_ROTARY_DIM = 512, 64  # channels that are values, and the others
+MERGE_CHANNELS = 64  # that a program of the merge computes
+PDL_BATCH = 2  # one variant for every batch
+
+
+class LatentTile(NamedTuple):
+    """How a step is divided.
+
+    Attributes:
+        rows: Queries times heads of a tile.
+        keys: Keys of a block.
+        warps: Warps of a program.
+        stages: Blocks of keys in shared memory.
+        per_sm: Programs that share an SM.
+        split_keys: Minimum keys of a split: enough to outweigh the partial results of its rows.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    per_sm: int
+    split_keys: int
+
+
+def prefill(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None = None, *, mixed: bool = False
+) -> torch.Tensor:
+    """Fill the rows of prompts and, where not ``mixed``, those of single queries.
+
+    Rows of padding sequences (context_len 0) are zero; rows that belong to no sequence are
+    undefined.
+    """
+    return _attend(inputs, out, inputs.max_query, 2 if mixed else 1)
+
+
+def decode(inputs: PagedAttentionInputs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill the rows of single queries, and leave the others alone."""
+    return _attend(inputs, out, 1, 1)
+
+
+def _attend(
+    inputs: PagedAttentionInputs, out: torch.Tensor | None, max_query: int, min_query: int
+) -> torch.Tensor:
+    """Fill the rows of sequences of ``min_query`` to ``max_query`` queries."""
+    q, k, _, tables, starts, lengths = inputs[:6]
+    (tokens, heads, dim), batch, value_dim = q.shape, tables.shape[0], inputs.output_dim
+    if out is None:
+        out = torch.empty((tokens, heads * value_dim), dtype=q.dtype, device=q.device)
+    tile = _latent_tile(q, k, max_query)
+    blocks = -(-max_query * heads // tile.rows)
+    splits = _num_splits(tile, blocks * batch, inputs.max_context, q.device)
+    parts = sums = out
+    if splits > 1:
+        parts = torch.empty(
+            (tokens * heads, splits, value_dim), dtype=torch.float32, device=q.device
+        )
+        sums = torch.empty((tokens * heads, splits, 2), dtype=torch.float32, device=q.device)
+    scale = q if inputs.k_scale is None else inputs.k_scale
+    pdl = pdl_launch_options(q.device, PDL_BATCH)
+    counts: dict[str, Any] = {
+        "HEADS": heads, "VALUE_DIM": value_dim, "MIN_QUERY": min_query, "MAX_QUERY": max_query > 1,
+    }  # fmt: skip
+    paged_latent_kernel[(blocks, batch, splits)](
+        q, k, scale, tables, starts, lengths, out, parts, sums,
+        inputs.scale * LOG2E, tables.shape[1], tables.stride(0), splits,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(2),
+        DIM=dim, PAGE=k.shape[2], WIDE=k.stride(0) * k.shape[0] >= 1 << 31,
+        SCALED=scale is not q, SPLIT_KEYS=tile.split_keys,
+        BLOCK_M=tile.rows, BLOCK_N=tile.keys, BLOCK_V=_block(value_dim),
+        BLOCK_R=_block(dim - value_dim), num_warps=tile.warps, num_stages=tile.stages,
+        **counts, **pdl,
+    )  # fmt: skip
+    if splits > 1:
+        chunks = -(-value_dim // MERGE_CHANNELS)
+        merge_latent_splits_kernel[(heads * chunks, batch, max_query)](
+            parts, sums, starts, out, splits,
+            BLOCK_S=MAX_SPLITS, BLOCK_D=MERGE_CHANNELS, num_warps=4, **counts, **pdl,
+        )  # fmt: skip
+    return out
+
+
+def _block(channels: int) -> int:
+    """Channels of a tile: a power of two that tensor cores take."""
+    return max(16, power_of_two(channels))
+
+
+def _num_splits(tile: LatentTile, programs: int, keys: int, device: torch.device) -> int:
+    """Programs that share a context: as many as fit at once, none without keys."""
+    splits = tile.per_sm * sm_count(device) // programs
+    return max(1, min(splits, -(-keys // tile.split_keys), MAX_SPLITS))
+
+
+def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile:
+    """The tile of a step: the largest that compiles without spilling; not measured yet."""
+    per_sm = 2 if max_shared_bytes(q.device) >= 160 << 10 else 1  # each takes 56 KiB, or 72
+    if q.dtype == torch.float32:
+        return LatentTile(16, 16, 4, 1, per_sm, 64)
+    rows = max_query * q.shape[1]
+    # Queries beside the accumulator are too many registers, unless wgmma reads them from shared
+    # memory. The conversion of 8-bit pages needs registers, too.
+    if rows > 32 and k.dtype == q.dtype and has_wgmma(q.device):
+        return LatentTile(64, 64, 8, 2, 1, 128)
+    if rows > 16:
+        return LatentTile(32, 32, 8, 2, 1, 64)
+    if k.dtype != q.dtype:
+        return LatentTile(16, 32, 8, 2, 1, 64)
+    return LatentTile(16, 32, 4, 2, per_sm, 64)
+
+
+@triton.jit(do_not_specialize=["columns", "table_stride", "splits"])
+def paged_latent_kernel(
+    q_ptr, k_ptr, k_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr,
+    scale, columns, table_stride, splits, q_stride, q_head, page_stride, token_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows (queries times heads) of a sequence over one split of their keys.
+
+    MIN_QUERY: least queries of the sequences that are computed. MAX_QUERY: whether they may have
+    more than one.
+    """
+    block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
+    count = (row_end - row).to(tl.int32)
+    tables_ptr += sequence * table_stride
+    m, n = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    query, head = m // HEADS, m % HEADS
+    position = length - count + query
+    last = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // HEADS, count - 1)
+    context = length - count + last + 1  # keys of the last query; negative for padding
+    share = tl.cdiv(tl.cdiv(context, splits), SPLIT_KEYS) * SPLIT_KEYS
+    begin = split * share
+    end = tl.minimum(begin + share, context)
+    offsets = key_offsets(
+        tables_ptr, tl.maximum(begin, 0) + n, columns, page_stride, token_stride, PAGE, WIDE
+    )
+    pdl_wait(PDL)
+    if count < MIN_QUERY:
+        return
+    if count > 1 and not MAX_QUERY:
+        return
+    if block * BLOCK_M >= count * HEADS:
+        return
+    inside = m < count * HEADS
+    at = (row + query) * HEADS + head
+    if splits > 1 and begin >= end:  # the merge does not read what has no weight
+        part = at * splits + split
+        tl.store(sums_ptr + part * 2, tl.full([BLOCK_M], -1.0e30, tl.float32), mask=inside)
+        tl.store(sums_ptr + part * 2 + 1, tl.zeros([BLOCK_M], tl.float32), mask=inside)
+        return
+    v, r = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_R)
+    q_at = q_ptr + (row + query)[:, None] * q_stride + head[:, None] * q_head
+    v_valid, r_valid = v < VALUE_DIM, r < DIM - VALUE_DIM
+    q_v = tl.load(q_at + v[None, :], mask=inside[:, None] & v_valid[None, :], other=0.0)
+    q_r = tl.load(q_at + VALUE_DIM + r[None, :], mask=inside[:, None] & r_valid[None, :], other=0.0)
+    if SCALED:
+        q_v, q_r = q_v.to(tl.float32), q_r.to(tl.float32)
+        if q_ptr.dtype.element_ty != tl.float32:
+            amax = tl.maximum(tl.max(tl.abs(q_v)), tl.max(tl.abs(q_r)))
+            amax = tl.maximum(amax, 1.0e-30)
+            q_v, q_r = (q_v / amax).to(tl.float16), (q_r / amax).to(tl.float16)
+            scale *= amax
+    k_at = k_ptr + v[None, :]
+    rotary_at = k_ptr + VALUE_DIM + r[None, :]
+    row_max = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    exp_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        key = start + n
+        valid = key < end
+        # The next block's pages are looked up while this block's keys are loaded.
+        next_offsets = key_offsets(
+            tables_ptr, key + BLOCK_N, columns, page_stride, token_stride, PAGE, WIDE
+        )
+        latent = tl.load(k_at + offsets[:, None], mask=valid[:, None] & v_valid[None, :], other=0.0)
+        rotary = tl.load(
+            rotary_at + offsets[:, None], mask=valid[:, None] & r_valid[None, :], other=0.0
+        )
+        if SCALED and q_v.dtype == tl.float32:
+            latent, rotary = to_float32(latent), to_float32(rotary)
+        else:
+            latent, rotary = to_float16(latent), to_float16(rotary)
+        score = tl.dot(q_v, tl.trans(latent), input_precision="ieee")
+        score = tl.dot(q_r, tl.trans(rotary), score, input_precision="ieee") * scale
+        if SCALED:
+            # As in paged_decode: the scale of a value is added to the exponent of its weight, and
+            # the sum of the weights divides it out again.
+            scale_index = offsets_as_unsigned(offsets) // DIM
+            k_scale = tl.load(k_scale_ptr + scale_index, mask=valid, other=1.0)
+            score = score * k_scale[None, :] + log2(k_scale)[None, :]
+        allowed = valid[None, :]
+        if MAX_QUERY:
+            allowed = allowed & (key[None, :] <= position[:, None])
+        score = tl.where(allowed, score, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(score, axis=1))
+        rescale, weight = tl.exp2(row_max - new_max), tl.exp2(score - new_max[:, None])
+        if SCALED:
+            exp_sum = exp_sum * rescale + tl.sum(weight * (1.0 / k_scale)[None, :], axis=1)
+        else:
+            exp_sum = exp_sum * rescale + tl.sum(weight, axis=1)
+        acc = tl.dot(
+            weight.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee"
+        )
+        row_max = new_max
+        offsets = next_offsets
+    mask = inside[:, None] & v_valid[None, :]
+    if splits == 1:
+        out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
+        target = out_ptr + at[:, None] * VALUE_DIM + v[None, :]
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        part = at * splits + split
+        tl.store(parts_ptr + part[:, None] * VALUE_DIM + v[None, :], acc, mask=mask)
+        tl.store(sums_ptr + part * 2, row_max, mask=inside)
+        tl.store(sums_ptr + part * 2 + 1, exp_sum, mask=inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_latent_splits_kernel(
+    parts_ptr, sums_ptr, starts_ptr, out_ptr, splits,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Combine the partial results of all splits: BLOCK_D channels of a query and a head."""
+    head, chunk = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    sequence, query = tl.program_id(1), tl.program_id(2)
+    first = tl.load(starts_ptr + sequence).to(tl.int64)
+    count = tl.load(starts_ptr + sequence + 1) - first
+    pdl_wait(PDL)
+    if count < MIN_QUERY or query >= count:
+        return
+    if count > 1 and not MAX_QUERY:
+        return
+    s, d = tl.arange(0, BLOCK_S), chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    at = (first + query) * HEADS + head
+    part = at * splits + s
+    split_max = tl.load(sums_ptr + part * 2, mask=s < splits, other=-1.0e30)
+    exp_sum = tl.load(sums_ptr + part * 2 + 1, mask=s < splits, other=0.0)
+    used = (exp_sum > 0.0)[:, None] & (d < VALUE_DIM)[None, :]
+    acc = tl.load(parts_ptr + part[:, None] * VALUE_DIM + d[None, :], mask=used, other=0.0)
+    share = tl.exp2(split_max - tl.max(split_max, axis=0))
+    total = tl.sum(exp_sum * share, axis=0)
+    out = tl.sum(acc * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    tl.store(out_ptr + at * VALUE_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < VALUE_DIM)

@@ -1,0 +1,155 @@
+"""Latent attention: absorbed and expanded are one function, and padding is not stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modelmill.nn.attention import RopeCosSin
+from modelmill.nn.kv import KVCache, KVShape
+from modelmill.nn.latent_attention import LatentAttentionSpec, LatentCache, LatentCore
+from modelmill.nn.step import Step
+from modelmill.ops import registry
+from modelmill.ops.paged_attention import PagedAttentionInputs
+
+SPEC = LatentAttentionSpec(64, 4, None, 24, 12, 8, 10, False, 0.3, True)
+LENGTHS = [(1, 20), (9, 9), (1, 1), (17, 17), (1, 33)]  # new tokens, keys
+PAGE = 8
+
+
+def make_step(lengths: list[tuple[int, int]], dtype: torch.dtype = torch.float32) -> Step:
+    """Sequences over pages of seeded latent vectors, in an order of their own."""
+    columns = max(-(-keys // PAGE) for _, keys in lengths)
+    draw = torch.Generator().manual_seed(1)
+    pages = len(lengths) * columns
+    tables = torch.randperm(pages, generator=draw).view(len(lengths), columns).int()
+    places = [(b, at) for b, (new, keys) in enumerate(lengths) for at in range(keys - new, keys)]
+    slots = torch.tensor([int(tables[b, at // PAGE]) * PAGE + at % PAGE for b, at in places])
+    new, keys = (torch.tensor(each, dtype=torch.int32) for each in zip(*lengths, strict=True))
+    kv = KVCache.allocate(KVShape(1, 1, SPEC.cached_dim, True), pages, PAGE, dtype, "cpu")
+    rows = torch.randn(kv.k[0].shape, generator=draw)
+    if kv.k_scale:
+        kv.k[0].copy_((rows * 30).round().clamp(-100, 100))
+        kv.k_scale[0].copy_(torch.rand(kv.k_scale[0].shape, generator=draw) / 30)
+    else:
+        kv.k[0].copy_(rows)
+    return Step(
+        ids=slots,
+        positions=torch.tensor([at for _, at in places]),
+        slots=slots,
+        rope_keys=torch.zeros_like(slots),
+        block_tables=tables,
+        query_start=torch.cat((new.new_zeros(1), new.cumsum(0).int())),
+        context_lens=keys,
+        logit_rows=None,
+        max_query=int(new.max()),
+        max_context=int(keys.max()),
+        kv=kv,
+        ops=registry.select_backends("cpu"),
+    )
+
+
+def make_core(spec: LatentAttentionSpec = SPEC) -> LatentCore:
+    core = LatentCore(spec, 0)
+    draw = torch.Generator().manual_seed(2)
+    core.kv_b = torch.randn(core.kv_b.shape, generator=draw) / 5
+    return core
+
+
+def queries(step: Step, spec: LatentAttentionSpec = SPEC) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(len(step.slots), spec.heads, spec.query_dim, generator=draw)
+
+
+def heads_attended(step: Step) -> tuple[Step, list[int]]:
+    """The step with its calls of attention recorded: the KV heads of each."""
+    run, kv_heads = step.ops.paged_attention, []
+
+    def recorded(inputs: PagedAttentionInputs) -> torch.Tensor:
+        kv_heads.append(inputs.k_cache.shape[1])
+        return run(inputs)
+
+    return replace(step, ops=step.ops.replace({"paged_attention": recorded})), kv_heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads"),
+    [(LENGTHS, [4, 1]), ([(9, 9)], [4]), ([(9, 9), (2, 2)], [4]), ([(1, 5), (1, 1)], [1])],
+)
+def test_prompts_are_expanded_to_the_same_result(
+    lengths: list[tuple[int, int]], kv_heads: list[int], dtype: torch.dtype
+) -> None:
+    """Single queries beside them are absorbed."""
+    core, step = make_core(), make_step(lengths, dtype)
+    q = queries(step)
+    expected = core(q, step)
+    decodes = sum(new == 1 for new, _ in lengths)
+    recorded, heads = heads_attended(replace(step, num_decodes=decodes))
+    actual = core(q, recorded)
+    assert heads == kv_heads
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_values_may_have_more_channels_than_queries() -> None:
+    spec = replace(SPEC, value_dim=28)
+    core, step = make_core(spec), make_step(LENGTHS)
+    q = queries(step, spec)
+    expected = core(q, step)
+    torch.testing.assert_close(
+        core(q, replace(step, num_decodes=3)), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_rank_of_some_heads_expands_these_alone() -> None:
+    core, step = make_core(), replace(make_step(LENGTHS), num_decodes=3)
+    q = queries(step)
+    whole = core(q, step).unflatten(1, (4, SPEC.value_dim))
+    core.take_heads((1, 3))
+    part = core(q[:, 1:3], step).unflatten(1, (2, SPEC.value_dim))
+    torch.testing.assert_close(part, whole[:, 1:3])
+
+
+def test_other_up_projections_of_16_bits_are_packed_anew() -> None:
+    core, step = make_core(), make_step(LENGTHS, torch.bfloat16)
+    q = queries(step).bfloat16()
+    core.kv_b = core.kv_b.bfloat16()
+    before = core(q, step)
+    core.kv_b = 2 * core.kv_b
+    changed, other = core(q, step), make_core()
+    other.kv_b = core.kv_b
+    assert torch.equal(changed, other(q, step))
+    assert not torch.allclose(changed, before)
+
+
+def test_a_prompt_with_a_history_is_absorbed() -> None:
+    step, heads = heads_attended(make_step([(9, 20), (4, 4)]))
+    make_core()(queries(step), step)
+    assert heads == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("padding", [[], [0], [2, 3, 11], list(range(12))], ids=str)
+def test_padding_is_not_stored(padding: list[int], dtype: torch.dtype) -> None:
+    step = make_step([(12, 12)], dtype)
+    rows = torch.randn(12, SPEC.cached_dim, generator=torch.Generator().manual_seed(4))
+    angles = torch.zeros(12, SPEC.rope_dim // 2)
+    rope = RopeCosSin(angles.cos(), angles.sin())
+    slots = step.slots.clone()
+    slots[padding] = -1
+    before = [tensor.clone() for tensor in step.kv.tensors]
+    cache = LatentCache(SPEC, 0)
+    q = torch.zeros(12, SPEC.heads * SPEC.query_dim)
+    cache(q, rows, rope, replace(step, slots=slots))
+    after = [tensor.clone() for tensor in step.kv.tensors]
+    cache(q, rows, rope, step)
+    stored = torch.zeros(after[0].shape[0] * PAGE, dtype=torch.bool)
+    stored[slots[slots >= 0]] = True
+    places = stored.view(-1, 1, PAGE)
+    for old, new, whole in zip(before, after, step.kv.tensors, strict=True):
+        assert torch.equal(new[places.expand(new.shape[:3])].float(),
+                           whole[places.expand(new.shape[:3])].float())  # fmt: skip
+        assert torch.equal(new[~places.expand(new.shape[:3])].float(),
+                           old[~places.expand(new.shape[:3])].float())  # fmt: skip
