@@ -525,6 +525,14 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/builder/test_rank_memory.py": (
+        "test_the_plan_of_a_rank_is_what_it_loads[dense]",
+        "test_the_plan_of_a_rank_is_what_it_loads[more ranks than KV heads]",
+        "test_the_plan_of_a_rank_is_what_it_loads[channel scales]",
+        "test_the_plan_of_a_rank_is_what_it_loads[groups]",
+        "test_the_plan_of_a_rank_is_what_it_loads[latent attention]",
+        "test_the_plan_of_a_rank_is_what_it_loads[a tied head, biases]",
+    ),
     "tests/builder/test_config_only.py": (
         "test_parameters_are_those_that_the_authors_count[gemma-4-26B-A4B]",
         "test_parameters_are_those_that_the_authors_count[Qwen3-30B-A3B]",

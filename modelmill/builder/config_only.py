@@ -6,7 +6,7 @@ So a build can be planned, its parameters counted and its memory estimated befor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from modelmill.builder.model_config import find_family, read_model_config
-from modelmill.checkpoint.container import TensorInfo
-from modelmill.checkpoint.gpt_oss_experts import layouts_of_config
+from modelmill.checkpoint.awq_format import AwqScheme
+from modelmill.checkpoint.container import Container, TensorInfo
+from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
+from modelmill.checkpoint.gpt_oss_experts import MODEL_TYPE, layouts_of_config
+from modelmill.checkpoint.gptq_format import GptqScheme
 from modelmill.checkpoint.open import Checkpoint
+from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
@@ -24,6 +28,7 @@ from modelmill.checkpoint.text_half import text_half_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.nn.linear import Linear
+from modelmill.weights.int4 import resolve_group_size
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -97,9 +102,73 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         if rule.target in shapes:
             shape = shapes[rule.target]
             infos |= source_infos(rule, shape, DTYPES.get(dtype, torch.bfloat16), infos)
-    layouts = layouts_of_config(config, infos)
-    checkpoint.raw = checkpoint.view = ConfigContainer(infos, file, layouts)
+    matrices = [
+        source for rule in family.rules(model_config) if _is_matrix(rule) for source in rule.sources
+    ]
+    checkpoint.raw = checkpoint.view = quantized_container(config, infos, matrices, file)
     return checkpoint
+
+
+def _is_matrix(rule: Rule) -> bool:
+    """Whether a rule makes a matrix of a layer that quantized checkpoints have in few bits."""
+    module, _, leaf = rule.target.rpartition(".")
+    return rule.target.startswith("layers.") and leaf == "weight" and module.endswith("_proj")
+
+
+def quantized_container(
+    config: Mapping[str, Any], infos: dict[str, TensorInfo], matrices: Sequence[str], file: Path
+) -> Container:
+    """Return the tensors as a ``quantization_config`` says that they are stored.
+
+    Args:
+        config: The config.
+        infos: Of all tensors, none in few bits.
+        matrices: Those of the layers.
+        file: For messages.
+
+    Raises:
+        CheckpointError: for a method whose sizes do not follow from the config.
+    """
+    settings = config.get("quantization_config")
+    if config.get("model_type") == MODEL_TYPE or not settings:
+        return ConfigContainer(infos, file, layouts_of_config(config, infos))
+    fp8 = read_settings(settings, file)
+    kept = settings.get("modules_to_not_convert") or [] if isinstance(settings, Mapping) else []
+    packed = [name for name in matrices if not any(str(each) in name for each in kept)]
+    if fp8 is not None:
+        return Fp8Container(ConfigContainer(infos | fp8_infos(infos, packed, fp8.block), file), fp8)
+    scheme = find_scheme(settings, file)
+    if not isinstance(scheme, GptqScheme | AwqScheme):
+        raise CheckpointError(
+            f"{file.parent}: holds no weights, and the sizes of those of {scheme.label} do not "
+            "follow from config.json alone; download them, or remove quantization_config to plan "
+            "the original"
+        )
+    layouts = {name: _scheme_layout(scheme, *infos[name].shape) for name in packed}
+    return ConfigContainer(infos, file, layouts)
+
+
+def fp8_infos(
+    infos: Mapping[str, TensorInfo], matrices: Sequence[str], block: tuple[int, int] | None
+) -> dict[str, TensorInfo]:
+    """Return matrices in 8-bit floats, and their scales: one for each block, or one for all."""
+    out = {}
+    for name in matrices:
+        rows, columns = infos[name].shape
+        out[name] = TensorInfo(name, (rows, columns), STORED_DTYPE, rows * columns)
+        grid = (1,) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
+        scale = f"{name}_scale_inv"
+        out[scale] = TensorInfo(scale, grid, "float32", 4 * math.prod(grid))
+    return out
+
+
+def _scheme_layout(scheme: GptqScheme | AwqScheme, rows: int, columns: int) -> QuantLayout:
+    """Return how a scheme stores a matrix, but for an order of its columns."""
+    group = resolve_group_size(scheme.group_size, columns)
+    symmetric = isinstance(scheme, GptqScheme) and scheme.symmetric
+    bits = scheme.bits if isinstance(scheme, GptqScheme) else 4
+    grid = torch.float16 if symmetric else torch.float32
+    return QuantLayout(scheme.label, bits, rows, columns, group, not symmetric, grid)
 
 
 def model_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

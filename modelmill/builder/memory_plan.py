@@ -9,13 +9,20 @@ peaks that ``tools/build_memory.py`` measures on a CPU.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
+from modelmill.builder.rank_memory import (
+    RankMemory,
+    WeightShape,
+    largest_rank_memory,
+    matrix_shapes,
+    single_rank_memory,
+)
 from modelmill.builder.segmentation import segmentation_memory
 from modelmill.builder.sequence_pages import STEP_TOKENS, SequencePages
 from modelmill.builder.tensor_plan import PlannedTensor
@@ -140,7 +147,7 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
         plan.checkpoint, plan.tensors, plan.model_config.vocab, plan.model_config.hidden
     )
     judging += min(
-        _unpacked_weight_bytes(plan),
+        _unpacked_weight_bytes(plan, matrix_shapes(plan)),
         int(UNPACKED_MEMORY_FRACTION * memory_limits.available_memory().free),
     )
     calibrating = 0
@@ -167,31 +174,62 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
 
     If none fits, it contains the reason.
     """
+    room = _device_memory(plan.config.target)
+    if plan.engine_type == LANGUAGE:
+        return _run_memory(plan, single_rank_memory(plan), room) | _build_report(plan)
+    weights = plan.weight_bytes + _unpacked_weight_bytes(plan, matrix_shapes(plan))
+    report = segmentation_memory(plan.model_config, weights, room, plan.dtype.itemsize)
+    return report | _build_report(plan)
+
+
+def rank_memory_report(
+    plan: BuildPlan, ranks: int, expert_parallel: bool = False
+) -> dict[str, Any]:
+    """Return the same of the largest of some ranks that run a language model together.
+
+    Args:
+        plan: The plan.
+        ranks: How many there are, on a device each; on a CPU they share its memory.
+        expert_parallel: Whether they divide whole experts.
+
+    Raises:
+        UsageError: the model cannot be split over so many ranks.
+    """
+    memory = largest_rank_memory(plan, ranks, expert_parallel)
     total, free = _device_memory(plan.config.target)
-    build = {
+    if plan.config.target == "cpu":
+        total, free = total // ranks, free // ranks
+    return _run_memory(plan, memory, (total, free), ranks) | _build_report(plan)
+
+
+def _build_report(plan: BuildPlan) -> dict[str, Any]:
+    return {
         "build_peak": plan.build_memory.peak_bytes,
         "build_mapped": plan.build_memory.mapped_bytes,
     }
-    expanded = _unpacked_weight_bytes(plan)
-    if plan.engine_type != LANGUAGE:
-        room = (total, free)
-        report = segmentation_memory(
-            plan.model_config, plan.weight_bytes + expanded, room, plan.dtype.itemsize
-        )
-        return report | build
+
+
+def _run_memory(
+    plan: BuildPlan, memory: RankMemory, device: tuple[int, int], ranks: int = 1
+) -> dict[str, Any]:
+    """Return the memory at run time of a rank.
+
+    device: total and free bytes of what it may have. ranks: how many there are.
+    """
+    total, free = device
+    expanded = _unpacked_weight_bytes(plan, memory.matrices)
     workspace = (
         4
         * STEP_TOKENS
-        * max(plan.model_config.inner * 2, plan.model_config.hidden * 4)
+        * max(-(-plan.model_config.inner // ranks) * 2, plan.model_config.hidden * 4)
         * plan.dtype.itemsize
     )
-    left = int(total * 0.9) - plan.weight_bytes - expanded - workspace
-    kv = _kv_shape(plan)
+    left = int(total * 0.9) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
-    per_seq = 2 * plan.state.slot_bytes(plan.dtype)
+    per_seq = 2 * memory.state.slot_bytes(plan.dtype)
     room = max(left - per_seq // 2, 0)
-    pages = SequencePages(kv, kv_dtype)
+    pages = SequencePages(memory.kv, kv_dtype)
     full = pages.max_sequences(plan.max_model_len, room, per_seq)
     tokens = plan.max_model_len * full  # of a model without attention
     if pages.token_bytes:
@@ -199,23 +237,23 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     if full < 1:
         tokens = pages.longest_sequence(plan.max_model_len, room - per_seq)
     if left <= 0:
-        needed = format_bytes(plan.weight_bytes + expanded + workspace)
+        needed = format_bytes(memory.weight_bytes + expanded + workspace)
         verdict = (
             f"does not fit: weights and workspace need {needed}, the device has "
-            f"{format_bytes(total)}; try -q int8"
+            f"{format_bytes(total)}{_advice(plan)}"
         )
     else:
-        verdict = _sequences_that_fit(plan, full, tokens)
+        verdict = _sequences_that_fit(plan, memory.kv, full, tokens)
     return {
+        "ranks": ranks,
         "device_total": total,
         "device_free": free,
-        "weights": plan.weight_bytes,
+        "weights": memory.weight_bytes,
         "expanded": expanded,
-        **build,
-        "kv_per_token": kv.token_bytes(kv_dtype),
-        "kv_per_token_8bit": kv.token_bytes(QUANTIZED_KV_DTYPES["int8"]),
+        "kv_per_token": memory.kv.token_bytes(kv_dtype),
+        "kv_per_token_8bit": memory.kv.token_bytes(QUANTIZED_KV_DTYPES["int8"]),
         "kv_page_groups": pages.groups(plan.max_model_len),
-        "state_per_sequence": plan.state.slot_bytes(plan.dtype),
+        "state_per_sequence": memory.state.slot_bytes(plan.dtype),
         "workspace": workspace,
         "kv_tokens": tokens,
         "max_batch_at_max_len": full,
@@ -223,7 +261,7 @@ def memory_report(plan: BuildPlan) -> dict[str, Any]:
     }
 
 
-def _unpacked_weight_bytes(plan: BuildPlan) -> int:
+def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> int:
     """Return the additional bytes of expanded weights on a CPU without a compiled kernel.
 
     They are expanded once at load, as far as memory allows (``loader.unpack_weights``).
@@ -231,11 +269,7 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
     if plan.config.target != "cpu":
         return 0
     chosen = registry.select_backends("cpu", plan.config.kernels).backends
-    sizes = [
-        unpacked_size(p.weight_format, p.shape, plan.dtype)
-        for p in plan.tensors
-        if p.weight_format is not None
-    ]
+    sizes = [unpacked_size(*each, plan.dtype) for each in matrices]
     total = sum(size for op, size in filter(None, sizes) if chosen[op] == "torch")
     return min(
         total,
@@ -246,10 +280,15 @@ def _unpacked_weight_bytes(plan: BuildPlan) -> int:
     )
 
 
-def _sequences_that_fit(plan: BuildPlan, full: int, tokens: int) -> str:
+def _advice(plan: BuildPlan) -> str:
+    """Say what makes the weights of an engine that does not fit smaller."""
+    smaller = {"none": "int8", "int8": "int4"}.get(plan.config.quantization)
+    return f"; try -q {smaller}" if smaller else "; split it over more GPUs (--tp)"
+
+
+def _sequences_that_fit(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> str:
     """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
     longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
-    kv = _kv_shape(plan)
     if full < 1:
         return f"{longest} tokens{state} do not fit; the longest that do: --max-model-len {tokens}"
     if plan.state:

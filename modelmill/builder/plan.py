@@ -184,8 +184,16 @@ class BuildPlan:
         )
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON-able facts, for --dry-run."""
+    def describe(self, ranks: int = 1, expert_parallel: bool = False) -> dict[str, Any]:
+        """Return the plan as JSON-able facts, for --dry-run.
+
+        Args:
+            ranks: Over which the engine will be split; the memory is that of the largest.
+            expert_parallel: Whether they divide whole experts.
+        """
+        memory = self.memory_report
+        if ranks > 1:
+            memory = memory_plan.rank_memory_report(self, ranks, expert_parallel)
         by_format: dict[str, int] = {}
         for planned in self.tensors:
             label = planned.weight_format or "plain"
@@ -206,7 +214,7 @@ class BuildPlan:
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),
-            "memory": self.memory_report,
+            "memory": memory,
             "sampling": None if self.generation is None else self.generation.to_dict(),
         }
 

@@ -52,6 +52,16 @@ class Args(CommonArgs):
         False, "print one line about the result, without plan and tables", flags=("--quiet",)
     )
     dry_run: bool = option(False, "print the plan and write nothing", flags=("--dry-run",))
+    tp: int = option(
+        1,
+        "with --dry-run: tell the memory of one of so many GPUs that run the engine together",
+        flags=("--tp", "-tp", "--tensor-parallel-size"),
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "with --dry-run and --tp: each GPU has whole experts of a mixture",
+        flags=("-ep",),
+    )
     delta: Path | None = option(
         None, "second checkpoint to add to the first (Vicuna's deltas)", metavar="DELTA"
     )
@@ -79,6 +89,7 @@ def run(args: Args) -> int:
             "-o ENGINE is missing: the folder to write the engine to (or --dry-run for the plan "
             "alone)"
         )
+    _check_ranks(args)
     with show_progress(
         "planning", quiet=args.json, lines=True, every=args.progress_seconds
     ) as on_progress:
@@ -109,7 +120,7 @@ def run(args: Args) -> int:
         compile_cpu_kernels("cpu" if args.build.target == "cpu" else "auto", on_progress)
         build_plan = make_plan(checkpoint, args.build, on_progress)
     check_recipe_options(args.build, segmentation=build_plan.engine_type != "language")
-    plan = build_plan.describe()
+    plan = build_plan.describe(args.tp, args.enable_expert_parallel)
     for warning in build_plan.warnings:
         print_note(f"warning: {warning}")
     if args.output is None or args.dry_run:
@@ -118,6 +129,26 @@ def run(args: Args) -> int:
     if there and not args.force:
         return _check_existing(args, build_plan)
     return _build(args, source, vision, build_plan)
+
+
+def _check_ranks(args: Args) -> None:
+    """Refuse ranks of a plan that make no sense.
+
+    Raises:
+        UsageError: for ranks of a build, less than one, or experts divided over one.
+    """
+    if args.tp < 1:
+        raise UsageError(f"--tp must be at least 1, not {args.tp}")
+    if args.tp > 1 and not args.dry_run:
+        raise UsageError(
+            "--tp splits an engine when it starts, not when it is built: give it to run or serve, "
+            "or --dry-run beside it"
+        )
+    if args.enable_expert_parallel and args.tp == 1:
+        raise UsageError(
+            "--enable-expert-parallel divides experts over ranks: give --tp 2 or more, or leave "
+            "it out"
+        )
 
 
 def _check_existing(args: Args, made: BuildPlan) -> int:

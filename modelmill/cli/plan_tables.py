@@ -109,6 +109,7 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
     """Print the memory; cache: KV bytes per token, None without a KV cache."""
     print_facts(
         [
+            ("memory of", _ranks_text(memory.get("ranks", 1))),
             (
                 "device",
                 f"{format_bytes(memory['device_total'])}, {format_bytes(memory['device_free'])} "
@@ -142,6 +143,10 @@ def _show_memory(memory: dict[str, Any], cache: str | None) -> None:
         ],
         title="Memory",
     )
+
+
+def _ranks_text(ranks: int) -> str | None:
+    return None if ranks == 1 else f"the largest of {ranks} ranks (--tp {ranks})"
 
 
 def _page_group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:

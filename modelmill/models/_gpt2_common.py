@@ -8,7 +8,8 @@ from typing import Any
 from modelmill.models._hf_config import (
     MAX_SIZE,
     boolean,
-    head_size,
+    check_multiple,
+    key_in_file,
     non_negative_float,
     num_layers,
     positive_int,
@@ -71,7 +72,7 @@ def config_from_hf(
         layers=num_layers(raw, *layers),
         heads=count,
         kv_heads=count,
-        head_dim=head_size(width, count),
+        head_dim=check_multiple(key_in_file(raw, hidden), width, key_in_file(raw, heads), count),
         vocab=positive_int(raw, "vocab_size"),
         eps=eps,
         max_len=max_len,

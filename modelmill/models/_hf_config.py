@@ -27,10 +27,15 @@ def positive_int(
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max_value:
         raise CheckpointError(
-            f"config.json: {keys[0]} must be an integer between 1 and {max_value}, not "
-            f"{quote(value, 60)}"
+            f"config.json: {key_in_file(raw, keys)} must be an integer between 1 and {max_value}, "
+            f"not {quote(value, 60)}"
         )
     return value
+
+
+def key_in_file(raw: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """The one of some keys of one meaning that a config sets; the first, if it sets none."""
+    return next((key for key in keys if raw.get(key) is not None), keys[0])
 
 
 def num_layers(raw: Mapping[str, Any], *keys: str) -> int:
@@ -43,7 +48,8 @@ def non_negative_float(raw: Mapping[str, Any], *keys: str, default: float | None
     value = _first_value(raw, keys, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < MAX_FLOAT:
         raise CheckpointError(
-            f"config.json: {keys[0]} must be a number from 0 up, not {quote(value, 60)}"
+            f"config.json: {key_in_file(raw, keys)} must be a number from 0 up, not "
+            f"{quote(value, 60)}"
         )
     return float(value)
 
@@ -52,7 +58,7 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
     """The first of ``keys`` that is set, as a number above 0."""
     value = non_negative_float(raw, *keys, default=default)
     if value == 0:
-        raise CheckpointError(f"config.json: {keys[0]} must be above 0")
+        raise CheckpointError(f"config.json: {key_in_file(raw, keys)} must be above 0")
     return value
 
 
@@ -101,8 +107,17 @@ def check_rotary_pairs(key: str, value: int, rotated: int) -> int:
 
 
 def boolean(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Read a key of config.json that must be true or false."""
+    """Read a key of config.json that must be true or false.
+
+    Raises:
+        CheckpointError: for other values, and for a null that readers understand differently:
+            transformers takes it for false.
+    """
     value = raw.get(key)
+    if value is None and default and key in raw:
+        raise CheckpointError(
+            f"config.json: {key} is null, which may mean true or false; write one of them"
+        )
     value = default if value is None else value
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {key} must be true or false, not {quote(value, 60)}")

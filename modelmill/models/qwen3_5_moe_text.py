@@ -8,7 +8,13 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _delta_net_config
-from modelmill.models._delta_net_config import DRAFT_HEADS, UNGROUPED_NAMES, WHOLE_NORMS
+from modelmill.models._delta_net_config import (
+    DRAFT_HEADS,
+    GATED_ATTENTION,
+    UNGROUPED_NAMES,
+    UNUSED_KEYS,
+    WHOLE_NORMS,
+)
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
@@ -26,6 +32,8 @@ LAYOUT = CheckpointLayout(
     ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = UNUSED_KEYS
+SUPPORTED_VALUES = GATED_ATTENTION
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

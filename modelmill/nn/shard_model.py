@@ -95,6 +95,17 @@ def shard_model(
         model.state = state_shape(layers)  # type: ignore[assignment]
 
 
+def shard_for_rank(
+    model: nn.Module,
+    rank: int,
+    size: int,
+    alignment_for: Callable[[str], int],
+    expert_parallel: bool = False,
+) -> None:
+    """The same without processes: to plan what rank ``rank`` of ``size`` will have."""
+    shard_model(model, TPGroup(rank, size), alignment_for, expert_parallel)
+
+
 def _take_experts(model: nn.Module, tp_group: TPGroup) -> None:
     """Leave in each mixture the rank's experts."""
     mixtures = list(_mixtures(model))

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from modelmill.core.errors import TokenizerError
 from modelmill.text.added_tokens import add_tokens, update_token_flags
 from modelmill.text.byte_level import byte_level_alphabet
-from modelmill.text.hf_spec import check_spec, check_vocab
+from modelmill.text.hf_spec import check_spec, check_vocab, unknown_token_id
 from modelmill.text.tokenizer_base import Tokenizer, VocabInfo
 from modelmill.text.tokenizer_files import TokenizerSettings, read_json, read_settings, unique_ids
 
@@ -26,6 +26,8 @@ MAX_UNSPLIT_CHARS = 2048
 """Characters that take a millisecond or two."""
 BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 ALPHABET = byte_level_alphabet()
+AFFIX_PROBES = ("x", "1", ".")
+"""Texts to find out what is added around one; some tokenizers drop some."""
 
 
 def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
@@ -41,8 +43,15 @@ def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
         json.dumps(spec) if update_token_flags(spec, settings) else files["tokenizer.json"].decode()
     )
     core = _call_library("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
-    core.model.dropout = None  # of training: the same text must give the same ids
-    return from_core(core, settings, tokenizer_type="hf", file="tokenizer.json")
+    if hasattr(core.model, "dropout"):
+        core.model.dropout = None  # of training: the same text must give the same ids
+    return from_core(
+        core,
+        settings,
+        tokenizer_type="hf",
+        file="tokenizer.json",
+        unknown_id=unknown_token_id(spec),
+    )
 
 
 def load_vocab_merges(files: Mapping[str, bytes]) -> Tokenizer:
@@ -108,10 +117,12 @@ def from_core(
     tokenizer_type: str,
     file: str,
     special_ids: Mapping[str, int] | None = None,
+    unknown_id: int | None = None,
 ) -> HfTokenizer:
     """Wraps a finished tokenizers.Tokenizer.
 
-    special_ids: bos_token, eos_token, … by id, where the file has ids.
+    special_ids: bos_token, eos_token, … by id, where the file has ids. unknown_id: what its model
+    writes for characters that it does not know, if it does.
     """
     core.no_truncation()
     core.no_padding()
@@ -151,15 +162,18 @@ def from_core(
             t.content: (t.lstrip, t.rstrip, t.single_word) for t in (added[id] for id in control)
         },
     )
-    return HfTokenizer(core, traits)
+    return HfTokenizer(core, traits, unknown_id)
 
 
 class HfTokenizer(Tokenizer):
     """A tokenizers.Tokenizer behind our interface, with its own normalizer and pre-tokenizer."""
 
-    def __init__(self, core: tokenizers.Tokenizer, traits: VocabInfo) -> None:
+    def __init__(
+        self, core: tokenizers.Tokenizer, traits: VocabInfo, unknown_id: int | None = None
+    ) -> None:
         super().__init__(traits)
         self._core = core
+        self._unknown_id = unknown_id
         self._control = frozenset(traits.special.values())
         self._added = {id: token.content for id, token in core.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
@@ -178,7 +192,8 @@ class HfTokenizer(Tokenizer):
         encoded = _encode(self._no_control_core if at_start else self._no_control_inner_core, text)
         ids = encoded.ids
         for index, id in enumerate(ids):
-            if id in self._control:
+            # characters that the model does not know are no control token, although theirs is one
+            if id in self._control and id != self._unknown_id:
                 # the model itself produced it (ignore_merges): cut inside its text and go on
                 start, stop = encoded.offsets[index]
                 cut = start + 1
@@ -313,8 +328,9 @@ def _affixes(
     core: tokenizers.Tokenizer, settings: TokenizerSettings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the library adds around a text, unless add_bos/add_eos are set."""
-    plain = core.encode("x", add_special_tokens=False).ids
-    full = core.encode("x", add_special_tokens=True).ids
+    text = next((each for each in AFFIX_PROBES if core.encode(each, add_special_tokens=False)), "x")
+    plain = core.encode(text, add_special_tokens=False).ids
+    full = core.encode(text, add_special_tokens=True).ids
     extra = len(full) - len(plain)
     cut = next((i for i in range(extra + 1) if full[i : i + len(plain)] == plain), 0)
     prefix, suffix = tuple(full[:cut]), tuple(full[cut + len(plain) :])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import TokenizerError
+from modelmill.core.quoting import quote
 from modelmill.text.tokenizer_files import is_token_id
 
 MAX_GROWTH = 64
@@ -21,10 +22,13 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         TokenizerError: if one of them is invalid.
     """
     model = spec.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
-        model_type = model.get("type") if isinstance(model, dict) else None
-        raise TokenizerError(f"tokenizer.json: expected a BPE model, found {str(model_type)[:40]}")
-    vocab = model.get("vocab")
+    model_type = model.get("type", "BPE") if isinstance(model, dict) else None
+    if model_type not in ("BPE", "Unigram"):
+        raise TokenizerError(
+            f"tokenizer.json: expected a BPE or Unigram model, not {quote(model_type, 40)}"
+        )
+    assert isinstance(model, dict)
+    vocab = model.get("vocab") if model_type == "BPE" else _unigram_vocab(model.get("vocab"))
     check_vocab(vocab, "tokenizer.json")
     assert isinstance(vocab, dict)
     by_id = {id: text for text, id in vocab.items()}
@@ -46,6 +50,38 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             raise TokenizerError(f"tokenizer.json: two tokens share the id {token['id']}")
         if vocab.get(token["content"], token["id"]) != token["id"]:
             raise TokenizerError(f"tokenizer.json: {token['content']!r} has two ids")
+
+
+def _unigram_vocab(pieces: object) -> dict[str, int]:
+    """Return the ids of a Unigram model's pieces, which are listed in their order with scores.
+
+    Raises:
+        TokenizerError: unless it is a list of different pieces, each with a number.
+    """
+    if not isinstance(pieces, list) or not all(
+        isinstance(each, list)
+        and len(each) == 2
+        and isinstance(each[0], str)
+        and isinstance(each[1], int | float)
+        for each in pieces
+    ):
+        raise TokenizerError(
+            "tokenizer.json: the vocabulary of a Unigram model must be a list of pieces and scores"
+        )
+    ids = {piece: id for id, (piece, _) in enumerate(pieces)}
+    if len(ids) != len(pieces):
+        raise TokenizerError("tokenizer.json: two pieces of the vocabulary are alike")
+    return ids
+
+
+def unknown_token_id(spec: Mapping[str, Any]) -> int | None:
+    """Return the id that the model of a tokenizer.json writes for characters it does not know."""
+    model = spec["model"]
+    if model.get("type", "BPE") == "Unigram":
+        id = model.get("unk_id")
+    else:
+        id = model["vocab"].get(model.get("unk_token"))
+    return id if is_token_id(id) else None
 
 
 def check_vocab(vocab: object, file: str) -> None:

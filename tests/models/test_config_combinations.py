@@ -18,6 +18,7 @@ from modelmill.core.registry import find_module
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
 from tests.models.all_families import CASES
+from tests.models.family_cases import NULL
 from tests.models.saved_family import (
     Saved,
     compare,
@@ -90,6 +91,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two counts of chosen experts, ERNIE 4.5": (
         "ernie4_5_moe", {"moe_k": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3",
     ),
+    "a null that is true where the key is absent": (
+        "deepseek_v3", {"norm_topk_prob": NULL}, "norm_topk_prob is null",
+    ),
+    "attention without a gate": ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate"),
+    "a width by its name in the file": ("bloom", {"hidden_size": None, "n_embed": 0}, "n_embed"),
+    "heads by their name in the file": (
+        "gpt_bigcode", {"n_head": 5}, "n_head=5",
+    ),
     "heads that are no share of the width, GPT-NeoX": ("gpt_neox", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, StableLM": ("stablelm", {"head_dim": 8}, "head_dim=8"),
     "heads that are no share of the width, Falcon": ("falcon", {"head_dim": 8}, "head_dim=8"),
@@ -119,6 +128,15 @@ def test_a_pattern_of_windows_that_the_class_does_not_have_has_no_effect(model_t
     windows = list(family.config_from_hf(raw).windows)
     assert windows == list(family.config_from_hf(plain).windows) != WINDOWS
     assert any("sliding_window_pattern" in line for line in warnings_of(raw))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_published_keys_of_qwen3_5_that_change_nothing_say_nothing(model_type: str) -> None:
+    published = {
+        "attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }  # fmt: skip
+    assert warnings_of(CASES[model_type].raw(**published)) == []
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "falcon"])

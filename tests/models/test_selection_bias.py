@@ -19,7 +19,7 @@ from tests.models.saved_family import label
 pytest.importorskip("transformers")
 FAMILIES = (
     "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "minimax_m2", "ernie4_5_moe",
-    "exaone_moe", "solar_open",
+    "exaone_moe", "solar_open", "kimi_k2",
 )  # fmt: skip
 
 

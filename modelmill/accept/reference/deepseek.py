@@ -1,4 +1,4 @@
-"""deepseek_v2, deepseek_v3: latent attention (arXiv:2405.04434, section 2.1, and 2412.19437).
+"""deepseek_v2, deepseek_v3, kimi_k2: latent attention (arXiv:2405.04434, 2.1, and 2412.19437).
 
 Keys and values of all heads are expanded from the latent vectors here, as the papers define them.
 YaRN multiplies the scores by the square of 0.1 · mscale_all_dim · ln(factor) + 1.
@@ -25,7 +25,7 @@ from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
 from modelmill.accept.reference.rope import rope_from_config, turn_halves, turn_neighbours
 from modelmill.accept.reference.tensor_source import TensorSource
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 LATENT_EPS = 1e-6
 LATENT_NORMS = {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
 

@@ -1,0 +1,28 @@
+"""hyperclovax: factors of µP (arXiv:2203.03466), norms around branches (arXiv:2502.02732)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.plain_decoder import MLP, PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class HyperCLOVAXReference(PlainDecoderReference):
+    """HyperCLOVAXForCausalLM; the logits are multiplied by ``logits_scaling``."""
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.rope = self.plain_rope()
+        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.score_scale = float(config.get("attention_multiplier") or self.score_scale)
+        self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
+        self.logit_scale = float(config.get("logits_scaling", 1.0))
+        if config.get("use_post_norm", True):
+            self.layer = self.sandwich
+            self.norm_paths |= {"attn_post": "post_norm1", "mlp_post": "post_norm2"}
+        else:
+            self.branch_scale = float(config.get("residual_multiplier", 1.0))
+
+
+REFERENCE = HyperCLOVAXReference

@@ -1,0 +1,22 @@
+"""iquestcoder: grouped attention and a gated MLP (the model card of IQuest-Coder-V1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.accept.reference.plain_decoder import MLP, Defaults, PlainDecoderReference
+from modelmill.accept.reference.tensor_source import TensorSource
+
+
+class IQuestCoderReference(PlainDecoderReference):
+    """IQuestCoderForCausalLM."""
+
+    DEFAULTS = Defaults(kv_heads=8, head_dim=128, eps=1e-5, positions=131072)
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.rope = self.plain_rope()
+        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+
+
+REFERENCE = IQuestCoderReference

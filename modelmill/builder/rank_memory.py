@@ -1,0 +1,146 @@
+"""What one rank of a tensor-parallel group keeps of a planned engine; nothing is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from modelmill.builder.tensor_plan import PlannedTensor
+from modelmill.nn.kv import KVShape, kv_cache_dtype
+from modelmill.nn.layer_stack import model_state_shape
+from modelmill.nn.linear import Linear
+from modelmill.nn.model_kv import model_kv_shape
+from modelmill.nn.recurrent_state import StateShape
+from modelmill.nn.shard_model import shard_for_rank
+
+if TYPE_CHECKING:
+    from modelmill.builder.plan import BuildPlan
+
+WeightShape = tuple[str, tuple[int, ...]]
+"""A weight format, and the shape of a rank's part of a matrix."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank keeps.
+
+    Attributes:
+        weight_bytes: Of its parts of all tensors.
+        matrices: Format and shape of its parts of the matrices.
+        kv: The KV cache of its heads.
+        state: Its part of a sequence's recurrent state.
+    """
+
+    weight_bytes: int
+    matrices: tuple[WeightShape, ...]
+    kv: KVShape
+    state: StateShape
+
+
+def single_rank_memory(plan: BuildPlan) -> RankMemory:
+    """Return what an engine keeps that is not split."""
+    assert plan.kv is not None, "a language model has a KV cache"
+    return RankMemory(plan.weight_bytes, matrix_shapes(plan), plan.kv, plan.state)
+
+
+def matrix_shapes(plan: BuildPlan) -> tuple[WeightShape, ...]:
+    """Return format and shape of every matrix."""
+    return tuple(
+        (each.weight_format, each.shape) for each in plan.tensors if each.weight_format is not None
+    )
+
+
+def largest_rank_memory(plan: BuildPlan, ranks: int, expert_parallel: bool = False) -> RankMemory:
+    """Return what that rank keeps which has the most weights.
+
+    Args:
+        plan: Of a language model.
+        ranks: How many compute a step together.
+        expert_parallel: Whether they divide whole experts.
+
+    Raises:
+        UsageError: the model cannot be split over so many ranks, or has no experts to divide.
+    """
+    if ranks == 1:
+        return single_rank_memory(plan)
+    aligned = _column_alignments(plan)
+    memories = (_rank_memory(plan, aligned, rank, ranks, expert_parallel) for rank in range(ranks))
+    return max(memories, key=lambda memory: memory.weight_bytes)
+
+
+def _rank_memory(
+    plan: BuildPlan,
+    aligned: Callable[[str], int],
+    rank: int,
+    ranks: int,
+    expert_parallel: bool,
+) -> RankMemory:
+    with torch.device("meta"):
+        model = plan.family.Model(plan.model_config)
+    shard_for_rank(model, rank, ranks, aligned, expert_parallel)
+    modules, buffers = dict(model.named_modules()), dict(model.named_buffers())
+    total, matrices = 0, []
+    for planned in plan.tensors:
+        if planned.weight_format is None:
+            buffer = buffers.get(planned.rule.target)
+            total += 0 if buffer is None else buffer.numel() * planned.dtype.itemsize
+        elif planned.module in modules:  # an expert of another rank is not there
+            module = modules[planned.module]
+            assert isinstance(module, Linear)
+            total += _part_bytes(planned, module.shape)
+            matrices.append((planned.weight_format, tuple(module.shape)))
+    return RankMemory(
+        total, tuple(matrices), _rank_kv(plan, model, ranks), model_state_shape(model)
+    )
+
+
+def _rank_kv(plan: BuildPlan, model: nn.Module, ranks: int) -> KVShape:
+    dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
+    return model_kv_shape(model, plan.max_model_len, None, dtype, ranks)
+
+
+def _column_alignments(plan: BuildPlan) -> Callable[[str], int]:
+    """Return the multiple at which the columns of a matrix, by its module, may be cut."""
+    aligned = {
+        each.module: _alignment(each) for each in plan.tensors if each.weight_format is not None
+    }
+    return lambda module: aligned.get(module, 1)  # a tied head has no matrix of its own
+
+
+def _alignment(planned: PlannedTensor) -> int:
+    columns = planned.shape[1]
+    if any(name.endswith("perm") for name in planned.stored_info):
+        return columns
+    layouts = () if planned.kept_weight is None else planned.kept_weight.layouts
+    sizes = [layout.group_size for layout in layouts if layout is not None]
+    if planned.recipe is not None:
+        sizes.append(planned.recipe.pack_options.get("group_size", 1))
+    return lcm(*(columns if size < 1 else size for size in sizes))
+
+
+def _part_bytes(planned: PlannedTensor, part: tuple[int, int]) -> int:
+    """Return the bytes of a part of a matrix."""
+    whole = planned.shape[0], planned.shape[1]
+    if part == whole:
+        return planned.nbytes
+    return sum(
+        _part_numel(shape, whole, part) * dtype.itemsize
+        for shape, dtype in planned.stored_info.values()
+    )
+
+
+def _part_numel(shape: tuple[int, ...], whole: tuple[int, int], part: tuple[int, int]) -> int:
+    """Return how many numbers of a stored tensor belong to a part of its matrix.
+
+    Its dimensions are rows, then columns or fewer of them, such as groups; in a vector one of both.
+    """
+    if len(shape) == 2:
+        scaled = shape[0] * part[0] // whole[0], -(-shape[1] * part[1] // whole[1])
+        return scaled[0] * scaled[1]
+    axes = [axis for axis in (0, 1) if shape == (whole[axis],)]
+    return part[axes[0]] if axes else torch.Size(shape).numel()

@@ -1,0 +1,54 @@
+"""HyperCLOVA X SEED (``HyperCLOVAXForCausalLM``): Granite with norms behind the branches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.core.errors import CheckpointError
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
+)
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in HyperCLOVAXConfig.
+
+    Raises:
+        CheckpointError: for branches that are both normed and scaled.
+    """
+    normed = boolean(raw, "use_post_norm", True)
+    scale = positive_float(raw, "residual_multiplier", default=1.0)
+    if normed and scale != 1.0:
+        raise CheckpointError(
+            f"config.json: residual_multiplier={scale:g} is not supported beside norms behind the "
+            "branches (use_post_norm); published models have 1"
+        )
+    attention_scale = raw.get("attention_multiplier")
+    return _llama_common.config_from_hf(
+        raw,
+        activation=activation(raw, "hidden_act", "silu"),
+        layer=SandwichLayer if normed else ScaledBranchLayer,
+        **attention_bias(raw),
+        mlp_bias=boolean(raw, "mlp_bias", False),
+        attention_scale=None
+        if attention_scale is None
+        else positive_float(raw, "attention_multiplier"),
+        embedding_scale=factor(raw, "embedding_multiplier"),
+        branch_scale=None if normed else scale,
+        logit_scale=factor(raw, "logits_scaling"),
+    )
+
+
+class Model(Decoder):
+    """The decoder with normed or scaled branches."""

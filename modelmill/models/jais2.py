@@ -1,0 +1,34 @@
+"""Jais 2 (``Jais2ForCausalLM``): LLaMA with LayerNorm, biases, and the square of ReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, attention_bias, boolean
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.nn.decoder import Decoder, DecoderConfig
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
+rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in Jais2Config."""
+    return _llama_common.config_from_hf(
+        raw,
+        positions=8192,
+        layer_norm="layer_norm_eps",
+        activation=activation(raw, "hidden_act", "relu2"),
+        gated=False,
+        **attention_bias(raw, default=True),
+        mlp_bias=boolean(raw, "mlp_bias", True),
+    )
+
+
+class Model(Decoder):
+    """The decoder with LayerNorm and a plain MLP."""

@@ -1,0 +1,40 @@
+"""Youtu-LLM (``YoutuForCausalLM``): DeepSeek-V3's attention with a plain MLP in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.core.config_view import overlay_config
+from modelmill.models._deepseek_common import (
+    UNUSED_CONFIG_KEYS,
+    decoder_config,
+    ignored_tensors,
+    rules,
+)
+from modelmill.models._hf_config import boolean
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.moe import RouterConfig
+
+__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
+
+CHECKPOINT_PREFIXES = ("model.",)
+UNUSED_CONFIG_KEYS = (*UNUSED_CONFIG_KEYS, "embedding_initializer_range")
+NO_EXPERTS = {"moe_intermediate_size": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in YoutuConfig."""
+    config = decoder_config(
+        overlay_config(raw, {"tie_word_embeddings": True}, NO_EXPERTS),
+        RouterConfig(1, 1),
+        positions=131072,
+        neighbours=boolean(raw, "rope_interleave", True),
+        defaults=NO_EXPERTS,
+    )
+    return replace(config, moe=None)
+
+
+class Model(Decoder):
+    """The decoder with latent attention."""
