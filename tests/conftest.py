@@ -5,6 +5,7 @@ made once for all folders, and a seeded torch.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,10 +70,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = selected
 
 
+class ImportedModules:
+    """Spares the collector of garbage what was imported: it reads all of it again and again."""
+
+    frozen = 0
+
+    @classmethod
+    def freeze(cls) -> None:
+        """After collection, and after a test that imported a large package such as transformers."""
+        if len(sys.modules) > cls.frozen + 100:
+            gc.collect()
+            gc.freeze()
+            cls.frozen = len(sys.modules)
+
+
 def pytest_collection_finish() -> None:
-    """Spare the collector of garbage what was imported: it reads all of it again and again."""
-    gc.collect()
-    gc.freeze()
+    ImportedModules.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    ImportedModules.freeze()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:

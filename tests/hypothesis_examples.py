@@ -1,4 +1,6 @@
-"""How many examples a property gets: fewer in ``make test`` than in ``make test-all``."""
+"""How many examples a property gets, or rows a decoder: fewer in ``make test`` than in
+``make test-all``.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +16,8 @@ def set_quick(quick: bool) -> None:
 def examples(full: int, quick: int) -> int:
     """The examples of a property that is tested for each of many cases."""
     return quick if _quick else full
+
+
+def is_quick() -> bool:
+    """Whether this is ``make test``."""
+    return _quick

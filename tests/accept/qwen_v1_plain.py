@@ -127,12 +127,10 @@ class PlainQwen:
             place = self.position + 1
             if self.config["use_logn_attn"] and place > self.config["seq_length"]:
                 query = query * math.log(place, self.config["seq_length"])
-            scores = torch.stack([query @ past[h] for past, _ in self.cache[i]]) / math.sqrt(d)
+            scores = torch.stack([past[h] for past, _ in self.cache[i]]) @ query / math.sqrt(d)
             chances = torch.exp(scores - scores.max())
             chances = chances / chances.sum()
-            mixed.append(
-                sum(c * values[h] for c, (_, values) in zip(chances, self.cache[i], strict=True))
-            )
+            mixed.append(chances @ torch.stack([values[h] for _, values in self.cache[i]]))
         return torch.cat(mixed)
 
 

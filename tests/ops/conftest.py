@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.ops.emulation.emulator import Emulator, replace_gpu
+from tests.ops.interpreter_speed import speed_up
 
 
 def _fix_interpreter() -> None:
@@ -27,6 +28,7 @@ def _fix_interpreter() -> None:
     of rounded in bfloat16.
     """
     try:
+        import triton
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:
@@ -81,6 +83,7 @@ def _fix_interpreter() -> None:
     )
     _require_boolean_masks(builder)
     _patch_once(interpreter)
+    speed_up(triton, interpreter)
 
 
 def _require_boolean_masks(builder: Any) -> None:
@@ -108,13 +111,16 @@ def _patch_once(interpreter: Any) -> None:
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[frozenset[int]] = set()
+    languages_by_module: dict[str, frozenset[int]] = {}
+
+    def languages_of(fn: Any) -> frozenset[int]:
+        if fn.__module__ not in languages_by_module:
+            values = {id(value) for value in fn.__globals__.values()}
+            languages_by_module[fn.__module__] = frozenset(values.intersection(map(id, languages)))
+        return languages_by_module[fn.__module__]
 
     def patch_new(fn: Any) -> Any:
-        used_languages = frozenset(
-            id(value)
-            for value in fn.__globals__.values()
-            if any(value is each for each in languages)
-        )
+        used_languages = languages_of(fn)
         if used_languages not in patched:
             patched.add(used_languages)
             return patch(fn)

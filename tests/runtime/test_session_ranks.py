@@ -59,6 +59,13 @@ def opened(engine: Path, tp: int, **options: Any) -> Iterator[EngineCore]:
         core.close()
 
 
+@pytest.fixture(scope="module")
+def pair(engines: Callable[[str], Path]) -> Iterator[EngineCore]:
+    """A llama on two ranks, which several tests use one after the other."""
+    with opened(engines("llama"), 2) as core:
+        yield core
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "options"),
     [
@@ -88,14 +95,13 @@ def test_as_many_ranks_go_on_bit_for_bit(
 
 
 def test_pages_travel_in_parts(
-    engines: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: EngineCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("modelmill.runtime.session_ranks._CHUNK_BYTES", 1)
-    with opened(engines("llama"), 2) as core:
-        answer(core, PROMPT)
-        in_parts = save(core, PROMPT, tmp_path / "s")
-        monkeypatch.undo()
-        whole = export_session(core, PROMPT, "", MANY)
+    answer(pair, PROMPT)
+    in_parts = save(pair, PROMPT, tmp_path / "s")
+    monkeypatch.undo()
+    whole = export_session(pair, PROMPT, "", MANY)
     for one, other in zip(in_parts.data, whole.data, strict=True):
         assert one.tobytes() == other.tobytes()
 
@@ -117,12 +123,11 @@ def test_another_number_of_ranks_is_one_line(
         read_session(tmp_path / "s", layout)
 
 
-def test_cut_and_forged_files_are_one_line(engines: Callable[[str], Path], tmp_path: Path) -> None:
+def test_cut_and_forged_files_are_one_line(pair: EngineCore, tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with opened(engines("llama"), 2) as core:
-        answer(core, PROMPT)
-        save(core, PROMPT, path)
-        layout = session_layout(core)
+    answer(pair, PROMPT)
+    save(pair, PROMPT, path)
+    layout = session_layout(pair)
     data = path.read_bytes()
     for part in (data[:-1], data[: len(data) // 2], data[: len(MAGIC) + 9]):
         path.write_bytes(part)
@@ -149,20 +154,19 @@ def test_cut_and_forged_files_are_one_line(engines: Callable[[str], Path], tmp_p
 
 
 def test_what_does_not_fit_is_refused_and_the_ranks_go_on(
-    engines: Callable[[str], Path], tmp_path: Path
+    engines: Callable[[str], Path], pair: EngineCore, tmp_path: Path
 ) -> None:
-    with opened(engines("llama"), 2) as core:
-        answer(core, PROMPT)
-        session = save(core, PROMPT, tmp_path / "s")
-        with pytest.raises(CapacityError, match="--session-bytes leaves 10 bytes"):
-            export_session(core, PROMPT, "", 10)
+    answer(pair, PROMPT)
+    session = save(pair, PROMPT, tmp_path / "s")
+    with pytest.raises(CapacityError, match="--session-bytes leaves 10 bytes"):
+        export_session(pair, PROMPT, "", 10)
     page_bytes = sum(each.shape[1] for each in session.data) // 2
     with opened(engines("llama"), 2, kv_cache_bytes=5 * page_bytes, max_model_len=32) as small:
         with pytest.raises(CapacityError, match="needs 5 pages of the KV cache, and 4 are free"):
             import_session(small, session, "")
-        short = answer(small, PROMPT[:16])
-    with opened(engines("llama"), 2) as core:
-        assert answer(core, PROMPT[:16]) == short
+        short, cached = answer(small, PROMPT[:16])
+    assert cached == 0
+    assert answer(pair, PROMPT[:16])[0] == short
 
 
 def test_a_killed_rank_is_one_line(engines: Callable[[str], Path]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,6 +16,7 @@ from modelmill.serve.app import make_app
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.service import Service, ServiceLimits
 from modelmill.serve.worker_messages import OpenEngine
+from modelmill.text_processor import TextProcessor
 from tests.serve.asgi_client import Client, Response
 from tests.wait import TIMEOUT_SECONDS
 
@@ -80,6 +82,15 @@ class ServiceThread:
         """
         service = Service(self.service.engines, ServiceLimits(**limits), self.service.metrics)
         return Client(make_app(service), key)
+
+    @contextmanager
+    def other_template(self, template: str) -> Iterator[Self]:
+        """The same worker with another chat template, which only the process of the API reads."""
+        engine = self.engine
+        before = engine._text_processor
+        engine._text_processor = TextProcessor.from_engine(engine.path, template)
+        yield self
+        engine._text_processor = before
 
     def __enter__(self) -> Self:
         return self

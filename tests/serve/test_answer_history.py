@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,9 @@ SECOND_TOKENS = 4
 
 
 @pytest.fixture(scope="module")
-def service(stories: Path) -> Iterator[ServiceThread]:
-    with ServiceThread(stories, template=TEMPLATE) as running:
-        yield running
+def service(running: ServiceThread) -> Iterator[ServiceThread]:
+    with running.other_template(TEMPLATE) as service:
+        yield service
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,9 @@ THINKING_TOKENS, MAX_TOKENS = 6, 420
 
 
 @pytest.fixture(scope="module")
-def service(stories: Path) -> Iterator[ServiceThread]:
-    with ServiceThread(stories, template=TEMPLATE) as running:
-        yield running
+def service(running: ServiceThread) -> Iterator[ServiceThread]:
+    with running.other_template(TEMPLATE) as service:
+        yield service
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

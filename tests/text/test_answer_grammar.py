@@ -17,6 +17,7 @@ from modelmill.text.answer_pieces import ParsedAnswer, collect_answer
 from modelmill.text.chat_format_files import control_marks, format_names, load_format
 from modelmill.text.grammar import check_grammar
 from modelmill.text.tool_grammar import forced_call_grammar, strict_call_grammar
+from tests.hypothesis_examples import examples
 from tests.text.answer_sampler import AnswerSampler
 from tests.text.random_schemas import is_valid, random_parameters
 
@@ -109,7 +110,7 @@ def check_forced_calls(name: str, seeds: range) -> int:
 
 @pytest.mark.parametrize("name", format_names())
 def test_a_forced_call_is_valid_in_every_syntax(name: str) -> None:
-    assert check_forced_calls(name, range(10)) >= 1
+    assert check_forced_calls(name, range(examples(full=10, quick=6))) >= 1
 
 
 def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
@@ -136,8 +137,8 @@ def check_strict_calls(name: str, seeds: range) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", format_names())
 def test_a_strict_function_is_called_as_declared_or_not_at_all(name: str) -> None:
-    ended, _ = check_strict_calls(name, range(8))
-    assert ended > 2
+    ended, _ = check_strict_calls(name, range(examples(full=8, quick=5)))
+    assert ended > 1
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

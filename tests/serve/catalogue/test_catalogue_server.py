@@ -53,11 +53,16 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+def check_keep_alive(server: ServerProcess, model: str) -> None:
+    """Every dialect takes it."""
+    for path, body in BODIES.items():
+        status, answer, _ = server.request(path, {"model": model, "keep_alive": "1h", **body})
+        assert status == 200, (path, answer)
+
+
 def test_every_dialect_takes_keep_alive_and_loads_the_model(server: ServerProcess) -> None:
     assert set(states(server).values()) == {"unloaded"}
-    for path, body in BODIES.items():
-        status, answer, _ = server.request(path, {"model": MODEL, "keep_alive": "1h", **body})
-        assert status == 200, (path, answer)
+    check_keep_alive(server, MODEL)
     assert states(server) == {MODEL: "loaded", "other": "unloaded"}
     (running,) = server.request("/api/ps")[1]["models"]
     assert running["name"] == MODEL

@@ -23,6 +23,7 @@ from modelmill.serve.catalogue.status import model_status
 from modelmill.serve.engine_state import EngineState
 from tests.runtime import tiny
 from tests.serve.catalogue.managed import Models, managed_models
+from tests.serve.catalogue.test_catalogue_server import check_keep_alive
 from tests.serve.server_process import FLAGS, ServerProcess
 from tests.serve.thread_worker import ThreadWorker, make_request
 
@@ -313,6 +314,7 @@ def test_a_server_puts_models_to_sleep(stories: Path, tmp_path: Path) -> None:
         assert shown == {"one": "ready", "two": "sleeping"}
         listed = {each["id"]: each["state"] for each in server.request("/v1/models")[1]["data"]}
         assert listed == {"one": "loaded", "two": "sleeping"}
+        check_keep_alive(server, "one")
         server.process.send_signal(signal.SIGTERM)
         code, log = server.finish()
     assert code == 0
