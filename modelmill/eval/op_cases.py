@@ -11,7 +11,11 @@ from importlib import import_module
 
 import torch
 
-from modelmill.eval.large_op_cases import LARGE_CASES, CaseMaker, permuted_quant_args
+from modelmill.eval.large_op_cases import (
+    LARGE_CASES,
+    CaseMaker,
+    permuted_quant_args,
+)
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
@@ -241,7 +245,8 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "sample": sample_cases(BIG_SAMPLES),
         "paged_attention": _attention_cases,
     },
-    "cpu": {
+    "cpu": {op: LARGE_CASES[op] for op in ("causal_conv", "gated_delta_rule", "ssd_scan")}
+    | {
         "rms_norm": lambda device, dtype: (
             _norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
         ),

@@ -5,7 +5,7 @@ Its state is the last inputs of the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,13 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.state_rows import StateRows, gather_states, keep_snapshots, random_state_rows
+from modelmill.ops.state_rows import (
+    StateRows,
+    gather_states,
+    keep_snapshots,
+    lengths_name,
+    random_state_rows,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -98,13 +104,25 @@ def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts of several lengths beside decodes, and decodes alone; widths 2 to 4."""
-    for number, (lengths, channels, width) in enumerate(
-        (((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2))
-    ):
+    shapes: list[ConvShape] = [((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2)]
+    yield from cases_for_shapes(shapes, device, dtype)
+
+
+ConvShape = tuple[tuple[int, ...], int, int]
+"""(tokens of each sequence, channels, width)."""
+
+
+def cases_for_shapes(
+    shapes: Sequence[ConvShape], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Cases of these shapes; those of odd numbers have a bias."""
+    for number, (lengths, channels, width) in enumerate(shapes):
         rows, slots = random_state_rows(lengths, number, device)
         x = randn(sum(lengths), channels + 8, device=device, dtype=dtype, seed=number)
         state = randn(slots, width - 1, channels, device=device, dtype=dtype, seed=number + 5)
         weight = randn(channels, width, device=device, dtype=dtype, seed=number + 9)
         bias = randn(channels, device=device, dtype=dtype, seed=number + 3) if number else None
         args = {"x": x, "state": state, "weight": weight, "bias": bias, "rows": rows}
-        yield Case(f"{lengths}x{channels}x{width}", args, 2 * nbytes(x), writes=("state",))
+        moved = 2 * (nbytes(x) + len(lengths) * nbytes(state[0]))
+        name = f"{lengths_name(lengths)}x{channels}x{width}"
+        yield Case(name, args, moved, writes=("state",))
