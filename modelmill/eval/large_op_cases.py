@@ -95,29 +95,23 @@ INT8_GROUP_SHAPES = [
 ]
 RPTQ_SHAPES = [(1024, 4352, 4096, 128, 8)]
 
+Lengths = tuple[tuple[int, ...], ...]
 # decodes of one sequence and of many, prompts alone and beside a decode
-STEP_LENGTHS: tuple[tuple[int, ...], ...] = ((1,), (1,) * 64, (4096,), (1000, 1, 33))
+STEP_LENGTHS: Lengths = ((1,), (1,) * 64, (4096,), (1000, 1, 33))
+CPU_STEP_LENGTHS: Lengths = ((1,), (1,) * 16, (128,))
 PAGE = 16  # tokens of a page, and so of a chunk
 
 
-def conv_cases(channels: tuple[int, ...], device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Cases of short convolutions over 4 tokens."""
-    shapes = [(lengths, count, 4) for count in channels for lengths in STEP_LENGTHS]
-    yield from causal_conv.cases_for_shapes(shapes, device, dtype)
-
-
-def delta_cases(
-    key_heads: int, heads: int, dim: int, device: str, dtype: torch.dtype
-) -> Iterator[Case]:
-    """Cases of the gated delta rule."""
-    shapes = [(lengths, key_heads, heads, dim, dim) for lengths in STEP_LENGTHS]
-    yield from gated_delta_rule.cases_for_shapes(shapes, device, dtype, chunk=PAGE)
-
-
-def scan_cases(heads: int, dim: int, size: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """Cases of the state space scan."""
-    shapes = [(lengths, 1, heads, dim, size) for lengths in STEP_LENGTHS]
-    yield from ssd_scan.cases_for_shapes(shapes, device, dtype, chunk=PAGE)
+def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
+    """Cases of Qwen3-Next (convolution, delta rule) and Mamba-2 2.7B (convolution, scan)."""
+    conv = [(each, channels, 4) for channels in (8192, 5376) for each in lengths]
+    delta = [(each, 16, 32, 128, 128) for each in lengths]
+    scan = [(each, 1, 80, 64, 128) for each in lengths]
+    return {
+        "causal_conv": partial(causal_conv.cases_for_shapes, conv),
+        "gated_delta_rule": partial(gated_delta_rule.cases_for_shapes, delta, chunk=PAGE),
+        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=PAGE),
+    }
 
 
 LARGE_CASES: dict[str, CaseMaker] = {
@@ -125,9 +119,7 @@ LARGE_CASES: dict[str, CaseMaker] = {
     "layer_norm": partial(layer_norm.cases_for_shapes, [(16384, 1600)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
-    "causal_conv": partial(conv_cases, (8192, 5376)),  # Qwen3-Next, Mamba-2 2.7B
-    "gated_delta_rule": partial(delta_cases, 16, 32, 128),  # Qwen3-Next
-    "ssd_scan": partial(scan_cases, 80, 64, 128),  # Mamba-2 2.7B
+    **recurrence_cases(STEP_LENGTHS),
     "rope_cos_sin": partial(angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),

@@ -12,9 +12,11 @@ from importlib import import_module
 import torch
 
 from modelmill.eval.large_op_cases import (
+    CPU_STEP_LENGTHS,
     LARGE_CASES,
     CaseMaker,
     permuted_quant_args,
+    recurrence_cases,
 )
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
@@ -245,7 +247,7 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "sample": sample_cases(BIG_SAMPLES),
         "paged_attention": _attention_cases,
     },
-    "cpu": {op: LARGE_CASES[op] for op in ("causal_conv", "gated_delta_rule", "ssd_scan")}
+    "cpu": recurrence_cases(CPU_STEP_LENGTHS)
     | {
         "rms_norm": lambda device, dtype: (
             _norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS

@@ -240,7 +240,7 @@ def test_the_division_of_a_scan_into_steps_changes_no_bit(
     assert torch.equal(parts[0], whole[0])
 
 
-@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
 @pytest.mark.parametrize("op", ["causal_conv", "gated_delta_rule", "ssd_scan"])
 def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> None:
     """Of its cases: the states of all slots and the snapshots, which outputs do not show."""
