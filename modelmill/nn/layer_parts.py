@@ -35,6 +35,7 @@ class LayerParts:
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
         experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
         layer_input: There, what it does with its input beside the stream, or None.
+        beside_attention: In a ``HybridLayer``, the recurrence beside the attention, or None.
     """
 
     attention: MixerSpec
@@ -44,6 +45,7 @@ class LayerParts:
     mlp_norm: bool = False
     experts: ExpertBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
+    beside_attention: Mamba2Spec | None = None
 
 
 def layer_of(
