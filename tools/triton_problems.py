@@ -86,10 +86,13 @@ def recurrences() -> Iterator[Problem]:
             by_head, by_head, by_head, (0.0, float("inf")),
             tensor(3, heads, dim, size, dtype=F32), _state_rows(tokens, chunk),
         ))  # fmt: skip
-    for tokens, channels, width, bias in ((1, 8192, 4, None), (64, 5376, 4, tensor(5376))):
+    for tokens, channels, width, bias, silu in (
+        (1, 8192, 4, None, True), (64, 5376, 4, tensor(5376), True),
+        (1, 2048, 3, None, False), (64, 2048, 3, None, False),
+    ):  # fmt: skip
         yield from _call("causal_conv", CausalConvInputs(
             tensor(tokens, channels + 64), tensor(3, width - 1, channels), tensor(channels, width),
-            bias, _state_rows(tokens, 16),
+            bias, _state_rows(tokens, 16), silu,
         ))  # fmt: skip
 
 

@@ -27,13 +27,13 @@ def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
 MAMBA_NAMES = mamba_names("mixer")
 
 
-def conv_width(raw: Mapping[str, Any], key: str) -> int:
+def conv_width(raw: Mapping[str, Any], key: str, *, default: int = 4) -> int:
     """Tokens that the convolution reads.
 
     Raises:
         CheckpointError: for one, which keeps no state.
     """
-    width = positive_int(raw, key, default=4, max_value=MAX_CONV_WIDTH)
+    width = positive_int(raw, key, default=default, max_value=MAX_CONV_WIDTH)
     if width < 2:
         raise CheckpointError(
             f"config.json: {key} must be at least 2, not {width}; a convolution over one token "

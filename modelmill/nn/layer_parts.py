@@ -18,8 +18,9 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 from modelmill.nn.per_layer_input import PerLayerInputSpec
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
+from modelmill.nn.short_conv import ShortConvSpec
 
-RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
+RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec = AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | RecurrenceConfig
 
 

@@ -1,7 +1,7 @@
-// Short causal convolution of each channel, with SiLU behind it.
+// Short causal convolution of each channel, with or without SiLU behind it.
 //
-// Computes: out[T, C] = silu(convolution of x[T, C'] + bias), the last inputs of each sequence
-//     [W − 1, C], and a snapshot of them
+// Computes: out[T, C] = convolution of x[T, C'] + bias, or SiLU of it, the last inputs of each
+//     sequence [W − 1, C], and a snapshot of them
 // Dtypes: x, state, weight and bias float32, bfloat16 or float16, all the same; float32 arithmetic
 // Layout: rows of x with a stride; states by slot, read and written in place
 // Range: any width and number of channels
@@ -18,6 +18,7 @@ template <class T> struct Conv {
     const T *x, *weight, *bias;
     T* state;
     int64_t channels, width, row_stride, slot_stride;
+    bool silu;
 };
 
 // Rows of the state, then of x, by their index among both; null: zeros in front of the sequence.
@@ -59,7 +60,8 @@ void block(const Conv<T>& d, const mill::StateSequence& seq, int64_t from, int64
                     total =
                         fma(take(row + from + c, n), take(factors + j * kChannels + c, n), total);
             if (d.bias) total = add(total, take(d.bias + from + c, n));
-            put(out + c, div(total, add(set1(1.0f), exp(sub(zero(), total)))), n);
+            if (d.silu) total = div(total, add(set1(1.0f), exp(sub(zero(), total))));
+            put(out + c, total, n);
         });
     }
     if (seq.kept >= 0 && seq.kept <= seq.count)
@@ -75,7 +77,7 @@ extern "C" void causal_conv(void* out, const void* x, const void* weight, const 
                             const int64_t* slots, const int64_t* snapshot_slots,
                             const int64_t* snapshot_ends, int64_t sequences, int64_t tokens,
                             int64_t channels, int64_t width, int64_t row_stride,
-                            int64_t slot_stride, int dtype) {
+                            int64_t slot_stride, int dtype, int silu) {
     const mill::StateRows rows{query_start,    positions,     slots,
                                snapshot_slots, snapshot_ends, sequences};
     mill::by_dtype(dtype, [&](auto* type) {
@@ -88,7 +90,8 @@ extern "C" void causal_conv(void* out, const void* x, const void* weight, const 
                         channels,
                         width,
                         row_stride,
-                        slot_stride};
+                        slot_stride,
+                        silu != 0};
         const int64_t parts = (channels + kChannels - 1) / kChannels;
         const int64_t work = tokens * channels * width * 4;
         mill::for_each_part(rows, parts, work, [&](const mill::StateSequence& seq, int64_t part) {

@@ -1,4 +1,4 @@
-"""Short causal convolution with SiLU in C++ (causal_conv.cpp)."""
+"""Short causal convolution in C++ (causal_conv.cpp)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ available = build.available
 
 def supports(inputs: CausalConvInputs) -> bool:
     """Operands of one dtype, rows and states that lie together."""
-    x, state, weight, bias, rows = inputs
+    x, state, weight, bias, rows, _ = inputs
     return (
         x.dtype in build.DTYPES
         and x.dtype is state.dtype is weight.dtype
@@ -31,19 +31,19 @@ def supports(inputs: CausalConvInputs) -> bool:
 
 def run(inputs: CausalConvInputs) -> torch.Tensor:
     """As the reference."""
-    x, state, weight, bias, rows = inputs
+    x, state, weight, bias, rows, silu = inputs
     channels, width = weight.shape
     make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
     out = make(len(x), channels, dtype=x.dtype)
     _kernel(len(x) > build.SMALL_M_LIMIT)(
         out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         state.data_ptr(), *row_pointers(rows), len(rows.slots), len(x), channels, width,
-        x.stride(0), state.stride(0), build.DTYPES[x.dtype],
+        x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
     )  # fmt: skip
     return out
 
 
 @functools.cache
 def _kernel(release_gil: bool) -> Callable[..., Any]:
-    signature = "p" * 5 + POINTERS + "q" * 6 + "i"
+    signature = "p" * 5 + POINTERS + "q" * 6 + "ii"
     return build.function("causal_conv", signature, release_gil=release_gil)

@@ -1,7 +1,7 @@
-"""Short causal convolution with SiLU, decodes and prompts of all sequences in one launch.
+"""Short causal convolution, decodes and prompts of all sequences in one launch.
 
-Computes: out[T, C] = silu(convolution of x[T, C'] + bias), the last inputs of each sequence [W − 1,
-    C], and a snapshot of them
+Computes: out[T, C] = convolution of x[T, C'] + bias, or SiLU of it, the last inputs of each
+    sequence [W − 1, C], and a snapshot of them
 Dtypes: x, state, weight and bias bfloat16, float16 or float32; float32 arithmetic
 Layout: rows of x with a stride; states by slot, read and written in place
 Range: W up to 16, any C
@@ -42,7 +42,7 @@ def supports(inputs: CausalConvInputs) -> bool:
 
 def run(inputs: CausalConvInputs) -> torch.Tensor:
     """Compute the op with the Triton kernel; same contract as the reference."""
-    x, state, weight, bias, rows = inputs
+    x, state, weight, bias, rows, silu = inputs
     channels, width = weight.shape
     decode = rows.is_decode
     make = torch.empty if decode else torch.zeros  # a prompt may be padded
@@ -53,7 +53,7 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
     _causal_conv_kernel[grid](
         x, weight, weight if bias is None else bias, state, out, rows.query_start, rows.positions,
         rows.slots, rows.snapshot_slots, rows.snapshot_ends, channels, x.stride(0), state.stride(0),
-        WIDTH=width, HAS_BIAS=bias is not None, BLOCK_T=block_t, BLOCK_C=block_c,
+        WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_T=block_t, BLOCK_C=block_c,
         BLOCK_W=power_of_two(width - 1), BLOCKS=blocks, num_warps=1 if decode else 4,
     )  # fmt: skip
     return out
@@ -63,8 +63,8 @@ def run(inputs: CausalConvInputs) -> torch.Tensor:
 def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, position_ptr, slot_ptr,
     snapshot_slot_ptr, snapshot_end_ptr, channels, row_stride, slot_stride, WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     sequence, part = tl.program_id(0), tl.program_id(2)
     start = tl.load(start_ptr + sequence).to(tl.int64)
@@ -87,7 +87,8 @@ def _causal_conv_kernel(
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + c, mask=inside, other=0.0)
                 total += bias.to(tl.float32)[None, :]
-            total = total / (1.0 + tl.exp(-total))
+            if SILU:
+                total = total / (1.0 + tl.exp(-total))
             place = out_ptr + (start + t[:, None]) * channels + c[None, :]
             tl.store(place, total.to(out_ptr.dtype.element_ty),
                      mask=(t < count)[:, None] & inside[None, :])  # fmt: skip
