@@ -20,6 +20,11 @@ FURTHER_ENGINES_OF_FAULTS = (
 FULL_ONLY: Mapping[str, Sequence[str]] = {
     # further dtypes, sizes and launch configs of kernels, and compilations of CUDA variants
     "tests/ops/test_implementations.py": ("*-triton-cpu-float16]", "*-triton-cpu-bfloat16]"),
+    "tests/ops/test_recurrence.py": (
+        "test_the_division_*-triton]",
+        "test_a_snapshot_is_the_state_behind_its_tokens[*-triton]",
+        "test_decodes_of_a_batch_are_those_of_single_sequences[*-triton]",
+    ),
     "tests/ops/test_fused_moe.py": (
         "test_biases_and_gates_are_those_of_the_plain_mixture[*-mxfp4]",
     ),

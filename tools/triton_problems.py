@@ -17,6 +17,7 @@ import torch
 
 from modelmill.ops import registry
 from modelmill.ops.add_layer_norm_quant import AddLayerNormQuantInputs
+from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.fused_moe import GELU_TANH, FusedMoEInputs, SwigluClamp
 from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
@@ -30,6 +31,7 @@ from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.rptq_quant import RptqQuantInputs
 from modelmill.ops.sample import SampleInputs
 from modelmill.ops.score_mods import ScoreMods
+from modelmill.ops.ssd_scan import SSDScanInputs
 from modelmill.ops.state_rows import StateRows
 from modelmill.ops.triton.communication import custom_all_reduce
 from modelmill.ops.triton.norm_quantize import gptq_columns
@@ -63,19 +65,44 @@ def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def recurrences() -> Iterator[Problem]:
-    """Decodes, and a prompt, of Qwen3-Next's heads in 16 bits, and of a smaller size."""
-    for tokens, key_heads, heads, dim in ((1, 16, 32, 128), (64, 16, 32, 128), (64, 2, 4, 64)):
-        slots = tensor(1, dtype=torch.int64)
-        rows = StateRows(
-            tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64), slots, slots, slots,
-            tokens, 16,
-        )  # fmt: skip
+    """Decodes and prompts of Qwen3-Next's and Mamba2's heads in 16 bits, and of smaller sizes."""
+    for tokens, key_heads, heads, dim, chunk in (
+        (1, 16, 32, 128, 16), (64, 16, 32, 128, 16), (64, 2, 4, 64, 8), (64, 4, 8, 256, 64),
+    ):  # fmt: skip
+        rows = _state_rows(tokens, chunk)
         inputs = GatedDeltaInputs(
             tensor(tokens, (2 * key_heads + heads) * dim),
             tensor(tokens, 2 * heads, dtype=torch.float32), tensor(heads), tensor(heads),
             tensor(3, heads, dim, dim, dtype=torch.float32), rows,
         )  # fmt: skip
         yield from _call("gated_delta_rule", inputs)
+    for tokens, groups, heads, dim, size, chunk in (
+        (1, 1, 80, 64, 128, 16), (64, 1, 80, 64, 128, 16), (64, 2, 8, 64, 256, 64),
+        (64, 2, 8, 8, 8, 8),
+    ):  # fmt: skip
+        by_head = tensor(heads)
+        yield from _call("ssd_scan", SSDScanInputs(
+            tensor(tokens, heads * dim + 2 * groups * size), tensor(tokens, heads, dtype=F32),
+            by_head, by_head, by_head, (0.0, float("inf")),
+            tensor(3, heads, dim, size, dtype=F32), _state_rows(tokens, chunk),
+        ))  # fmt: skip
+    for tokens, channels, width, bias, silu in (
+        (1, 8192, 4, None, True), (64, 5376, 4, tensor(5376), True),
+        (1, 2048, 3, None, False), (64, 2048, 3, None, False),
+    ):  # fmt: skip
+        yield from _call("causal_conv", CausalConvInputs(
+            tensor(tokens, channels + 64), tensor(3, width - 1, channels), tensor(channels, width),
+            bias, _state_rows(tokens, 16), silu,
+        ))  # fmt: skip
+
+
+def _state_rows(tokens: int, chunk: int) -> StateRows:
+    """One sequence of so many tokens."""
+    slots = tensor(1, dtype=torch.int64)
+    return StateRows(
+        tensor(2, dtype=torch.int32), tensor(tokens, dtype=torch.int64), slots, slots, slots,
+        tokens, chunk,
+    )  # fmt: skip
 
 
 def _call(op: str, *args: Any) -> Iterator[Problem]:

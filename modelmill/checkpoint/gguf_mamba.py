@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from modelmill.checkpoint.gguf_config import MAX_COUNT, ArchitectureKeys
-from modelmill.checkpoint.gguf_families import GRANITE_MOE_NAMES, GgufArchitecture, granite_factors
+from modelmill.checkpoint.gguf_families import (
+    GRANITE_MOE_NAMES,
+    LLAMA_NAMES,
+    GgufArchitecture,
+    granite_factors,
+    read_rms_config,
+)
 from modelmill.core.errors import CorruptCheckpoint, UnknownArchitecture
 
 Shape = tuple[int, ...]
@@ -48,6 +54,13 @@ GRANITE_HYBRID_NAMES = {
         )
     },
 }  # fmt: skip
+FALCON_H1_NAMES = {
+    **LLAMA_NAMES,
+    **_mixer_names("mamba"),
+    "output_norm": "model.final_layernorm",
+    "blk.ffn_norm": "pre_ff_layernorm.weight",  # the file names it without a suffix
+    **{f"blk.ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+}
 
 
 @dataclass(frozen=True)
@@ -169,6 +182,26 @@ def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
     return config
 
 
+def _falcon_h1(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read Falcon-H1, whose multipliers are in the weights; a norm stands behind the gate."""
+    inner, heads = keys.get_count("ssm.inner_size"), keys.get_count("ssm.time_step_rank")
+    return {
+        **read_rms_config(keys),
+        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias"),
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_state": keys.get_count("ssm.state_size"),
+        "mamba_n_groups": keys.get_count("ssm.group_count"),
+        "mamba_d_conv": keys.get_count("ssm.conv_kernel"),
+        "mamba_proj_bias": keys.has_tensor("blk.0.ssm_in.bias"),
+        "projectors_bias": keys.has_tensor("blk.0.ssm_out.bias"),
+        "mamba_conv_bias": keys.has_tensor("blk.0.ssm_conv1d.bias"),
+        "mamba_rms_norm": keys.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 MAMBA_ARCHITECTURES = {
     "mamba2": GgufArchitecture(MAMBA2_NAMES, "backbone.layers", read_config=_mamba2),
     "granitehybrid": GgufArchitecture(
@@ -177,4 +210,5 @@ MAMBA_ARCHITECTURES = {
         model_type="granitemoehybrid",
         read_config=_granite_hybrid,
     ),
+    "falcon-h1": GgufArchitecture(FALCON_H1_NAMES, model_type="falcon_h1", read_config=_falcon_h1),
 }

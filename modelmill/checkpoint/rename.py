@@ -42,6 +42,7 @@ class Rule:
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         "plus_one"    a norm's weight that is stored less 1
         "unit_rows"   each row divided by its Euclidean norm
+        "scale_rows:count*factor/…"  consecutive rows, each range times its factor
         "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
         pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
@@ -415,6 +416,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
     "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
+    "scale_rows": RenameStep(row_order.scale_rows_shape, row_order.scale_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
     "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),

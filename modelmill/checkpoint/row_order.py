@@ -100,3 +100,24 @@ def rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Te
 
 def _ranges(texts: Sequence[str]) -> list[tuple[int, int]]:
     return [(int(first), int(stop)) for first, stop in (text.split("-") for text in texts)]
+
+
+def scale_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    """The source's shape, whose rows are those of all ranges."""
+    (shape,), counts = shapes, [count for count, _ in _factors(argument)]
+    if not shape or shape[0] != sum(counts):
+        raise TensorMismatch(f"shape {list(shape)} has not {sum(counts)} rows")
+    return shape
+
+
+def scale_rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
+    """The rows times their factors; float32, so that a product is rounded once."""
+    tensor = next(sources).float()
+    counts, factors = zip(*_factors(argument), strict=True)
+    by_row = torch.repeat_interleave(torch.tensor(factors), torch.tensor(counts))
+    return tensor * by_row.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _factors(argument: str) -> list[tuple[int, float]]:
+    parts = (part.split("*") for part in argument.split("/"))
+    return [(int(count), float(factor)) for count, factor in parts]

@@ -15,6 +15,8 @@ import torch
 from modelmill.ops import (
     add_layer_norm,
     add_layer_norm_quant,
+    causal_conv,
+    gated_delta_rule,
     gelu,
     gelu_quant,
     gelu_tanh,
@@ -27,6 +29,7 @@ from modelmill.ops import (
     rptq_quant,
     silu_mul,
     silu_mul_quant,
+    ssd_scan,
     w8a8_linear_swiglu,
 )
 from modelmill.ops.case import Case, nbytes, randn
@@ -92,11 +95,31 @@ INT8_GROUP_SHAPES = [
 ]
 RPTQ_SHAPES = [(1024, 4352, 4096, 128, 8)]
 
+Lengths = tuple[tuple[int, ...], ...]
+# decodes of one sequence and of many, prompts alone and beside a decode
+STEP_LENGTHS: Lengths = ((1,), (1,) * 64, (4096,), (1000, 1, 33))
+CPU_STEP_LENGTHS: Lengths = ((1,), (1,) * 16, (128,))
+PAGE = 16  # tokens of a page, and so of a chunk
+
+
+def recurrence_cases(lengths: Lengths) -> dict[str, CaseMaker]:
+    """Cases of Qwen3-Next (convolution, delta rule) and Mamba-2 2.7B (convolution, scan)."""
+    conv = [(each, channels, 4) for channels in (8192, 5376) for each in lengths]
+    delta = [(each, 16, 32, 128, 128) for each in lengths]
+    scan = [(each, 1, 80, 64, 128) for each in lengths]
+    return {
+        "causal_conv": partial(causal_conv.cases_for_shapes, conv),
+        "gated_delta_rule": partial(gated_delta_rule.cases_for_shapes, delta, chunk=PAGE),
+        "ssd_scan": partial(ssd_scan.cases_for_shapes, scan, chunk=PAGE),
+    }
+
+
 LARGE_CASES: dict[str, CaseMaker] = {
     "quantize": partial(quantize_cases, 16384, 4096),
     "layer_norm": partial(layer_norm.cases_for_shapes, [(16384, 1600)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
+    **recurrence_cases(STEP_LENGTHS),
     "rope_cos_sin": partial(angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),

@@ -11,7 +11,13 @@ from importlib import import_module
 
 import torch
 
-from modelmill.eval.large_op_cases import LARGE_CASES, CaseMaker, permuted_quant_args
+from modelmill.eval.large_op_cases import (
+    CPU_STEP_LENGTHS,
+    LARGE_CASES,
+    CaseMaker,
+    permuted_quant_args,
+    recurrence_cases,
+)
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.int8_linear import quantize
 from modelmill.ops.paged_attention import _case as attention_case
@@ -289,7 +295,8 @@ EXTRA_CASES: dict[str, dict[str, CaseMaker]] = {
         "sample": sample_cases(BIG_SAMPLES),
         "paged_attention": _all_attention_cases,
     },
-    "cpu": {
+    "cpu": recurrence_cases(CPU_STEP_LENGTHS)
+    | {
         "rms_norm": lambda device, dtype: (
             _norm_case(rows, HIDDEN, device, dtype) for rows in CPU_ROWS
         ),

@@ -8,7 +8,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 
 # their names before transformers 5 in some families, and now
-RECURRENT_TYPES = ("mamba", "linear_attention")
+RECURRENT_TYPES = ("mamba", "linear_attention", "conv")
 ATTENTION_TYPES = ("attention", "full_attention")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.nn.decoder import DecoderConfig
+from modelmill.nn.hybrid_layer import beside_attention
 from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
@@ -239,6 +240,9 @@ class CheckpointLayout:
             out["attn.gate_proj"] = f"gates:{config.heads}/{dim}"
         if config.recurrence is not None:
             out |= config.recurrence.row_steps(by_key_head=self.grouped_state)
+        if config.beside_attention is not None:
+            row_steps = config.beside_attention.row_steps()
+            out |= {beside_attention(path): step for path, step in row_steps.items()}
         if self.experts_stacked and config.moe is not None:
             step = f"expert:*/{config.moe.router.experts}"
             out |= dict.fromkeys(

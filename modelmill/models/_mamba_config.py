@@ -27,13 +27,13 @@ def mamba_names(stem: str) -> dict[str, tuple[str, ...]]:
 MAMBA_NAMES = mamba_names("mixer")
 
 
-def conv_width(raw: Mapping[str, Any], key: str) -> int:
+def conv_width(raw: Mapping[str, Any], key: str, *, default: int = 4) -> int:
     """Tokens that the convolution reads.
 
     Raises:
         CheckpointError: for one, which keeps no state.
     """
-    width = positive_int(raw, key, default=4, max_value=MAX_CONV_WIDTH)
+    width = positive_int(raw, key, default=default, max_value=MAX_CONV_WIDTH)
     if width < 2:
         raise CheckpointError(
             f"config.json: {key} must be at least 2, not {width}; a convolution over one token "
@@ -43,7 +43,12 @@ def conv_width(raw: Mapping[str, Any], key: str) -> int:
 
 
 def state_heads(
-    raw: Mapping[str, Any], inner: int, keys: tuple[str, str, str], *, groups: int
+    raw: Mapping[str, Any],
+    inner: int,
+    keys: tuple[str, str, str],
+    *,
+    groups: int,
+    inner_name: str = "the expanded hidden_size",
 ) -> tuple[int, int, int]:
     """The heads, the channels of each, and the groups that share B and C.
 
@@ -52,6 +57,7 @@ def state_heads(
         inner: Channels of all heads.
         keys: The names of the three; the second may be "auto".
         groups: How many groups there are where config.json is silent.
+        inner_name: What ``inner`` is in config.json.
 
     Raises:
         CheckpointError: for heads that are not ``inner`` channels, or cannot share B and C.
@@ -62,7 +68,7 @@ def state_heads(
     if heads * dim != inner:
         raise CheckpointError(
             f"config.json: {keys[0]}={heads} of {keys[1]}={dim} are {heads * dim} channels, where "
-            f"the expanded hidden_size has {inner}; correct one"
+            f"{inner_name} has {inner}; correct one"
         )
     count = positive_int(raw, keys[2], default=groups)
     check_multiple(keys[0], heads, keys[2], count)

@@ -16,11 +16,12 @@ from modelmill.parallel.shard import Range
 
 @dataclass(frozen=True)
 class CausalConvConfig:
-    """Sizes of a short convolution: channels, tokens that an output reads, a bias or none."""
+    """Sizes of a short convolution: channels, tokens that an output reads, a bias or none, SiLU."""
 
     channels: int
     width: int
     bias: bool = False
+    silu: bool = True
 
     @property
     def state(self) -> StateSpec:
@@ -42,7 +43,7 @@ class CausalConvConfig:
 
 
 class CausalConv(nn.Module):
-    """silu(convolution) of the first channels of [T, C'].
+    """The convolution of the first channels of [T, C'], and SiLU of it.
 
     The weight has all channels, also on a rank that computes some of them.
     """
@@ -78,7 +79,9 @@ class CausalConv(nn.Module):
         bias = None if self.bias is None else self._own(self.bias)
         state = step.state.cache.states[self.state_index]
         return step.ops.causal_conv(
-            CausalConvInputs(x, state, self._own(self.weight), bias, step.state.rows)
+            CausalConvInputs(
+                x, state, self._own(self.weight), bias, step.state.rows, self.config.silu
+            )
         )
 
     def _own(self, values: torch.Tensor) -> torch.Tensor:

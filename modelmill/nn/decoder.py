@@ -24,6 +24,7 @@ from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
 from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
+from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
@@ -70,6 +71,8 @@ class DecoderConfig:
         first_position_row: The learned position table's row of position 0; None: no such table.
         recurrence: The recurrence in the place of attention (a hybrid), or None.
         recurrent_layers: The layers that have it.
+        beside_attention: The recurrence beside the attention of each layer (``HybridLayer``), or
+            None.
         output_gate: Whether a projection gates the output of the attention.
         query_growth: Factors of rotated queries by position, or None.
     """
@@ -118,6 +121,7 @@ class DecoderConfig:
     latent_attention: LatentAttentionSpec | None = None
     recurrence: RecurrenceConfig | None = None
     recurrent_layers: frozenset[int] = frozenset()
+    beside_attention: Mamba2Spec | None = None
     output_gate: bool = False
     query_growth: QueryGrowth | None = None
 
@@ -169,6 +173,7 @@ class DecoderConfig:
             self.norm_config,
             self.branch_scale,
             self.mlp_norm,
+            beside_attention=self.beside_attention,
         )
 
     def layer_spec(self, layer: int) -> LayerSpec:

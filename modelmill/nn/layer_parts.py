@@ -18,8 +18,9 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import NormConfig
 from modelmill.nn.per_layer_input import PerLayerInputSpec
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
+from modelmill.nn.short_conv import ShortConvSpec
 
-RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec
+RecurrenceConfig = GatedDeltaNetSpec | Mamba2Spec | ShortConvSpec
 MixerSpec = AttentionSpec | SharedKVAttentionSpec | LatentAttentionSpec | RecurrenceConfig
 
 
@@ -35,6 +36,7 @@ class LayerParts:
         mlp_norm: In a parallel layer, whether the MLP has a norm of its own.
         experts: In a ``ScaledSandwichLayer``, experts beside the MLP, or None.
         layer_input: There, what it does with its input beside the stream, or None.
+        beside_attention: In a ``HybridLayer``, the recurrence beside the attention, or None.
     """
 
     attention: MixerSpec
@@ -44,6 +46,7 @@ class LayerParts:
     mlp_norm: bool = False
     experts: ExpertBranchSpec | None = None
     layer_input: PerLayerInputSpec | None = None
+    beside_attention: Mamba2Spec | None = None
 
 
 def layer_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig, select_row_ranges
 from modelmill.nn.head_mixer import HeadMixer
@@ -38,6 +39,9 @@ class Mamba2Spec(HeadRecurrenceSpec):
         groups: Heads / groups consecutive heads share B and C; the norm is over a group's channels.
         bias, conv_bias: Of the projections, and of the convolution.
         dt_limit: Least and largest Δ.
+        out_bias: Of the output projection; None: as ``bias``.
+        norm: Whether the gated output is normed.
+        norm_first: Whether the norm stands in front of the gate.
     """
 
     hidden: int
@@ -50,6 +54,14 @@ class Mamba2Spec(HeadRecurrenceSpec):
     bias: bool = False
     conv_bias: bool = True
     dt_limit: tuple[float, float] = (0.0, float("inf"))
+    out_bias: bool | None = None
+    norm: bool = True
+    norm_first: bool = False
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the output projection has a bias."""
+        return self.bias if self.out_bias is None else self.out_bias
 
     @property
     def width(self) -> int:
@@ -111,14 +123,25 @@ class Mamba2Spec(HeadRecurrenceSpec):
                 reference=("ssm",), arithmetic="attention", tensors=("A_log", "dt_bias", "D"),
                 state=self.state, state_reference="ssm_state", op="ssd_scan",
             ),
-            *self.output_specs("scanned", "xbcz", tensors),
+            *self._gated_output_specs(),
         )  # fmt: skip
+
+    def _gated_output_specs(self) -> tuple[ModuleSpec, ModuleSpec]:
+        """Gate, norm and output projection."""
+        gate, projection = self.output_specs("scanned", "xbcz", linear_tensors(self.has_out_bias))
+        return gate if self.norm else UNNORMED_GATE, projection
+
+
+UNNORMED_GATE = ModuleSpec(
+    path="attn.gated_norm", reads=("scanned", "xbcz"), writes=("gated",),
+    reference=("gated_norm",), op="silu_mul",
+)  # fmt: skip
 
 
 class Mamba2(HeadMixer):
     """The mixer of one layer."""
 
-    gated_norm: GatedGroupNorm
+    gated_norm: GatedGroupNorm | SiluGate
 
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
         super().__init__(spec.groups)
@@ -127,8 +150,8 @@ class Mamba2(HeadMixer):
         self.rates = HeadProjection(spec.hidden, spec.heads, bias=spec.bias)
         self.conv = CausalConv(spec.conv, state_index)
         self.ssm = StateSpaceScan(spec, state_index + 1)
-        self.gated_norm = GatedGroupNorm(spec)
-        self.out_proj = Linear(spec.width, spec.hidden, spec.bias)
+        self.gated_norm = GatedGroupNorm(spec) if spec.norm else SiluGate()
+        self.out_proj = Linear(spec.width, spec.hidden, spec.has_out_bias)
 
     @property
     def recurrence(self) -> StateSpaceScan:
@@ -139,7 +162,8 @@ class Mamba2(HeadMixer):
         """Keep a rank's heads, and the groups that they read."""
         super().take_heads(heads, kv_heads)
         spec = self.spec
-        self.gated_norm.take_heads(heads)
+        if isinstance(self.gated_norm, GatedGroupNorm):
+            self.gated_norm.take_heads(heads)
         inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
         first, end = (spec.width + group * spec.state_size for group in kv_heads)
         second = spec.shared_width
@@ -164,8 +188,23 @@ class StateSpaceScan(HeadRecurrence):
         )
 
 
+class SiluGate(nn.Module):
+    """x · silu(z)."""
+
+    def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
+        """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
+        return (x * silu_of_last(xbcz, x.shape[1])).to(xbcz.dtype)
+
+
+def silu_of_last(xbcz: torch.Tensor, width: int) -> torch.Tensor:
+    """silu(z) of the last channels, float32."""
+    return exact_silu(xbcz[:, xbcz.shape[1] - width :].float())
+
+
 class GatedGroupNorm(RankHeads):
     """x · silu(z), then RMSNorm of each group's channels; ranks add up their squares.
+
+    ``norm_first``: the norm, then the gate.
 
     The weight has the values of all channels, also on a rank that computes some of them.
     """
@@ -179,18 +218,24 @@ class GatedGroupNorm(RankHeads):
 
     def forward(self, x: torch.Tensor, xbcz: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads·D] float32, [T, … | z] → [T, heads·D]."""
+        gate = silu_of_last(xbcz, x.shape[1])
+        if self.spec.norm_first:
+            return (self._normed(x, step) * gate).to(xbcz.dtype)
+        return self._normed(x * gate, step).to(xbcz.dtype)
+
+    def _normed(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """RMSNorm of each group of this rank's channels, float32."""
         spec, (first, end) = self.spec, self.heads
-        gated = x * exact_silu(xbcz[:, xbcz.shape[1] - x.shape[1] :].float())
         weight = select_row_ranges(
             self.weight, ((first * spec.head_dim, end * spec.head_dim),)
         ).float()
         if step.tp_group.size == 1:
-            grouped = gated.unflatten(1, (spec.groups, -1))
+            grouped = x.unflatten(1, (spec.groups, -1))
             scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)
-            return ((grouped * scale).flatten(1) * weight).to(xbcz.dtype)
-        heads = gated.unflatten(1, (end - first, -1))
+            return (grouped * scale).flatten(1) * weight
+        heads = x.unflatten(1, (end - first, -1))
         group = torch.arange(first, end, device=x.device) // (spec.heads // spec.groups)
         sums = heads.new_zeros(len(x), spec.groups).index_add_(1, group, heads.square().sum(-1))
         sums = step.tp_group.all_reduce(sums, decode=step.max_query == 1)
         scale = torch.rsqrt(sums / (spec.width // spec.groups) + spec.eps)[:, group]
-        return ((heads * scale[..., None]).flatten(1) * weight).to(xbcz.dtype)
+        return (heads * scale[..., None]).flatten(1) * weight

@@ -1,11 +1,11 @@
-"""Short causal convolution of each channel, with SiLU behind it (Mamba, arXiv:2312.00752).
+"""Short causal convolution of each channel (Mamba, arXiv:2312.00752), with or without SiLU.
 
 Its state is the last inputs of the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,13 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.state_rows import StateRows, gather_states, keep_snapshots, random_state_rows
+from modelmill.ops.state_rows import (
+    StateRows,
+    gather_states,
+    keep_snapshots,
+    lengths_name,
+    random_state_rows,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -27,6 +33,7 @@ class CausalConvInputs(NamedTuple):
         weight: [C, W], the weight of the token itself last.
         bias: [C] or None.
         rows: the sequences of the step.
+        silu: whether SiLU follows.
     """
 
     x: torch.Tensor
@@ -34,18 +41,20 @@ class CausalConvInputs(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     rows: StateRows
+    silu: bool = True
 
 
 DECLARATION = OpDeclaration(inputs=CausalConvInputs)
 
 
 def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
-    """Compute silu(Σ_j weight[:, j] · x[t − W + 1 + j] + bias) of each sequence.
+    """Compute Σ_j weight[:, j] · x[t − W + 1 + j] + bias of each sequence, and SiLU of it.
 
     Returns [T, C] in x's dtype. Terms are added in one order, from the oldest token on, so that a
     token's result does not depend on how many tokens a step has.
     """
-    x, state, weight, bias, rows = inputs
+    x, state, weight, bias, rows, silu = inputs
+    finish = _activate if silu else _rounded
     channels, width = weight.shape
     x = x[:, :channels]
     if rows.is_decode:
@@ -53,13 +62,13 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
         keep_snapshots(state, window[:, :-1], rows.positions, rows)
         state[rows.slots] = window[:, 1:]
         keep_snapshots(state, window[:, 1:], rows.positions + 1, rows)
-        return _activate(_weighted([window[:, j] for j in range(width)], weight, bias), x.dtype)
+        return finish(_weighted([window[:, j] for j in range(width)], weight, bias), x.dtype)
     out = x.new_zeros(x.shape)
     for seq in rows.sequences():
         count = seq.stop - seq.start
         window = torch.cat((seq.initial(state), x[seq.start : seq.stop]))
         shifted = [window[j : j + count] for j in range(width)]
-        out[seq.start : seq.stop] = _activate(_weighted(shifted, weight, bias), x.dtype)
+        out[seq.start : seq.stop] = finish(_weighted(shifted, weight, bias), x.dtype)
         state[seq.slot] = window[count:]
         kept = seq.snapshot_end - seq.first
         if 0 <= kept <= count:
@@ -82,6 +91,10 @@ def _activate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return exact_silu(x).to(dtype)
 
 
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
 def exact_silu(x: torch.Tensor) -> torch.Tensor:
     """SiLU of float32, each element by itself.
 
@@ -98,13 +111,25 @@ def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts of several lengths beside decodes, and decodes alone; widths 2 to 4."""
-    for number, (lengths, channels, width) in enumerate(
-        (((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2))
-    ):
+    shapes: list[ConvShape] = [((5, 1, 17), 24, 4), ((1, 1, 1), 40, 3), ((33,), 64, 2)]
+    yield from cases_for_shapes(shapes, device, dtype)
+
+
+ConvShape = tuple[tuple[int, ...], int, int]
+"""(tokens of each sequence, channels, width)."""
+
+
+def cases_for_shapes(
+    shapes: Sequence[ConvShape], device: str, dtype: torch.dtype
+) -> Iterator[Case]:
+    """Cases of these shapes; those of odd numbers have a bias, the third has no SiLU."""
+    for number, (lengths, channels, width) in enumerate(shapes):
         rows, slots = random_state_rows(lengths, number, device)
         x = randn(sum(lengths), channels + 8, device=device, dtype=dtype, seed=number)
         state = randn(slots, width - 1, channels, device=device, dtype=dtype, seed=number + 5)
         weight = randn(channels, width, device=device, dtype=dtype, seed=number + 9)
         bias = randn(channels, device=device, dtype=dtype, seed=number + 3) if number else None
-        args = {"x": x, "state": state, "weight": weight, "bias": bias, "rows": rows}
-        yield Case(f"{lengths}x{channels}x{width}", args, 2 * nbytes(x), writes=("state",))
+        inputs = CausalConvInputs(x, state, weight, bias, rows, silu=number != 2)
+        moved = 2 * (nbytes(x) + len(lengths) * nbytes(state[0]))
+        name = f"{lengths_name(lengths)}x{channels}x{width}"
+        yield Case(name, inputs._asdict(), moved, writes=("state",))

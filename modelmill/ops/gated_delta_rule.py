@@ -15,7 +15,7 @@ U − W S = T β v − T β e^G k S, from which outputs and the next state are p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
 from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
-from modelmill.ops.state_rows import StateRows
+from modelmill.ops.state_rows import StateRows, lengths_name
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 L2_EPS = 1e-6  # of the lengths of q and k
@@ -134,14 +134,26 @@ def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts beside decodes and decodes alone; shared key heads; keys shorter than values."""
-    for number, (lengths, key_heads, heads, dk, dv) in enumerate(
-        (((5, 1, 11), 2, 4, 8, 8), ((1, 1, 1), 2, 2, 16, 8), ((9,), 1, 3, 8, 16))
-    ):
-        args, moved = random_operands(number, lengths, (heads, dk, dv), device, dtype)
+    shapes: list[DeltaShape] = [
+        ((5, 1, 11), 2, 4, 8, 8), ((1, 1, 1), 2, 2, 16, 8), ((9,), 1, 3, 8, 16)
+    ]  # fmt: skip
+    yield from cases_for_shapes(shapes, device, dtype, chunk=8)
+
+
+DeltaShape = tuple[tuple[int, ...], int, int, int, int]
+"""(tokens of each sequence, key heads, heads, dk, dv)."""
+
+
+def cases_for_shapes(
+    shapes: Sequence[DeltaShape], device: str, dtype: torch.dtype, *, chunk: int
+) -> Iterator[Case]:
+    """Cases of these shapes, with chunks of so many tokens."""
+    for number, (lengths, key_heads, heads, dk, dv) in enumerate(shapes):
+        args, moved = random_operands(number, lengths, (heads, dk, dv), device, dtype, chunk)
         count = sum(lengths)
         width = 2 * key_heads * dk + heads * dv
         x = randn(count, width, device=device, dtype=dtype, seed=number)
         gates = randn(count, 2 * heads, device=device, dtype=torch.float32, seed=number + 1)
         args |= {"qkv": x, "gates": gates}
-        name = f"{lengths}x{key_heads}/{heads}x{dk}x{dv}"
-        yield Case(name, args, moved + nbytes(x), writes=("state",))
+        name = f"{lengths_name(lengths)}x{key_heads}/{heads}x{dk}x{dv}"
+        yield Case(name, args, moved + nbytes(x) + 4 * count * heads * dv, writes=("state",))

@@ -97,9 +97,10 @@ def random_operands(
     state_shape: tuple[int, int, int],
     device: str,
     dtype: torch.dtype,
+    chunk: int,
 ) -> tuple[dict[str, Any], int]:
     """The arguments that ops on states share, of a case of that number, and the bytes of states."""
-    rows, slots = random_state_rows(lengths, number, device)
+    rows, slots = random_state_rows(lengths, number, device, chunk)
     heads = state_shape[0]
     args = {
         "a_log": randn(heads, device=device, dtype=dtype, seed=number + 2),
@@ -107,4 +108,4 @@ def random_operands(
         "state": randn(slots, *state_shape, device=device, dtype=torch.float32, seed=number),
         "rows": rows,
     }
-    return args, 2 * sum(lengths) * prod(state_shape) * 4
+    return args, 2 * len(lengths) * prod(state_shape) * 4

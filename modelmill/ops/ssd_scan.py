@@ -10,7 +10,7 @@ log decays, y_i = Σ_{j ≤ i} exp(G_i − G_j) Δ_j (C_i · B_j) x_j + exp(G_i)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
 from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
-from modelmill.ops.state_rows import StateRows
+from modelmill.ops.state_rows import StateRows, lengths_name
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -105,14 +105,26 @@ def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, 
 
 def cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Prompts beside decodes and decodes alone; B and C shared by all heads, or by some."""
-    for number, (lengths, groups, heads, dim, size) in enumerate(
-        (((5, 1, 11), 2, 4, 8, 16), ((1, 1, 1), 1, 2, 16, 8), ((9,), 3, 3, 8, 8))
-    ):
-        args, moved = random_operands(number, lengths, (heads, dim, size), device, dtype)
+    shapes: list[ScanShape] = [
+        ((5, 1, 11), 2, 4, 8, 16), ((1, 1, 1), 1, 2, 16, 8), ((9,), 3, 3, 8, 8)
+    ]  # fmt: skip
+    yield from cases_for_shapes(shapes, device, dtype, chunk=8)
+
+
+ScanShape = tuple[tuple[int, ...], int, int, int, int]
+"""(tokens of each sequence, groups, heads, P, N)."""
+
+
+def cases_for_shapes(
+    shapes: Sequence[ScanShape], device: str, dtype: torch.dtype, *, chunk: int
+) -> Iterator[Case]:
+    """Cases of these shapes, with chunks of so many tokens."""
+    for number, (lengths, groups, heads, dim, size) in enumerate(shapes):
+        args, moved = random_operands(number, lengths, (heads, dim, size), device, dtype, chunk)
         width = heads * dim + 2 * groups * size
         x = randn(sum(lengths), width, device=device, dtype=dtype, seed=number)
         dt = randn(len(x), heads, device=device, dtype=torch.float32, seed=number + 1)
         skip = randn(heads, device=device, dtype=dtype, seed=number + 4)
         args |= {"xbc": x, "dt": dt, "skip": skip, "dt_limit": (0.0, float("inf"))}
-        name = f"{lengths}x{groups}/{heads}x{dim}x{size}"
-        yield Case(name, args, moved + nbytes(x), writes=("state",))
+        name = f"{lengths_name(lengths)}x{groups}/{heads}x{dim}x{size}"
+        yield Case(name, args, moved + nbytes(x) + 4 * len(x) * heads * dim, writes=("state",))

@@ -141,3 +141,8 @@ def random_state_rows(
         max(lengths), chunk,
     )  # fmt: skip
     return rows, padding + 1
+
+
+def lengths_name(lengths: tuple[int, ...]) -> str:
+    """The tokens of each sequence in a case's name, "decode-64" where each has one of many."""
+    return f"decode-{len(lengths)}" if set(lengths) == {1} else str(lengths)

@@ -15,6 +15,7 @@ import torch
 
 from modelmill.builder import tensor_plan
 from modelmill.checkpoint import rename
+from modelmill.ops import registry
 from tests.accept.build_and_accept import build_and_accept
 
 PlantedFault = tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...], int | None]
@@ -30,6 +31,26 @@ RECIPES: dict[str, dict[str, Any]] = {
     "rptq": CALIBRATION,
 }
 FEW_RECIPES = ("none", "int4", "smoothquant")
+
+
+@contextmanager
+def reference_fault(
+    op: ModuleType, name: str, fault: Any, module: ModuleType | None = None
+) -> Iterator[None]:
+    """A function replaced that the torch reference of an op calls; no C++ kernel computes the op.
+
+    Args:
+        op: The op's file.
+        name: The function.
+        fault: What takes its place.
+        module: Where the function is; None: in the op's file.
+    """
+    kernel = registry.implementation(op.__name__.rpartition(".")[2], "cpu")
+    with (
+        mock.patch.object(kernel, "supports", return_value=False),
+        mock.patch.object(op if module is None else module, name, fault),
+    ):
+        yield
 
 
 class FaultyBuild(NamedTuple):

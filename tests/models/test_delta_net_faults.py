@@ -21,6 +21,7 @@ from tests.models.planted_fault import (
     PlantedFault,
     changed_module,
     module_fault,
+    reference_fault,
     refusal_test,
     tensor_fault,
 )
@@ -51,7 +52,7 @@ def changed_tokens(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             **{name: change(getattr(tokens, name)) for name, change in changes.items()}
         )
 
-    return mock.patch.object(gated_delta_rule, "_prepare", prepare)
+    return reference_fault(gated_delta_rule, "_prepare", prepare)
 
 
 def changed_state(module: type[torch.nn.Module], change: Callable[[torch.Tensor], Any]) -> Any:
@@ -126,7 +127,7 @@ FAULTS: dict[str, PlantedFault] = {
     "convolution shifted": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.roll(1, 1), CONV),
     "convolution reversed": tensor_fault(f"{LAYER}.conv.weight", lambda t: t.flip(1), CONV),
     "SiLU behind the convolution forgotten": (
-        lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        lambda: reference_fault(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
     ),
     "gate forgotten": module_fault(GatedHeadNorm, without_gate, "attn.gated_norm"),
@@ -140,7 +141,7 @@ FAULTS: dict[str, PlantedFault] = {
     "decay x 1.05": (lambda: changed_tokens(log_decay=lambda x: x * 1.05), (RULE,), 0),
     "beta without sigmoid": (lambda: changed_tokens(beta=torch.logit), (RULE,), 0),
     "keys not of length 1": (
-        lambda: mock.patch.object(gated_delta_rule, "_unit", lambda x: x), (RULE,), 0,
+        lambda: reference_fault(gated_delta_rule, "_unit", lambda x: x), (RULE,), 0,
     ),
     "queries not divided by the root of their size": (
         lambda: changed_tokens(q=lambda x: x * 3.5), (RULE,), 0,
@@ -170,7 +171,7 @@ test_a_planted_fault_is_refused_by_name = refusal_test(FAULTS)
 def test_a_state_that_is_lost_between_steps_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """Each module is right alone; decoded sequences are not."""
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
-    with mock.patch.object(recurrence, "gather_states", zeros):
+    with reference_fault(gated_delta_rule, "gather_states", zeros, recurrence):
         report, written = build_and_accept(checkpoint, tmp_path / "e", "float32", "none")
     assert not written
     assert "between the modules" in report["reason"]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
 from modelmill.nn.causal_conv import CausalConv
 from modelmill.nn.mamba2 import GatedGroupNorm, StateSpaceScan
 from modelmill.ops import causal_conv, ssd_scan
-from tests.models.planted_fault import PlantedFault, module_fault, refusal_test, tensor_fault
+from tests.models.planted_fault import (
+    PlantedFault,
+    module_fault,
+    reference_fault,
+    refusal_test,
+    tensor_fault,
+)
 from tests.models.test_delta_net_faults import changed_state, swapped
 
 FAMILY = "mamba2"
@@ -27,7 +32,7 @@ def changed_tokens(**changes: Callable[[Any], torch.Tensor]) -> Any:
         tokens = real(inputs)
         return tokens._replace(**{name: change(tokens) for name, change in changes.items()})
 
-    return mock.patch.object(ssd_scan, "_prepare", prepare)
+    return reference_fault(ssd_scan, "_prepare", prepare)
 
 
 def norm_before_gate(self: Any, x: torch.Tensor, xbcz: torch.Tensor, step: Any) -> torch.Tensor:
@@ -61,7 +66,7 @@ FAULTS: dict[str, PlantedFault] = {
     "convolution shifted": tensor("conv.weight", lambda t: t.roll(1, 1), CONV),
     "convolution's bias forgotten": tensor("conv.bias", torch.zeros_like, CONV),
     "SiLU behind the convolution forgotten": (
-        lambda: mock.patch.object(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
+        lambda: reference_fault(causal_conv, "_activate", lambda x, dtype: x.to(dtype)),
         (CONV,), 0,
     ),
     "decay's sign": (lambda: changed_tokens(log_decay=lambda t: -0.1 * t.log_decay), (SSM,), 0),

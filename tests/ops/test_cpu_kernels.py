@@ -54,7 +54,9 @@ LEFT_TO_THE_REFERENCE = {"quantize": ("fp8", "order", "groups"), "router_gemm": 
 # kernels that write in place or read tables, pages or angles where they are
 NEEDS_PACKED = (
     "add_rms_norm",
+    "causal_conv",
     "fused_topk",
+    "gated_delta_rule",
     "int4_fused_moe",
     "int8_fused_moe",
     "mxfp4_fused_moe",
@@ -62,6 +64,7 @@ NEEDS_PACKED = (
     "rope_cache",
     "router_gemm",
     "rptq_quant",
+    "ssd_scan",
 )
 
 pytestmark = pytest.mark.skipif(

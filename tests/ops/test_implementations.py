@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from modelmill.eval.large_op_cases import LARGE_CASES
 from modelmill.ops import qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
@@ -488,7 +489,20 @@ def _int8_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
+def _at_model_sizes(op: str) -> Callable[[str, torch.dtype], Iterator[Case]]:
+    """Sizes of Qwen3-Next and Mamba-2 2.7B, on a GPU."""
+
+    def make(device: str, dtype: torch.dtype) -> Iterator[Case]:
+        if device == "cuda":
+            yield from LARGE_CASES[op](device, dtype)
+
+    return make
+
+
 EDGES = {
+    "causal_conv": _at_model_sizes("causal_conv"),
+    "gated_delta_rule": _at_model_sizes("gated_delta_rule"),
+    "ssd_scan": _at_model_sizes("ssd_scan"),
     "rms_norm": _norm_edges,
     "add_rms_norm": _add_norm_edges,
     "layer_norm": _layer_norm_edges,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.ops import causal_conv, gated_delta_rule, registry, ssd_scan
+from modelmill.ops import registry
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
@@ -32,11 +32,29 @@ def draw(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+BACKENDS = ("torch", "triton", "cpu")
+
+
+def run_op(op: str, backend: str, inputs: Any) -> torch.Tensor:
+    """One backend's result; the test is skipped where it cannot run."""
+    if backend == "torch":
+        return registry.reference(op)(inputs)
+    module = registry.implementation(op, backend)
+    if module is None:
+        pytest.skip(f"{backend} does not implement {op}")
+    if (reason := module.available("cpu")) is not None:
+        pytest.skip(reason)
+    if not registry.serves(op, backend, inputs):
+        return registry.reference(op)(inputs)
+    return module.run(inputs)
+
+
 class Sequence:
     """A sequence's operands, computed in parts."""
 
-    def __init__(self, chunk: int) -> None:
+    def __init__(self, chunk: int, backend: str = "torch") -> None:
         self.chunk = chunk
+        self.backend = backend
         self.state = torch.full((3, HEADS, DK, DV), 7.0)  # a slot need not be cleared
         self.conv_state = torch.full((3, 3, 10), 7.0)
         self.qkv = draw(COUNT, 2 * KEY_HEADS * DK + HEADS * DV, seed=0)
@@ -46,18 +64,15 @@ class Sequence:
 
     def delta(self, first: int, stop: int, keep: int = -1) -> torch.Tensor:
         part = rows(first, stop - first, chunk=self.chunk, keep=keep)
-        return gated_delta_rule.gated_delta_rule(
-            GatedDeltaInputs(
-                self.qkv[first:stop], self.gates[first:stop], self.a_log, self.dt_bias,
-                self.state, part,
-            )
-        )  # fmt: skip
+        inputs = GatedDeltaInputs(
+            self.qkv[first:stop], self.gates[first:stop], self.a_log, self.dt_bias, self.state, part
+        )
+        return run_op("gated_delta_rule", self.backend, inputs)
 
     def conv(self, first: int, stop: int, keep: int = -1) -> torch.Tensor:
         part = rows(first, stop - first, chunk=self.chunk, keep=keep)
-        return causal_conv.causal_conv(
-            CausalConvInputs(self.x[first:stop], self.conv_state, self.weight, None, part)
-        )
+        inputs = CausalConvInputs(self.x[first:stop], self.conv_state, self.weight, None, part)
+        return run_op("causal_conv", self.backend, inputs)
 
 
 def test_the_delta_rule_is_the_papers_recurrence() -> None:
@@ -87,11 +102,14 @@ def test_chunks_compute_what_single_tokens_do(chunk: int) -> None:
     torch.testing.assert_close(chunks.state[0], single.state[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["delta", "conv"])
 @pytest.mark.parametrize("edges", [(0, 32, 70), (0, 8, 16, 64, 70), (0, 64, 65, 66, 70)])
-def test_the_division_into_steps_changes_no_bit(op: str, edges: tuple[int, ...]) -> None:
+def test_the_division_into_steps_changes_no_bit(
+    op: str, edges: tuple[int, ...], backend: str
+) -> None:
     """At multiples of a chunk, and by single tokens behind the last whole chunk."""
-    whole, parts = Sequence(chunk=8), Sequence(chunk=8)
+    whole, parts = Sequence(8, backend), Sequence(8, backend)
     expected = getattr(whole, op)(0, COUNT)
     actual = [getattr(parts, op)(*edge) for edge in pairwise(edges)]
     assert torch.equal(torch.cat(actual), expected)
@@ -99,10 +117,11 @@ def test_the_division_into_steps_changes_no_bit(op: str, edges: tuple[int, ...])
     assert torch.equal(getattr(parts, state)[0], getattr(whole, state)[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["delta", "conv"])
 @pytest.mark.parametrize("keep", [0, 8, 40, 64, 70])
-def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int) -> None:
-    whole, part = Sequence(chunk=8), Sequence(chunk=8)
+def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int, backend: str) -> None:
+    whole, part = Sequence(8, backend), Sequence(8, backend)
     state = "state" if op == "delta" else "conv_state"
     getattr(whole, op)(0, COUNT, keep)
     snapshot = getattr(whole, state)[1]
@@ -113,10 +132,11 @@ def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int) -> None:
         assert not snapshot.any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["delta", "conv"])
-def test_decodes_of_a_batch_are_those_of_single_sequences(op: str) -> None:
+def test_decodes_of_a_batch_are_those_of_single_sequences(op: str, backend: str) -> None:
     """Three sequences at once; the second keeps a snapshot, the third one of its first state."""
-    seq = Sequence(chunk=8)
+    seq = Sequence(8, backend)
     name = "state" if op == "delta" else "conv_state"
     states = draw(6, *getattr(seq, name).shape[1:], seed=9)
     padding, batch = 5, states.clone()
@@ -143,10 +163,11 @@ def run_decode(
 ) -> Any:
     if op == "conv":
         inputs = CausalConvInputs(seq.x[tokens], state, seq.weight, None, part)
-        return causal_conv.causal_conv(inputs)
-    return gated_delta_rule.gated_delta_rule(
-        GatedDeltaInputs(seq.qkv[tokens], seq.gates[tokens], seq.a_log, seq.dt_bias, state, part)
+        return run_op("causal_conv", seq.backend, inputs)
+    delta = GatedDeltaInputs(
+        seq.qkv[tokens], seq.gates[tokens], seq.a_log, seq.dt_bias, state, part
     )
+    return run_op("gated_delta_rule", seq.backend, delta)
 
 
 def test_parts_of_a_sequence() -> None:
@@ -160,14 +181,16 @@ def test_parts_of_a_sequence() -> None:
 SSM_HEADS, GROUPS, P, N = 4, 2, 8, 12
 
 
-def scan(chunk: int, edges: tuple[int, ...], state: torch.Tensor) -> torch.Tensor:
+def scan(
+    chunk: int, edges: tuple[int, ...], state: torch.Tensor, backend: str = "torch"
+) -> torch.Tensor:
     """Mamba2's recurrence over one sequence, in steps between the edges."""
     xbc = draw(COUNT, SSM_HEADS * P + 2 * GROUPS * N, seed=1)
     dt, a_log, bias, skip = (draw(*s, seed=i) for i, s in enumerate(((COUNT, 4), (4,), (4,), (4,))))
     return torch.cat(
         [
-            ssd_scan.ssd_scan(
-                SSDScanInputs(
+            run_op(
+                "ssd_scan", backend, SSDScanInputs(
                     xbc[first:stop], dt[first:stop], a_log, bias, skip, (0.1, 2.0), state,
                     rows(first, stop - first, chunk=chunk),
                 )
@@ -207,17 +230,21 @@ def test_chunks_of_the_scan_compute_what_single_tokens_do(chunk: int) -> None:
     torch.testing.assert_close(chunks[0], single[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("edges", [(0, 32, 70), (0, 8, 16, 64, 70), (0, 64, 65, 66, 70)])
-def test_the_division_of_a_scan_into_steps_changes_no_bit(edges: tuple[int, ...]) -> None:
+def test_the_division_of_a_scan_into_steps_changes_no_bit(
+    edges: tuple[int, ...], backend: str
+) -> None:
     whole, parts = (torch.full((3, SSM_HEADS, P, N), 7.0) for _ in range(2))
-    assert torch.equal(scan(8, edges, parts), scan(8, (0, COUNT), whole))
+    assert torch.equal(scan(8, edges, parts, backend), scan(8, (0, COUNT), whole, backend))
     assert torch.equal(parts[0], whole[0])
 
 
-@pytest.mark.parametrize("op", ["gated_delta_rule"])
-def test_a_kernel_leaves_the_states_of_the_reference(op: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "cpu"])
+@pytest.mark.parametrize("op", ["causal_conv", "gated_delta_rule", "ssd_scan"])
+def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> None:
     """Of its cases: the states of all slots and the snapshots, which outputs do not show."""
-    kernel, reference = registry.implementations(op)["triton"], registry.reference(op)
+    kernel, reference = registry.implementations(op)[backend], registry.reference(op)
     if (reason := kernel.available("cpu")) is not None:
         pytest.skip(reason)
     for case in import_module(f"modelmill.ops.{op}").cases("cpu", torch.float32):

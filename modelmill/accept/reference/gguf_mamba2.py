@@ -15,7 +15,7 @@ from torch import Tensor
 from modelmill.accept.reference.gguf_source import GgufSource
 from modelmill.accept.reference.tensor_source import RawContainer
 
-ARCHITECTURE, HYBRID = "mamba2", "granitehybrid"
+ARCHITECTURE, HYBRID, FALCON_H1 = "mamba2", "granitehybrid", "falcon-h1"
 MODULES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
 WHOLE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 # 1 without the key
@@ -115,12 +115,48 @@ def hybrid_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
+def falcon_h1_config(container: RawContainer) -> dict[str, Any]:
+    """Return Falcon-H1's config; its multipliers are in the weights, a norm behind the gate."""
+    facts, names = container.metadata, container.names()
+
+    def fact(key: str, default: Any = None) -> Any:
+        return facts.get(f"{FALCON_H1}.{key}", default)
+
+    heads = int(fact("attention.head_count"))
+    return {
+        "model_type": "falcon_h1",
+        "vocab_size": container.tensor_info("token_embd.weight").shape[0],
+        "hidden_size": int(fact("embedding_length")),
+        "num_hidden_layers": int(fact("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(fact("attention.head_count_kv", heads)),
+        "head_dim": fact("attention.key_length"),
+        "max_position_embeddings": int(fact("context_length")),
+        "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(fact("rope.freq_base", 10000.0)),
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "mamba_d_ssm": int(fact("ssm.inner_size")),
+        "mamba_n_heads": int(fact("ssm.time_step_rank")),
+        "mamba_d_state": int(fact("ssm.state_size")),
+        "mamba_n_groups": int(fact("ssm.group_count")),
+        "mamba_proj_bias": "blk.0.ssm_in.bias" in names,
+        "projectors_bias": "blk.0.ssm_out.bias" in names,
+        "mamba_conv_bias": "blk.0.ssm_conv1d.bias" in names,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in names,
+        "mamba_norm_before_gate": False,
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+
+
 class HybridGgufSource(GgufSource):
-    """Granite 4's container under Hugging Face names."""
+    """The container of Granite 4 or Falcon-H1 under Hugging Face names."""
 
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         index, _, part = name.removeprefix("model.layers.").partition(".")
+        if part == "pre_ff_layernorm.weight":
+            return f"blk.{index}.ffn_norm"  # without a suffix
         if part.startswith("mamba."):
             return f"blk.{index}.{mixer_name(part.removeprefix('mamba.'))}"
         for linear, matrix in (("input_linear", "gate"), ("up_linear", "up"), ("", "down")):
@@ -141,4 +177,5 @@ class HybridGgufSource(GgufSource):
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {
     ARCHITECTURE: (mamba2_config, Mamba2GgufSource),
     HYBRID: (hybrid_config, HybridGgufSource),
+    FALCON_H1: (falcon_h1_config, HybridGgufSource),
 }

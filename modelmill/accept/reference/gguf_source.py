@@ -109,6 +109,10 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
     "gemma2": GEMMA_NORMS,
     "gemma3_text": GEMMA_NORMS,
     "gemma4_text": GEMMA4,
+    "falcon_h1": {
+        "model.final_layernorm": "output_norm",
+        **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    },
     "mamba2": {
         "backbone.embeddings": "token_embd",
         "backbone.norm_f": "output_norm",

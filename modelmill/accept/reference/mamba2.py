@@ -58,19 +58,31 @@ class Mamba2Mixin(PlainDecoderReference):
             weights[name] = Affine(get(f"{stem}.{name}"))
         bias = get(f"{stem}.conv1d.bias") if self.conv_bias else None
         weights["conv"] = Affine(get(f"{stem}.conv1d.weight")[:, 0], bias)
-        weights["gated_norm"] = Affine(get(f"{stem}.norm.weight"))
-        weights["o_proj"] = self.read_affine(f"{stem}.out_proj", self.ssm_bias)
-        return weights
+        return weights | self.ssm_output_weights(stem)
+
+    def ssm_output_weights(self, stem: str) -> LayerWeights:
+        """Read the norm behind the gate, and the output projection."""
+        norm = Affine(self.source.get(f"{stem}.norm.weight"))
+        return {
+            "gated_norm": norm, "o_proj": self.read_affine(f"{stem}.out_proj", self.ssm_bias)
+        }  # fmt: skip
 
     def ssm(self, r: LayerRecorder, normed: Tensor) -> Tensor:
+        """Run a layer's recurrence with its output projection."""
+        return r.linear("o_proj", self.gated_scan(r, normed))
+
+    def gated_scan(self, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's recurrence up to its output projection."""
         z, x, b, c, dt = (r.linear(name, normed) for name in ("z", "x", "B", "C", "dt"))
         mixed = self.convolve_with_bias(r, torch.cat((x, b, c), -1))
-        y = self.scan(r, mixed, dt)
+        return self.gate(r, self.scan(r, mixed, dt), z)
+
+    def gate(self, r: LayerRecorder, y: Tensor, z: Tensor) -> Tensor:
+        """Gate a recurrence's output by z, then norm it in groups."""
         gated = (y * F.silu(z)).reshape(len(y), self.ssm_groups, -1)
         normal = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
         out = normal.reshape(y.shape) * r.weights["gated_norm"].weight
-        return r.linear("o_proj", r.record("gated_norm", out, y, z))
+        return r.record("gated_norm", out, y, z)
 
     def convolve_with_bias(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before, then SiLU."""

@@ -5,7 +5,7 @@
 // Range: W = 16 (AVX-512), 8 (AVX2 + FMA + F16C) or 4 (portable C++)
 // Technique: AVX-512, AVX2 + FMA + F16C, portable C++ vectors
 // Used by: activation.h, block_floating_point.h, decode.cpp, flash_attention.h, gemm_small_m.h,
-//     norm.h, rptq_linear.cpp, runtime.cpp, upsample_masks.cpp, w8a8_linear.cpp
+//     norm.h, rptq_linear.cpp, runtime.cpp, state_rows.h, upsample_masks.cpp, w8a8_linear.cpp
 //
 // A kernel is written once with these functions. The compiler's ISA macros select the
 // implementation, so that any -march is correct.

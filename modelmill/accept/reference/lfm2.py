@@ -1,0 +1,89 @@
+"""lfm2: gated short convolutions and attention with normed heads (arXiv:2511.23404, section 2.1).
+
+A convolution layer is W_o(C · conv(B · x)) with B, C, x = W_i h, each channel convolved by itself.
+The MLP's width is two thirds of the config's, times a factor, rounded up to a multiple.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.plain_decoder import NORMS, Defaults
+from modelmill.accept.reference.tensor_source import TensorSource
+
+MLP_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+class Lfm2Reference(HeadNormMixin):
+    """Lfm2ForCausalLM."""
+
+    FINAL_NORM = "model.embedding_norm"
+    DEFAULTS = Defaults(kv_heads=8, eps=1e-5, positions=128_000, tied=True)
+    EPS_KEY = "norm_eps"
+
+    def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
+        super().__init__(source, config)
+        self.rope = self.plain_rope(theta=1e6)
+        self.norm_paths = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+        self.norm_paths |= {name: f"self_attn.{name[0]}_layernorm" for name in HEAD_NORMS}
+        self.projection_paths["o_proj"] = "self_attn.out_proj"
+        self.projection_paths |= {
+            name: f"feed_forward.{matrix}" for name, matrix in MLP_MATRICES.items()
+        }
+        self.conv_bias = bool(config.get("conv_bias", False))
+        types = config.get("layer_types")
+        attention = config.get("full_attn_idxs")
+        self.convolves = [
+            types[layer] == "conv" if types else attention is not None and layer not in attention
+            for layer in range(self.num_layers)
+        ]
+
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the output head is the embedding; the key has an older name."""
+        older = self.config.get("tie_embedding")
+        return super().is_tied if older is None else bool(older)
+
+    def layer_weights(self, index: int) -> LayerWeights:
+        """Read the weights of one layer in float32."""
+        if not self.convolves[index]:
+            return super().layer_weights(index)
+        norms = {name: self.norm_weights(index, name) for name in NORMS}
+        return norms | self.conv_weights(f"{self.LAYERS}.{index}.conv") | self.mlp_weights(index)
+
+    def conv_weights(self, stem: str) -> LayerWeights:
+        """Read a convolution; the rows of its projection are B, C and x."""
+        weight, bias, _ = self.read_affine(f"{stem}.in_proj", self.conv_bias)
+        biases: Any = (None,) * 3 if bias is None else bias.chunk(3)
+        parts = zip(("B", "C", "x"), weight.chunk(3), biases, strict=True)
+        conv = self.read_affine(f"{stem}.conv", self.conv_bias)
+        return {
+            **{name: Affine(rows, own) for name, rows, own in parts},
+            "conv": conv._replace(weight=conv.weight[:, 0]),
+            "o_proj": self.read_affine(f"{stem}.out_proj", self.conv_bias),
+        }
+
+    def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
+        """Run a layer's attention or convolution."""
+        if not self.convolves[index]:
+            return super().attention(index, r, normed, prompt_length)
+        b, c, x = (r.linear(name, normed) for name in ("B", "C", "x"))
+        mixed = self.convolve(r, r.record("conv_input", b * x, b, c, x))
+        return r.linear("o_proj", r.record("conv_output", c * mixed, mixed, b, c, x))
+
+    def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
+        """Convolve each channel with its weights over the tokens before."""
+        weight, bias, _ = r.weights["conv"]
+        width = weight.shape[1]
+        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
+        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
+        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
+        return r.record("conv", out if bias is None else out + bias, x)
+
+
+REFERENCE = Lfm2Reference

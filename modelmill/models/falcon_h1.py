@@ -1,0 +1,83 @@
+"""Falcon-H1 (``FalconH1ForCausalLM``): attention and Mamba2 side by side in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._falcon_h1_multipliers import (
+    FalconH1Config,
+    read_multipliers,
+    with_multipliers,
+)
+from modelmill.models._hf_config import attention_bias, boolean, factor, positive_int
+from modelmill.models._layer_rules import CheckpointLayout
+from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
+from modelmill.nn.mamba2 import Mamba2Spec
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+LAYOUT = CheckpointLayout(
+    {
+        **CHECKPOINT_NAMES,
+        **{beside_attention(path): names for path, names in mamba_names("mamba").items()},
+        "mlp_norm": ("pre_ff_layernorm",),
+        "mlp.gate_up_proj": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        "mlp.down_proj": ("feed_forward.down_proj",),
+    },
+    norm="model.final_layernorm",
+)
+ignored_tensors = LAYOUT.ignored_tensors
+# of training and of other implementations' arithmetic; the head is computed for the rows it must
+UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "num_logits_to_keep")
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
+    """Sizes from config.json; what it does not name is as in FalconH1Config."""
+    config = _llama_common.config_from_hf(
+        overlay_config(raw, {"num_key_value_heads": 8}),
+        8192,
+        eps=1e-5,
+        layer=HybridLayer,
+        **attention_bias(raw),
+        mlp_bias=boolean(raw, "mlp_bias", False),
+        embedding_scale=factor(raw, "embedding_multiplier"),
+        logit_scale=factor(raw, "lm_head_multiplier"),
+    )
+    fields = vars(replace(config, beside_attention=_mamba(raw, config)))
+    return FalconH1Config(**fields, multipliers=read_multipliers(raw))
+
+
+def _mamba(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+    """The recurrence, from the keys that begin with ``mamba_``."""
+    expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
+    raw = overlay_config(raw, {"mamba_d_ssm": 1024})
+    inner, name = expanded, "the expanded hidden_size"
+    if raw["mamba_d_ssm"] is not None:
+        inner, name = positive_int(raw, "mamba_d_ssm"), "mamba_d_ssm"
+    keys = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups")
+    heads, dim, groups = state_heads(raw, inner, keys, groups=1, inner_name=name)
+    return Mamba2Spec(
+        config.hidden, heads, dim, positive_int(raw, "mamba_d_state", default=256, max_value=1024),
+        groups, conv_width(raw, "mamba_d_conv"), config.eps,
+        boolean(raw, "mamba_proj_bias", False), boolean(raw, "mamba_conv_bias", True),
+        time_step_limit(raw), out_bias=boolean(raw, "projectors_bias", False),
+        norm=boolean(raw, "mamba_rms_norm", False),
+        norm_first=boolean(raw, "mamba_norm_before_gate", True),
+    )  # fmt: skip
+
+
+def rules(config: FalconH1Config) -> list[Rule]:
+    """Every tensor of the model, the multipliers folded in."""
+    return [with_multipliers(rule, config) for rule in LAYOUT.rules(config)]
+
+
+class Model(Decoder):
+    """The decoder of attention and recurrence side by side."""

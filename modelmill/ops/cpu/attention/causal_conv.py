@@ -1,0 +1,49 @@
+"""Short causal convolution in C++ (causal_conv.cpp)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.causal_conv import CausalConvInputs
+from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, row_pointers
+from modelmill.ops.cpu.common import build
+
+available = build.available
+
+
+def supports(inputs: CausalConvInputs) -> bool:
+    """Operands of one dtype, rows and states that lie together."""
+    x, state, weight, bias, rows, _ = inputs
+    return (
+        x.dtype in build.DTYPES
+        and x.dtype is state.dtype is weight.dtype
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+        and (bias is None or (bias.dtype is x.dtype and bias.is_contiguous()))
+        and state.stride()[1:] == (len(weight), 1)
+        and are_packed(rows)
+    )
+
+
+def run(inputs: CausalConvInputs) -> torch.Tensor:
+    """As the reference."""
+    x, state, weight, bias, rows, silu = inputs
+    channels, width = weight.shape
+    make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
+    out = make(len(x), channels, dtype=x.dtype)
+    _kernel(len(x) > build.SMALL_M_LIMIT)(
+        out.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        state.data_ptr(), *row_pointers(rows), len(rows.slots), len(x), channels, width,
+        x.stride(0), state.stride(0), build.DTYPES[x.dtype], int(silu),
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _kernel(release_gil: bool) -> Callable[..., Any]:
+    signature = "p" * 5 + POINTERS + "q" * 6 + "ii"
+    return build.function("causal_conv", signature, release_gil=release_gil)

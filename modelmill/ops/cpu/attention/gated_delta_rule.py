@@ -1,0 +1,51 @@
+"""The gated delta rule in C++ (gated_delta_rule.cpp)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
+from modelmill.ops.cpu.common import build
+from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
+
+available = build.available
+
+
+def supports(inputs: GatedDeltaInputs) -> bool:
+    """Rows and states that lie together."""
+    _, _, dk, dv = inputs.state.shape
+    return (
+        inputs.qkv.dtype in build.DTYPES
+        and inputs.qkv.stride(1) == 1
+        and inputs.gates.dtype is torch.float32
+        and inputs.gates.is_contiguous()
+        and inputs.state.dtype is torch.float32
+        and inputs.state.stride()[1:] == (dk * dv, dv, 1)
+        and are_packed(inputs.rows)
+    )
+
+
+def run(inputs: GatedDeltaInputs) -> torch.Tensor:
+    """As the reference, all tokens one by one."""
+    qkv, gates, a_log, dt_bias, state, rows = inputs
+    _, heads, dk, dv = state.shape
+    a_log, dt_bias = as_floats(a_log), as_floats(dt_bias)
+    make = torch.empty if rows.is_decode else torch.zeros  # a prompt may be padded
+    out = make(len(qkv), heads * dv)
+    _kernel(len(qkv) > build.SMALL_M_LIMIT)(
+        out.data_ptr(), qkv.data_ptr(), gates.data_ptr(), a_log.data_ptr(), dt_bias.data_ptr(),
+        state.data_ptr(), *row_pointers(rows), len(rows.slots), len(qkv), heads,
+        (qkv.shape[1] - heads * dv) // (2 * dk), dk, dv, qkv.stride(0), state.stride(0), L2_EPS,
+        build.DTYPES[qkv.dtype],
+    )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _kernel(release_gil: bool) -> Callable[..., Any]:
+    signature = "p" * 6 + POINTERS + "q" * 8 + "di"
+    return build.function("gated_delta_rule", signature, release_gil=release_gil)

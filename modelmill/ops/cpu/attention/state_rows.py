@@ -1,0 +1,27 @@
+"""The sequences of a step as the C++ kernels of recurrences take them (state_rows.h)."""
+
+from __future__ import annotations
+
+import torch
+
+POINTERS = "ppppp"
+"""The arguments of ``row_pointers`` in a function's signature."""
+
+
+def row_pointers(rows: tuple[torch.Tensor | int, ...]) -> tuple[int, ...]:
+    """The addresses of the first tokens, positions, slots and snapshots of a ``StateRows``."""
+    return tuple(each.data_ptr() for each in rows[:5] if isinstance(each, torch.Tensor))
+
+
+def are_packed(rows: tuple[torch.Tensor | int, ...]) -> bool:
+    """Whether the tensors of a ``StateRows`` have the kernels' dtypes and lie together."""
+    dtypes = (torch.int32, *(torch.int64,) * 4)
+    return all(
+        isinstance(each, torch.Tensor) and each.dtype is dtype and each.is_contiguous()
+        for each, dtype in zip(rows, dtypes, strict=False)
+    )
+
+
+def as_floats(values: torch.Tensor) -> torch.Tensor:
+    """Packed float32 values; the tensor itself where it has them."""
+    return values.float().contiguous()

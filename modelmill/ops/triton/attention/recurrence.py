@@ -1,0 +1,96 @@
+"""Tokens of a sequence in whole chunks and around them, and the arithmetic that recurrences share.
+
+Computes: the bounds of whole chunks, the chunk that starts in a window, softplus, decays in a chunk
+Dtypes: float32; running sums of a chunk float64
+Layout: registers
+Range: chunks of up to 16 tokens
+Technique: no integer is read on the host, so that steps with prompts can be captured as well
+Used by: gated_delta_rule.py, ssd_scan.py
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from modelmill.ops.triton.common.device import is_amd
+
+MAX_KERNEL_CHUNK = 16  # operands of larger ones would leave room for few programs in an SM
+MIN_DOT = 16  # least size of an operand of tl.dot
+# Float32 products on tensor cores, to about float32's precision; AMD's compiler has only the other.
+PRECISION = "ieee" if is_amd() else "tf32x3"
+
+
+def kernel_chunk(chunk: int, *, decode: bool) -> int:
+    """The chunk that a kernel is compiled for, a divisor of the step's; 0: single tokens alone."""
+    return 0 if decode or chunk == 1 else min(chunk, MAX_KERNEL_CHUNK)
+
+
+def stages(width: int) -> int:
+    """Pipeline stages: the operands of the next chunk are loaded early, where they fit."""
+    return 2 if width <= 128 else 1
+
+
+@triton.jit
+def whole_chunks(start, stop, first, end, CHUNK: tl.constexpr):
+    """The tokens [a, b) of a sequence that are whole chunks at multiples of CHUNK.
+
+    Args:
+        start: first token of the sequence; stop: behind its last.
+        stop: see ``start``.
+        first: position of the first token.
+        end: position of the snapshot; one inside of a chunk ends the chunks.
+        CHUNK: tokens of a chunk.
+    """
+    a = tl.minimum(start + (CHUNK - first % CHUNK) % CHUNK, stop)
+    b = a + (stop - a) // CHUNK * CHUNK
+    kept = end - first + start
+    inside = (kept > a) & (kept < b)
+    return a, tl.where(inside, a + (kept - a) // CHUNK * CHUNK, b)
+
+
+@triton.jit
+def chunk_in_window(start_ptr, position_ptr, window, sequences, CHUNK: tl.constexpr):
+    """The token in [window, window + CHUNK) at which a whole chunk starts; −1 if there is none.
+
+    There is at most one: chunks of one sequence do not overlap, and a whole one is CHUNK long.
+    """
+    chosen = tl.full((), -1, tl.int64)
+    for base in range(0, sequences, 64):
+        index = base + tl.arange(0, 64)
+        start = tl.load(start_ptr + index, mask=index < sequences, other=0).to(tl.int64)
+        stop = tl.load(start_ptr + index + 1, mask=index < sequences, other=0).to(tl.int64)
+        first = tl.load(position_ptr + start, mask=stop > start, other=0)
+        a = start + (CHUNK - first % CHUNK) % CHUNK
+        token = a + tl.maximum(window - a + CHUNK - 1, 0) // CHUNK * CHUNK
+        whole = (stop > start) & (token < window + CHUNK) & (token + CHUNK <= stop)
+        chosen = tl.maximum(chosen, tl.max(tl.where(whole, token, -1)))
+    return chosen
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + eˣ), with the relative precision of float32 for small values, too."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    # log(u) · e / (u − 1): the rounding of u cancels (Goldberg 1991, theorem 4)
+    small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def decays(log_decay, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Decays within a chunk, from the log decays [BLOCK], which are 0 from CHUNK on.
+
+    Returns:
+        From token j to token i ≥ j [BLOCK, BLOCK], else 0; from the chunk's start to each token
+        [BLOCK]; from each token to the end [BLOCK]; from start to end.
+    """
+    i = tl.arange(0, BLOCK)
+    total = tl.cumsum(log_decay.to(tl.float64), 0)
+    whole = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
+    lower = i[:, None] >= i[None, :]
+    between = (total[:, None] - total[None, :]).to(tl.float32)
+    between = tl.where(lower, tl.exp(tl.where(lower, between, 0.0)), 0.0)
+    since_start, to_end = tl.exp(total.to(tl.float32)), tl.exp((whole - total).to(tl.float32))
+    return between, since_start, to_end, tl.exp(whole.to(tl.float32))

@@ -1,0 +1,58 @@
+"""LFM2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from modelmill.nn.causal_conv import CausalConvConfig
+from modelmill.nn.short_conv import ShortConvSpec
+from tests.models.family_cases import (
+    EPS_FAULT,
+    ROTARY,
+    FamilyCase,
+    based,
+    decoder_family,
+    fault,
+)
+
+LAYERS = ["conv", "full_attention"]
+
+
+class ConvWithSilu(ShortConvSpec):
+    """A convolution with an activation."""
+
+    @property
+    def conv(self) -> CausalConvConfig:
+        """The convolution."""
+        return replace(super().conv, silu=True)
+
+
+CASE: FamilyCase = decoder_family(
+    "lfm2",
+    {"block_multiple_of": 16, "layer_types": LAYERS},
+    (
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+        {"layer_types": None, "full_attn_idxs": [0]}, {"layer_types": None},
+        {"norm_eps": 1e-3}, {"tie_word_embeddings": False}, {"tie_embedding": False},
+        {"conv_bias": True}, {"conv_L_cache": 4}, {"head_dim": 16},
+        {"block_auto_adjust_ff_dim": False}, {"block_ffn_dim_multiplier": 1.5},
+        {"block_multiple_of": 24}, {"block_ff_dim": 96, "intermediate_size": None},
+    ),
+    {
+        "conv_L_cache": 1, "conv_bias": 1, "layer_types": ["conv"], "block_multiple_of": 0,
+        "block_ffn_dim_multiplier": 0, "block_auto_adjust_ff_dim": "yes", "tie_embedding": 1,
+        "block_ff_dim": -1, "norm_eps": "x",
+    },
+    {
+        "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
+        "eps x 10": EPS_FAULT,
+        "SiLU behind the convolution": fault(
+            "attn.conv", recurrence=lambda spec: ConvWithSilu(**vars(spec))
+        ),
+    },
+    sizes=(
+        {"num_key_value_heads": 4}, {"num_key_value_heads": 1},
+        {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
+        {"vocab_size": 96},
+    ),
+)  # fmt: skip
