@@ -35,3 +35,5 @@ def test_a_grammar_can_be_used(text: str) -> None:
 def test_what_is_no_grammar(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=f"^grammar: .*{message}"):
         gbnf_grammar(text)
+    with pytest.raises(RequestError, match=f"^x: .*{message}"):
+        gbnf_grammar(text, "x")
