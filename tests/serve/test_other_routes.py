@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -50,6 +51,37 @@ def test_tokenize_with_tools_counts_what_a_chat_counts(running: ServiceThread) -
     assert post(running, "/v1/chat/completions", body).json["usage"]["prompt_tokens"] == count
     text = post(running, "/apply-template", {"messages": HI, "tools": [TOOL]}).json["prompt"]
     assert '"name": "f"' in text
+
+
+def test_a_request_without_a_model(running: ServiceThread) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": None}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ):
+        answer = running.post(path, body)
+        assert (answer.status, answer.json["model"]) == (200, "stories"), answer.body
+
+
+def test_grammars_in_both_notations(running: ServiceThread) -> None:
+    for grammar in ('root ::= "yes" | "no"', 'start: "yes" | "no"'):
+        body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"grammar": grammar}}
+        assert post(running, "/v1/completions", body).json["choices"][0]["text"] in ("yes", "no")
+    body = {"model": "stories", "prompt": "a", "structured_outputs": {"grammar": "root ::= ("}}
+    assert running.post("/v1/completions", body).json["error"]["param"] == "structured_outputs"
+
+
+def test_a_json_object_with_a_schema(running: ServiceThread) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    body = {"messages": HI, "max_tokens": 200, "temperature": 0}
+    object_format = {"type": "json_object", "schema": schema}
+    answer = post(running, "/v1/chat/completions", {**body, "response_format": object_format}).json
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
+    wrong = {"model": "stories", **body, "response_format": {**object_format, "type": "text"}}
+    refused = running.post("/v1/chat/completions", wrong)
+    assert "takes no schema" in refused.json["error"]["message"]
 
 
 def test_tokenize_as_llama_cpp(running: ServiceThread) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
 
 class NativeFields(GenerationFields):
     """Fields of /completion and /infill; without a model, the first one answers."""
+
+    may_omit_model: ClassVar[bool] = False
 
     model: str | None = Field(None, max_length=1024)  # type: ignore[assignment]
     samplers: AnyItems | str | None = ignored("the order is fixed: penalties, temperature, filters")
