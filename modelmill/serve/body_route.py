@@ -62,6 +62,12 @@ async def read_body(request: Request, model: type[S]) -> S:
         ApiError: 400, the body is invalid.
         ClientDisconnect: the client has disconnected.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise invalid_request(
+            f"the request's body is compressed ({encoding[:20]}), which is not supported; send it "
+            "without content-encoding"
+        )
     data = bytearray()
     async for piece in request.stream():
         data += piece

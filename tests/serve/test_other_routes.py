@@ -115,10 +115,15 @@ def test_completion_as_llama_cpp(running: ServiceThread) -> None:
 
 
 def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
-    body = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]}
-    refused = running.post("/infill", body)
-    assert refused.status == 400
-    assert refused.json["error"]["message"].startswith("suffix is not supported by this model")
+    body: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
+    for extra, message in (
+        ([{"text": "c", "filename": "d", "time": 1}], "suffix is not supported by this model"),
+        ([{"text": "c"}, {"filename": "d"}], "input_extra[1].text: field required"),
+        ([{"text": 5}], "input_extra[0].text: must be a string"),
+    ):
+        refused = running.post("/infill", {**body, "input_extra": extra})
+        assert refused.status == 400
+        assert refused.json["error"]["message"].startswith(message)
 
 
 def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:
