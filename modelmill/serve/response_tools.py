@@ -27,6 +27,7 @@ from modelmill.serve.tool_schema import (
     Tool,
     ToolDefinition,
     ToolGrammar,
+    check_functions,
     function_choice,
     function_tool,
 )
@@ -207,8 +208,10 @@ def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool | CustomTool]:
     """The tools of the equivalent chat request.
 
     Raises:
-        RequestError: a name is too long with its name space, or a grammar is incomplete.
+        RequestError: a name is too long with its name space, a schema is not JSON, or a grammar is
+            incomplete.
     """
+    check_functions(tool for tool, _ in _flat_tools(tools) if isinstance(tool, FunctionTool))
     converted = []
     for tool, space in _flat_tools(tools):
         name = offered_name(tool.name, space)

@@ -47,7 +47,6 @@ from modelmill.serve.tool_schema import (
     CustomToolChoice,
     NamedToolChoice,
     Tool,
-    check_functions,
 )
 from modelmill.serve.typed_objects import parse_typed
 from modelmill.text.answer_pieces import function_call_json
@@ -334,7 +333,6 @@ class ResponsesRequest(SamplingFields):
         self.check()
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
         tools, choice = self._chat_tools()
-        check_functions(tool.function for tool in tools or () if isinstance(tool, Tool))
         format = (
             None
             if self.text is None or self.text.format is None

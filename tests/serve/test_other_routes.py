@@ -68,6 +68,7 @@ def test_grammars_in_both_notations(running: ServiceThread) -> None:
     for grammar in ('root ::= "yes" | "no"', 'start: "yes" | "no"'):
         body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"grammar": grammar}}
         assert post(running, "/v1/completions", body).json["choices"][0]["text"] in ("yes", "no")
+    assert post(running, "/completion", {"prompt": "a", "n_predict": 1, "grammar": ""}).json["stop"]
     body = {"model": "stories", "prompt": "a", "structured_outputs": {"grammar": "root ::= ("}}
     assert running.post("/v1/completions", body).json["error"]["param"] == "structured_outputs"
 

@@ -28,6 +28,8 @@ def test_a_grammar_can_be_used(text: str) -> None:
     ("text", "message"),
     [
         ("root ::= (", "it is no grammar in GBNF or Lark"),
+        ("root ::= other", "it is no grammar in GBNF or Lark: Rule 'other' not found"),
+        ('x ::= "a"', "it is no grammar in GBNF or Lark: No 'root' rule found"),
         ('root ::= "a', "it is no grammar in GBNF or Lark"),
         ("x" * (MAX_GRAMMAR_CHARS + 1), "characters, at most"),
     ],

@@ -33,6 +33,7 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
+from modelmill.serve.schema_coercion import usable_grammar
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import last_fields, request_timings
 from modelmill.serve.tool_schema import Tool, check_functions
@@ -47,7 +48,6 @@ from modelmill.text.answer_pieces import (
 )
 from modelmill.text.chat import make_chat_answer_parser
 from modelmill.text.chat_format_files import load_format
-from modelmill.text.grammar import check_grammar
 from modelmill.text.thinking_switch import COMMON_NAME, OTHER_NAME
 from modelmill.text_processor import TextProcessor
 
@@ -183,12 +183,9 @@ def _strict_grammar(
         return None
     if body.ignore_eos:
         raise RequestError("ignore_eos has no meaning with a strict function; leave it out")
-    try:
-        check_grammar(grammar)
-    except RequestError as error:
-        text = str(error).removeprefix("tools: ")
-        raise RequestError(f"tools: {text}") from None
-    return grammar
+    usable, reasons = usable_grammar(grammar, "tools")
+    body.add_warnings(reasons)
+    return usable
 
 
 def make_chat_tool_parser(
