@@ -181,12 +181,12 @@ def run(args: Args) -> int:
         raise MissingDependency(
             f"serve needs {missing.name}; install it with: {install_command('serve')}"
         ) from None
-    from modelmill.cli.serve_catalogue import catalogue_entries, with_models_folder
+    from modelmill.cli.serve_catalogue import catalogue_entries, with_aliases, with_models_folder
 
     args = with_models_folder(args)
     place, names = _server_options(args), _model_names(args)
-    aliases = _aliases(args, names)
-    entries = catalogue_entries(args, [*names, *aliases])
+    aliases, on_demand = _aliases(args, names)
+    entries = with_aliases(catalogue_entries(args, [*names, *aliases]), on_demand)
     args = replace(args, engines=tuple(local_model(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
@@ -351,9 +351,11 @@ def _model_names(args: Args) -> list[str]:
     return names
 
 
-def _aliases(args: Args, names: Sequence[str]) -> dict[str, str]:
-    """Return further names → the name of their engine."""
+def _aliases(args: Args, names: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return further names → the name of their engine: of those that stay loaded, and others."""
     aliases: dict[str, str] = {}
+    on_demand: dict[str, str] = {}
+    has_catalogue = args.models_dir is not None or args.catalogue is not None
     pairs = [(name, names[0]) for name in args.served_model_name[1:] if len(names) == 1]
     for entry in args.alias:
         alias, separator, name = entry.partition("=")
@@ -361,14 +363,14 @@ def _aliases(args: Args, names: Sequence[str]) -> dict[str, str]:
             raise UsageError(f"--alias {entry}: give it as ALIAS=NAME")
         pairs.append((alias, name))
     for alias, name in pairs:
-        if name not in names:
+        if name not in names and not has_catalogue:
             raise UsageError(
                 f"--alias: no engine is served as {name}; there are {', '.join(names)}"
             )
-        if alias in names or alias in aliases or not alias.strip():
+        if alias in names or alias in {*aliases, *on_demand} or not alias.strip():
             raise UsageError(f"--alias: the name {alias!r} is taken; give another")
-        aliases[alias] = name
-    return aliases
+        (aliases if name in names else on_demand)[alias] = name
+    return aliases, on_demand
 
 
 def served_name(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,6 +80,36 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
         raise UsageError(f"--memory-budget must be at least 1, not {args.memory_budget}")
     check_names(entries, used_names)
     return entries
+
+
+def with_aliases(
+    entries: Sequence[CatalogueEntry], aliases: Mapping[str, str]
+) -> list[CatalogueEntry]:
+    """Give engines of a catalogue further names.
+
+    Args:
+        entries: the catalogue.
+        aliases: further name → name of the engine.
+
+    Raises:
+        UsageError: there is no such engine, or the name is taken.
+    """
+    names = {entry.name for entry in entries}
+    used = {name for entry in entries for name in (entry.name, *entry.aliases)}
+    for alias, name in aliases.items():
+        if name not in names:
+            raise UsageError(
+                f"--alias: no engine is served as {name}; there are {', '.join(sorted(names))}"
+            )
+        if alias in used:
+            raise UsageError(f"--alias: the name {alias!r} is used already; give another")
+    return [
+        replace(
+            entry,
+            aliases=(*entry.aliases, *(key for key, name in aliases.items() if name == entry.name)),
+        )
+        for entry in entries
+    ]
 
 
 def make_manager(

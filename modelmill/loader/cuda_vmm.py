@@ -124,21 +124,18 @@ class CudaDriver:
         """Take the memory of addresses away, which stay reserved."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
-    def alloc_pinned(self, nbytes: int) -> int:
-        """Pinned host memory; returns its address.
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin memory of the host, which the GPU then copies from and to by itself.
 
         Raises:
             CapacityError: the host has not so much left.
         """
-        address = ctypes.c_void_p()
         size = ctypes.c_size_t(nbytes)
-        self._call("cuMemHostAlloc", ctypes.byref(address), size, ctypes.c_uint(0))
-        assert address.value is not None
-        return address.value
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(0))
 
-    def free_pinned(self, address: int) -> None:
-        """Free what ``alloc_pinned`` returned."""
-        self._call("cuMemFreeHost", ctypes.c_void_p(address))
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy_to_host(self, host: int, address: int, nbytes: int) -> None:
         """Start a copy from the GPU to pinned memory."""

@@ -5,6 +5,9 @@ GPU), drops the KV cache and gives the memory of all regions back; ``wake_up`` p
 the same addresses and copies the weights back. Since no address changes, captured CUDA graphs,
 bound kernels and tensors stay valid, and nothing is captured again.
 
+Waking up takes what the copy takes, since everything else is mapped meanwhile and no memory of the
+host is freed: of 14.2 GB at 55 GB/s 0.26 s.
+
 On a CPU a region is anonymous memory, which the operating system takes back; weights and their copy
 take the same kind of memory there, so that only the KV cache is saved.
 """
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -23,12 +25,15 @@ import torch
 
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.loader.cuda_vmm import CudaDriver
+from modelmill.loader.pinned_blocks import PinnedBlocks
 from modelmill.loader.reachable_tensors import reachable_tensors
 
 ALIGNMENT = 512
 """Bytes to which a weight is aligned, as torch's allocator does."""
 CHUNK_BYTES = 256 << 20
-"""Of a GPU's memory that is mapped at once: one part is copied while the next is mapped."""
+"""Of a GPU's memory that is mapped at once where tensors move into it, part by part."""
+WAKE_CHUNK_BYTES = 1 << 30
+"""The same where an engine wakes up: one part is copied while the next is mapped."""
 
 
 class MemoryRegion(ABC):
@@ -50,7 +55,11 @@ class MemoryRegion(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Take memory again, with the content that was offloaded."""
+        """Take memory again, and start to copy the content that was offloaded."""
+
+    @abstractmethod
+    def forget_copy(self) -> None:
+        """Free the host's copy, once everything is copied."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -85,7 +94,10 @@ class HostRegion(MemoryRegion):
         """As of MemoryRegion."""
         if self._copy is not None:
             self.bytes.copy_(self._copy)
-            self._copy = None
+
+    def forget_copy(self) -> None:
+        """As of MemoryRegion."""
+        self._copy = None
 
     def drop(self) -> None:
         """As of MemoryRegion."""
@@ -98,7 +110,7 @@ class HostRegion(MemoryRegion):
 class _MappedRange:
     """Reserved addresses of a GPU, of which the first ``mapped`` bytes have memory.
 
-    ``host`` is the pinned copy of their content while they sleep; None: there is none.
+    ``has_copy``: the host has their content, while they sleep.
     """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
@@ -106,24 +118,28 @@ class _MappedRange:
         self.driver = driver
         self.nbytes = max(-(-nbytes // unit), 1) * unit
         self.mapped = 0
-        self.host: int | None = None
-        self._chunk = max(CHUNK_BYTES // unit, 1) * unit
+        self.has_copy = False
+        self._chunks: list[int] = []  # bytes of each mapping
+        self._host = PinnedBlocks(driver, self.nbytes)
         self.address = driver.reserve(self.nbytes)
 
-    def map_chunk(self) -> tuple[int, int]:
-        """Map the next chunk; returns where it begins, and its bytes."""
-        first, size = self.mapped, min(self._chunk, self.nbytes - self.mapped)
+    def map_chunk(self, nbytes: int) -> int:
+        """Map the next bytes, at most ``nbytes``; returns where they begin."""
+        unit = self.driver.granularity
+        first = self.mapped
+        size = min(max(nbytes // unit, 1) * unit, self.nbytes - first)
         self.driver.map(self.address + first, size)
+        self._chunks.append(size)
         self.mapped += size
-        return first, size
+        return first
 
     def unmap(self) -> None:
         """Give all memory back, once nothing uses it."""
         self.driver.synchronize()
-        while self.mapped:
-            first = (self.mapped - 1) // self._chunk * self._chunk
-            self.driver.unmap(self.address + first, self.mapped - first)
-            self.mapped = first
+        while self._chunks:
+            size = self._chunks.pop()
+            self.mapped -= size
+            self.driver.unmap(self.address + self.mapped, size)
 
     def copy_to_host(self) -> None:
         """Start to copy the content; nothing if it was not restored since the last time.
@@ -131,25 +147,39 @@ class _MappedRange:
         Raises:
             CapacityError: the host has not so much left.
         """
-        if self.host is None:
-            self.host = self.driver.alloc_pinned(self.nbytes)
-            self.driver.copy_to_host(self.host, self.address, self.nbytes)
+        if self.has_copy:
+            return
+        first = 0
+        for block in self._host.take():
+            self.driver.copy_to_host(block.address, self.address + first, block.nbytes)
+            first += block.nbytes
+        self.has_copy = True
 
-    def free_host(self) -> None:
-        """Free the copy, if there is one, on a thread of its own.
+    def copy_to_device(self) -> None:
+        """Map everything, and start to copy the content meanwhile."""
+        first = 0
+        for block in self._host.pinned():
+            offset = 0
+            while offset < block.nbytes:
+                if first + offset == self.mapped:
+                    self.map_chunk(WAKE_CHUNK_BYTES)
+                count = min(block.nbytes - offset, self.mapped - first - offset)
+                where = self.address + first + offset
+                self.driver.copy_to_device(where, block.address + offset, count)
+                offset += count
+            first += block.nbytes
 
-        Unpinning takes longer than the copy: requests need not wait for it.
-        """
-        host, self.host = self.host, None
-        if host is not None:
-            threading.Thread(target=_free_pinned, args=(self.driver, host), daemon=True).start()
+    def forget_copy(self) -> None:
+        """Free the copy, if there is one, a while later."""
+        if self.has_copy:
+            self.has_copy = False
+            self._host.release_slowly()
 
     def close(self) -> None:
         """Give memory and addresses back; a garbage collector calls it on any thread."""
         self.driver.make_current()
         self.unmap()
-        if self.host is not None:
-            self.driver.free_pinned(self.host)
+        self._host.release()
         self.driver.free(self.address, self.nbytes)
 
 
@@ -172,13 +202,13 @@ class CudaRegion(MemoryRegion):
     def __init__(self, driver: CudaDriver, nbytes: int, device: str) -> None:
         self._driver = driver
         self._addresses = _MappedRange(driver, nbytes)
-        self._addresses.map_chunk()  # torch asks whose memory the first byte is
+        self._addresses.map_chunk(CHUNK_BYTES)  # torch asks whose memory the first byte is
         self.bytes = as_device_tensor(_ArrayInterface(self._addresses), device)[:nbytes]
 
     def extend(self, nbytes: int) -> None:
         """As of MemoryRegion."""
         while self._addresses.mapped < min(nbytes, self._addresses.nbytes):
-            self._addresses.map_chunk()
+            self._addresses.map_chunk(CHUNK_BYTES)
 
     def offload(self) -> int:
         """As of MemoryRegion."""
@@ -190,29 +220,23 @@ class CudaRegion(MemoryRegion):
 
     def restore(self) -> None:
         """As of MemoryRegion; after a CapacityError ``offload`` gives back what it took."""
-        driver, addresses = self._driver, self._addresses
-        host = addresses.host
-        if host is None:
-            return
-        while addresses.mapped < addresses.nbytes:
-            first, size = addresses.map_chunk()
-            driver.copy_to_device(addresses.address + first, host + first, size)
-        driver.synchronize()
-        addresses.free_host()
+        if self._addresses.has_copy:
+            self._addresses.copy_to_device()
+
+    def forget_copy(self) -> None:
+        """As of MemoryRegion; nothing is copied any more."""
+        self._addresses.forget_copy()
 
     def drop(self) -> None:
         """As of MemoryRegion."""
         self._addresses.unmap()
 
     def renew(self) -> None:
-        """As of MemoryRegion."""
-        self.extend(self._addresses.nbytes)
+        """As of MemoryRegion; what has no memory yet is mapped in one call."""
+        addresses = self._addresses
+        if addresses.mapped < addresses.nbytes:
+            addresses.map_chunk(addresses.nbytes - addresses.mapped)
         self._driver.set_zero(self._addresses.address, self._addresses.nbytes)
-
-
-def _free_pinned(driver: CudaDriver, host: int) -> None:
-    driver.make_current()
-    driver.free_pinned(host)
 
 
 def as_device_tensor(interface: object, device: str) -> torch.Tensor:
@@ -304,15 +328,17 @@ class SleepableMemory:
             self._driver.make_current()
             torch.cuda.empty_cache()
         try:
-            for region in self._caches:
-                region.renew()
-            for region in self._weights:  # last: their copies on the host are freed
+            for region in self._weights:
                 region.restore()
+            for region in self._caches:  # while the weights are copied
+                region.renew()
         except CapacityError:
             self.sleep()
             raise
         if self._driver is not None:
             self._driver.synchronize()
+        for region in self._weights:
+            region.forget_copy()
         self.is_asleep, self.host_bytes = False, 0
 
     def _region(self, nbytes: int) -> MemoryRegion:

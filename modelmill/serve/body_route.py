@@ -44,6 +44,9 @@ class BodyRoute(APIRoute):
                 tenant = request.scope.get(TENANT_KEY, "")
                 salt = tenant_cache_salt(tenant, cast(Any, body).cache_salt)
                 body = body.model_copy(update={"cache_salt": salt})
+            if model.may_omit_model and not cast(Any, body).model:
+                name = request.app.state.service.only_model()
+                body = body.model_copy(update={"model": name})
             if "priority" in model.model_fields:
                 request.scope[PRIORITY_KEY] = cast(Any, body).priority
             response: Response = await endpoint(body, request)
@@ -59,6 +62,12 @@ async def read_body(request: Request, model: type[S]) -> S:
         ApiError: 400, the body is invalid.
         ClientDisconnect: the client has disconnected.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise invalid_request(
+            f"the request's body is compressed ({encoding[:20]}), which is not supported; send it "
+            "without content-encoding"
+        )
     data = bytearray()
     async for piece in request.stream():
         data += piece

@@ -70,6 +70,9 @@ class ChatRequest(GenerationFields):
         chosen = [] if self.tool_choice is None else self._chosen_names()
         if not set(chosen) <= set(names):
             raise RequestError("tool_choice names a function that is not among the tools")
+        for tool in self.tools or ():
+            if isinstance(tool, CustomTool) and tool.custom.format is not None:
+                tool.custom.format.check()
         if self.modalities not in (None, ["text"]):
             raise RequestError('modalities must be ["text"]')
 
@@ -107,6 +110,16 @@ class ChatRequest(GenerationFields):
     def custom_names(self) -> frozenset[str]:
         """Names of the custom tools."""
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def warnings(self) -> list[str]:
+        """See ``GenerationFields.warnings``."""
+        unenforced = [
+            f"tools: the grammar of {tool.name} is part of its description, and not enforced"
+            for tool in self.tools or ()
+            if isinstance(tool, CustomTool) and tool.grammar is not None
+        ]
+        return [*unenforced, *super().warnings]
 
     def _chosen_names(self) -> list[str]:
         """Names of the functions in tool_choice."""

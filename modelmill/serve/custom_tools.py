@@ -46,8 +46,12 @@ def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, Mapping):
         return dict(call)
-    arguments = json.dumps({"input": custom.get("input")}, ensure_ascii=False)
-    return function_call_json(call.get("id"), custom.get("name"), arguments)
+    return custom_function_call(call.get("id"), custom.get("name"), custom.get("input"))
+
+
+def custom_function_call(id: Any, name: Any, text: Any) -> dict[str, Any]:
+    """An earlier call of a custom tool with this text, as the call of its function."""
+    return function_call_json(id, name, json.dumps({"input": text}, ensure_ascii=False))
 
 
 class ToolCallDeltaFormatter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from modelmill.outputs import unit_vector
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
-from modelmill.serve.strict_models import StrictModel
+from modelmill.serve.strict_models import ModelName, StrictModel
 
 MAX_INPUTS = 2048
 """Inputs of one request."""
@@ -23,7 +23,9 @@ MAX_OUTPUT_FLOATS = 1 << 21
 class EmbeddingRequest(StrictModel):
     """Request body of POST /v1/embeddings."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     input: str | TextList | TokenIds | TokenIdLists = Field(
         description="a string, a list of strings, token ids, or lists of them; up to 2048"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, PrivateAttr
@@ -13,11 +13,10 @@ from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
 from modelmill.serve.peer_fields import PeerFields
 from modelmill.serve.prompt_fields import TextList, TokenIds
 from modelmill.serve.sampling_schema import SamplingFields, sampling_field
-from modelmill.serve.schema_coercion import coerce_grammar
+from modelmill.serve.schema_coercion import usable_grammar
 from modelmill.serve.strict_models import JsonObject, StrictModel
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.text.gbnf import gbnf_grammar
-from modelmill.text.grammar import check_grammar
 from modelmill.text.messages import check_json_data
 
 MAX_TOP_LOGPROBS = 20
@@ -102,7 +101,7 @@ class GenerationFields(SamplingFields, PeerFields):
         if self.json_schema is not None:
             check_json_data(self.json_schema, "json_schema: the JSON schema")
             grammars["json_schema"] = Grammar("json", json.dumps(self.json_schema))
-        if self.grammar_ is not None:
+        if self.grammar_:  # "" is llama.cpp's default
             grammars["grammar"] = gbnf_grammar(self.grammar_)
         if self.allowed_token_ids is not None:
             ids = sorted(set(self.allowed_token_ids))
@@ -127,21 +126,13 @@ class GenerationFields(SamplingFields, PeerFields):
             )
         if grammar.grammar_type == TOKEN_IDS:
             return grammar
-        try:
-            check_grammar(grammar)
-        except RequestError as error:
-            first_error = f"{self._grammar_field}: {error}"
-        else:
-            return grammar
-        coerced, reasons = coerce_grammar(grammar)
-        try:
-            if coerced is grammar:
-                raise RequestError(first_error)
-            check_grammar(coerced)
-        except RequestError:
-            raise RequestError(first_error) from None
-        self._warnings.extend(f"{self._grammar_field}: {reason}" for reason in reasons)
-        return coerced
+        usable, reasons = usable_grammar(grammar, self._grammar_field)
+        self.add_warnings(reasons)
+        return usable
+
+    def add_warnings(self, lines: Sequence[str]) -> None:
+        """Record what of the request is not enforced."""
+        self._warnings.extend(lines)
 
     @property
     def warnings(self) -> list[str]:

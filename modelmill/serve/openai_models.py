@@ -306,7 +306,37 @@ class OutputFunctionCall(ResponseModel):
     id: str = Field(pattern="^fc_")
     call_id: str
     name: str
+    namespace: str = ""
     arguments: str
+    status: Literal["completed", "incomplete"]
+
+
+class OutputCustomCall(ResponseModel):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    id: str = Field(pattern="^ctc_")
+    call_id: str
+    name: str
+    namespace: str = ""
+    input: str
+    status: Literal["completed", "incomplete"]
+
+
+class OutputReasoningText(ResponseModel):
+    """A piece of the thinking."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(ResponseModel):
+    """The thinking before an answer."""
+
+    type: Literal["reasoning"]
+    id: str = Field(pattern="^rs_")
+    summary: list[Any] = Field(max_length=0)
+    content: list[OutputReasoningText]
     status: Literal["completed", "incomplete"]
 
 
@@ -317,9 +347,9 @@ class InputTokensDetails(PromptTokensDetails):
 
 
 class OutputTokensDetails(ResponseModel):
-    """Details of the output tokens; reasoning tokens are always 0."""
+    """Details of the output tokens."""
 
-    reasoning_tokens: Literal[0]
+    reasoning_tokens: int
 
 
 class ResponseUsage(ResponseModel):
@@ -350,7 +380,9 @@ class ResponsesResponse(ResponseModel):
     model: str
     previous_response_id: str | None
     instructions: str | None
-    output: list[OutputMessage | OutputFunctionCall] = Field(min_length=1)
+    output: list[OutputMessage | OutputFunctionCall | OutputCustomCall | OutputReasoning] = Field(
+        min_length=1
+    )
     error: None
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]

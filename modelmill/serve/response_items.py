@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from modelmill.serve.custom_tools import custom_input
+from modelmill.serve.response_tools import CalledTool
+
 ResponseEvent = dict[str, Any]
+FUNCTION_CALL = ("function_call", "fc", "arguments")
+CUSTOM_CALL = ("custom_tool_call", "ctc", "input")
+"""Type of an item, beginning of its id, and the field of what the model wrote."""
 
 
 class ResponseItems:
     """Collects text and calls in order; ``output`` has the complete items.
 
     Events have no number yet. With ``hold_spaces``, leading spaces are held until other text
-    follows, since they may precede a call.
+    follows, since they may precede a call. ``called_tools``: what the client calls the tools, by
+    the names that the model writes.
     """
 
-    def __init__(self, hold_spaces: bool) -> None:
+    def __init__(
+        self, hold_spaces: bool, called_tools: Mapping[str, CalledTool] | None = None
+    ) -> None:
         self.output: list[dict[str, Any]] = []
+        self._called_tools = called_tools or {}
         self._hold_spaces = hold_spaces
         self._held_spaces = ""
         # id of the open message, or the open call
@@ -85,12 +95,14 @@ class ResponseItems:
         ]  # text after the end of the call may be in the same entry
         yield from self._close("completed")
         self._held_spaces = ""
+        tool = self._called_tools.get(name) or CalledTool(name)
+        item_type, prefix, field = CUSTOM_CALL if tool.is_custom else FUNCTION_CALL
         self._call = {
-            "type": "function_call",
-            "id": f"fc_{secrets.token_hex(16)}",
+            "type": item_type,
+            "id": f"{prefix}_{secrets.token_hex(16)}",
             "call_id": id,
-            "name": name,
-            "arguments": "",
+            **tool.place(),
+            field: "",
             "status": "in_progress",
         }
         yield {
@@ -105,6 +117,7 @@ class ResponseItems:
         self._pending_logprobs = self._pending_logprobs[-1:]
         if text:
             self._texts.append(text)
+        if text and self._call["type"] == FUNCTION_CALL[0]:
             position = {"item_id": self._call["id"], "output_index": len(self.output)}
             yield {"type": "response.function_call_arguments.delta", **position, "delta": text}
 
@@ -114,7 +127,8 @@ class ResponseItems:
             yield from self._open()
             if self._held_spaces:
                 yield from self.add_text("")
-        if self._id and not any(item["type"] == "function_call" for item in self.output):
+        calls = (FUNCTION_CALL[0], CUSTOM_CALL[0])
+        if self._id and not any(item["type"] in calls for item in self.output):
             # logprobs of tokens without text
             self._logprobs += [one for _, each in self._pending_logprobs for one in each]
         yield from self._close(status)
@@ -161,15 +175,18 @@ class ResponseItems:
 
     def _close_call(self, status: str) -> Iterator[ResponseEvent]:
         assert self._call is not None
-        item = {**self._call, "arguments": "".join(self._texts), "status": status}
-        index = {"output_index": len(self.output)}
-        done = {
-            "item_id": item["id"],
-            **index,
-            "name": item["name"],
-            "arguments": item["arguments"],
-        }
-        yield {"type": "response.function_call_arguments.done", **done}
+        text, index = "".join(self._texts), {"output_index": len(self.output)}
+        position = {"item_id": self._call["id"], **index}
+        if self._call["type"] == FUNCTION_CALL[0]:
+            item = {**self._call, "arguments": text, "status": status}
+            done = {**position, "name": item["name"], "arguments": text}
+            yield {"type": "response.function_call_arguments.done", **done}
+        else:
+            # its characters are escaped in the JSON that the model writes: it follows as a whole
+            text = custom_input(text)
+            item = {**self._call, "input": text, "status": status}
+            yield {"type": "response.custom_tool_call_input.delta", **position, "delta": text}
+            yield {"type": "response.custom_tool_call_input.done", **position, "input": text}
         yield {"type": "response.output_item.done", **index, "item": item}
         self.output.append(item)
         self._call, self._texts = None, []

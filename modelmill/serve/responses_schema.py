@@ -17,7 +17,20 @@ from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
+from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.response_tools import (
+    MAX_TOOLS,
+    AllowedToolsChoice,
+    CalledTool,
+    FlatToolChoice,
+    ResponseTools,
+    ToolChoiceMode,
+    called_tools,
+    chat_tools,
+    offered_name,
+    tool_warnings,
+)
 from modelmill.serve.sampling_schema import SamplingFields
 from modelmill.serve.strict_models import (
     FAIL_FAST,
@@ -31,12 +44,9 @@ from modelmill.serve.strict_models import (
 from modelmill.serve.structured_outputs_schema import ResponseFormat
 from modelmill.serve.tool_schema import (
     CustomTool,
-    FunctionDefinition,
+    CustomToolChoice,
     NamedToolChoice,
     Tool,
-    check_functions,
-    function_choice,
-    function_tool,
 )
 from modelmill.serve.typed_objects import parse_typed
 from modelmill.text.answer_pieces import function_call_json
@@ -44,6 +54,7 @@ from modelmill.text.answer_pieces import function_call_json
 LOGPROBS = "message.output_text.logprobs"
 LongText = Annotated[str, Field(max_length=10 << 20)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
 
 class ContentPart(StrictModel):
@@ -95,16 +106,41 @@ class FunctionCallItem(StrictModel):
 
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern=TOOL_NAME)
     arguments: LongText
+    namespace: str | None = Field(None, max_length=128)
     id: str | None = None
     status: ItemStatus | None = None
+
+    def to_chat_call(self) -> dict[str, Any]:
+        """The call in a chat message."""
+        return function_call_json(
+            self.call_id, offered_name(self.name, self.namespace), self.arguments
+        )
+
+
+class CustomCallItem(StrictModel):
+    """A call of a custom tool made by the model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1, max_length=256)
+    name: str = Field(pattern=TOOL_NAME)
+    input: LongText
+    namespace: str | None = Field(None, max_length=128)
+    id: str | None = None
+    status: ItemStatus | None = None
+
+    def to_chat_call(self) -> dict[str, Any]:
+        """The call in a chat message."""
+        return custom_function_call(
+            self.call_id, offered_name(self.name, self.namespace), self.input
+        )
 
 
 class FunctionCallOutputItem(StrictModel):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
     output: LongText | ContentParts
     id: str | None = None
@@ -138,36 +174,24 @@ class ReasoningItem(StrictModel):
     status: ItemStatus | None = None
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionItem
+InputItem = (
+    MessageItem
+    | FunctionCallItem
+    | CustomCallItem
+    | FunctionCallOutputItem
+    | ReasoningItem
+    | CompactionItem
+)
 _ITEM_TYPES: dict[str, type[InputItem]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
     "compaction": CompactionItem,
     "compaction_summary": CompactionItem,
 }
-
-
-class FunctionTool(FunctionDefinition):
-    """A function that may be called."""
-
-    type: Literal["function"]
-
-
-class FunctionToolChoice(StrictModel):
-    """Tool choice that forces one function."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedToolsChoice(StrictModel):
-    """Some of the tools, and whether one of them must be called."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["none", "auto", "required"] = "auto"
-    tools: Annotated[list[FunctionToolChoice], FAIL_FAST] = Field(min_length=1, max_length=128)
 
 
 class TextFormat(StrictModel):
@@ -190,7 +214,7 @@ class TextFormat(StrictModel):
                 raise RequestError(
                     f"text.format: name and schema belong to json_schema, not to {self.type}"
                 )
-            return ResponseFormat(type=self.type)
+            return ResponseFormat.model_validate({"type": self.type})
         if self.schema_ is None:
             raise RequestError("text.format: json_schema needs a schema")
         schema = {
@@ -239,13 +263,11 @@ class ResponsesRequest(SamplingFields):
     instructions: LongText | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     text: TextConfig | None = None
-    tools: Annotated[list[FunctionTool], FAIL_FAST] | None = Field(None, max_length=128)
-    tool_choice: (
-        Literal["none", "auto", "required"] | FunctionToolChoice | AllowedToolsChoice | None
-    ) = Field(
+    tools: ResponseTools | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoiceMode | FlatToolChoice | AllowedToolsChoice | None = Field(
         None,
-        description='"none", "auto", "required", {"type": "function", "name": …} or {"type": '
-        '"allowed_tools", …}',
+        description='"none", "auto", "required", {"type": "function", "name": …}, {"type": '
+        '"custom", "name": …} or {"type": "allowed_tools", …}',
     )
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     include: Annotated[list[str], FAIL_FAST] | None = Field(None, max_length=16)
@@ -309,7 +331,6 @@ class ResponsesRequest(SamplingFields):
             RequestError: a field is not supported or invalid.
         """
         self.check()
-        check_functions(self.tools or ())
         shared = {name: getattr(self, name) for name in SamplingFields.model_fields}
         tools, choice = self._chat_tools()
         format = (
@@ -332,24 +353,30 @@ class ResponsesRequest(SamplingFields):
             thinking_token_budget=self.thinking_token_budget,
         )
 
+    @property
+    def called_tools(self) -> dict[str, CalledTool]:
+        """The tools by the names that the model is offered."""
+        return called_tools(self.tools or ())
+
+    @property
+    def tool_warnings(self) -> list[str]:
+        """A line for every tool that is left out."""
+        return tool_warnings(self.tools or ())
+
     def _chat_tools(
         self,
     ) -> tuple[
         list[Tool | CustomTool] | None,
-        Literal["none", "auto", "required"] | NamedToolChoice | None,
+        ToolChoiceMode | NamedToolChoice | CustomToolChoice | None,
     ]:
-        tools: list[Tool | CustomTool] = [
-            function_tool(FunctionDefinition(**tool.model_dump(exclude={"type"})))
-            for tool in self.tools or ()
-        ]
-        choice = self.tool_choice
+        tools, choice = chat_tools(self.tools or ()), self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
-            names = {each.name for each in choice.tools}
+            names = choice.offered_names
             if names - {tool.name for tool in tools}:
                 raise RequestError("tool_choice names a function that is not among the tools")
-            return [tool for tool in tools if tool.name in names], choice.mode
-        if isinstance(choice, FunctionToolChoice):
-            return tools or None, function_choice(choice.name)
+            return [tool for tool in tools if tool.name in names] or None, choice.mode
+        if isinstance(choice, FlatToolChoice):
+            return tools or None, choice.to_chat_choice()
         return tools or None, choice
 
 
@@ -403,14 +430,12 @@ def _append_item(messages: list[dict[str, Any]], item: InputItem) -> None:
         if text:
             thinking = {"role": "assistant", "content": "", "reasoning_content": text}
             messages.append(thinking)
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, FunctionCallItem | CustomCallItem):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": None})
         if _is_only_thinking(messages[-1]):
             messages[-1]["content"] = None
-        messages[-1].setdefault("tool_calls", []).append(
-            function_call_json(item.call_id, item.name, item.arguments)
-        )
+        messages[-1].setdefault("tool_calls", []).append(item.to_chat_call())
     elif isinstance(item, CompactionItem):
         summary = unpack_summary(item.encrypted_content)
         messages.append({"role": "user", "content": f"{INTRO}{summary}"})

@@ -7,7 +7,7 @@ fields that would change it are rejected by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,7 +15,7 @@ from modelmill.core.types import MAX_BIAS, MAX_STOPS, sampling_range
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.peer_fields import AccountFields
-from modelmill.serve.strict_models import FAIL_FAST, known_names, limit_keys
+from modelmill.serve.strict_models import FAIL_FAST, ModelName, known_names, limit_keys
 from modelmill.serve.structured_outputs_schema import StructuredOutputs
 
 LogitBias = Annotated[dict[str, float], limit_keys(MAX_BIAS), Field(max_length=MAX_BIAS)]
@@ -39,7 +39,9 @@ def sampling_field(name: str, most: float | None = None) -> Any:
 class SamplingFields(AccountFields):
     """Sampling fields of completions, chat completions and responses."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     temperature: float | None = sampling_field("temperature", most=2)
     top_p: float | None = sampling_field("top_p")
     stop: str | Annotated[list[str], FAIL_FAST] | None = Field(

@@ -1,6 +1,8 @@
 """JSON schemas that the grammar library cannot express, made weaker, with the reasons.
 
-pydantic and other libraries write ``oneOf``, ``uniqueItems`` and ``contains``.
+pydantic and other libraries write ``oneOf``, ``uniqueItems``, ``contains``, names of properties as
+``propertyNames``, formats of strings beyond those that the library knows, and patterns that look
+around.
 A schema is coerced only if it cannot be used as it is; the answer then matches the weaker schema,
 and the response's ``warnings`` say what was not enforced.
 """
@@ -8,11 +10,21 @@ and the response's ``warnings`` say what was not enforced.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from modelmill.core.errors import RequestError
+from modelmill.core.quoting import quote
 from modelmill.core.types import Grammar
+from modelmill.text.grammar import check_grammar
 
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""Formats of strings that the grammar library enforces."""
+_NUMBER_TYPES = ("integer", "number")
+_UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 NOT_ENFORCED = ("uniqueItems", "contains", "minContains", "maxContains")
 _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
@@ -49,10 +61,36 @@ def _coerce_schemas(grammar: Grammar) -> tuple[Grammar, list[str]]:
     return Grammar("calls", json.dumps({**value, "functions": functions})), all_reasons
 
 
+def usable_grammar(grammar: Grammar, field: str) -> tuple[Grammar, list[str]]:
+    """Return a grammar that compiles: the same, or a weaker one and what it does not enforce.
+
+    Args:
+        grammar: to check.
+        field: of the request, in front of errors and reasons.
+
+    Raises:
+        RequestError: there is none; it says what is wrong with the grammar itself.
+    """
+    try:
+        check_grammar(grammar)
+    except RequestError as error:
+        first_error = f"{field}: {str(error).removeprefix(f'{field}: ')}"
+    else:
+        return grammar, []
+    coerced, reasons = coerce_grammar(grammar)
+    try:
+        if coerced is grammar:
+            raise RequestError(first_error)
+        check_grammar(coerced)
+    except RequestError:
+        raise RequestError(first_error) from None
+    return coerced, [f"{field}: {reason}" for reason in reasons]
+
+
 def coerce_schema(schema: Any) -> tuple[Any, list[str]]:
     """Weaken a schema: the result, and a reason for each change."""
-    reasons: dict[str, None] = {}
-    return _coerce(schema, reasons), list(reasons)
+    coercion = _Coercion(schema)
+    return coercion.apply(schema), list(coercion.reasons)
 
 
 def _limit_unique_items(schema: dict[str, Any]) -> None:
@@ -64,27 +102,86 @@ def _limit_unique_items(schema: dict[str, Any]) -> None:
         schema["maxItems"] = min(most, len(values)) if type(most) is int else len(values)
 
 
-def _coerce(schema: Any, reasons: dict[str, None]) -> Any:
-    if isinstance(schema, list):
-        return [_coerce(each, reasons) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    out: dict[str, Any] = {}
-    for key, value in schema.items():
+class _Coercion:
+    """Weakens one schema.
+
+    Attributes:
+        reasons: what was not enforced, in order.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.reasons: dict[str, None] = {}
+
+    def apply(self, schema: Any) -> Any:
+        """Weaken a part of the schema."""
+        if isinstance(schema, list):
+            return [self.apply(each) for each in schema]
+        if not isinstance(schema, Mapping):
+            return schema
+        out: dict[str, Any] = {}
+        for key, value in schema.items():
+            if self._is_left_out(key, value, schema):
+                continue
+            if key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
+                out[key] = {name: self.apply(each) for name, each in value.items()}
+            else:
+                out[key] = value if key in _VALUE_KEYS else self.apply(value)
+        if schema.get("uniqueItems") is True:
+            _limit_unique_items(out)
+        if "propertyNames" in out:
+            self._apply_names(out)
+        if "oneOf" in out:
+            self._apply_alternatives(out)
+        return out
+
+    def _is_left_out(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+        """Whether a key is not enforced; records the reason."""
         if key in NOT_ENFORCED:
             if value is not False:
-                reasons[f"{key} is not enforced"] = None
-        elif key in _NAMED_SCHEMA_KEYS and isinstance(value, Mapping):
-            out[key] = {name: _coerce(each, reasons) for name, each in value.items()}
-        else:
-            out[key] = value if key in _VALUE_KEYS else _coerce(value, reasons)
-    if schema.get("uniqueItems") is True:
-        _limit_unique_items(out)
-    if "oneOf" in out:
-        reasons["oneOf is enforced as anyOf: an answer may fit several alternatives"] = None
+                self._note(f"{key} is not enforced")
+            return True
+        if key == "format" and isinstance(value, str) and value not in FORMATS:
+            if schema.get("type") in _NUMBER_TYPES:
+                return False
+            self._note(f"format {quote(value, 40)} is not enforced")
+            return True
+        if key == "pattern" and isinstance(value, str) and _UNSUPPORTED_PATTERN.search(value):
+            self._note(f"pattern {quote(value, 60)} is not enforced: it looks around or back")
+            return True
+        return False
+
+    def _apply_names(self, out: dict[str, Any]) -> None:
+        """propertyNames, of an object that lists no properties: the keys of pydantic's dict."""
+        names = self._resolved(out.pop("propertyNames"))
+        value = out.get("additionalProperties", {})
+        listed = names.get("enum", [names["const"]] if "const" in names else None)
+        pattern = names.get("pattern")
+        open_object = not (out.keys() & {"properties", "patternProperties"})
+        if open_object and isinstance(listed, list) and all(isinstance(k, str) for k in listed):
+            out |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
+        elif open_object and isinstance(pattern, str) and not _UNSUPPORTED_PATTERN.search(pattern):
+            out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
+        elif names:
+            self._note("propertyNames is not enforced")
+
+    def _apply_alternatives(self, out: dict[str, Any]) -> None:
+        self._note("oneOf is enforced as anyOf: an answer may fit several alternatives")
         alternatives = {"anyOf": out.pop("oneOf")}
         if "anyOf" in out:
             out["allOf"] = [*out.get("allOf", []), alternatives]
         else:
             out |= alternatives
-    return out
+
+    def _resolved(self, schema: Any) -> Mapping[str, Any]:
+        """What a reference to a definition of the schema means; {} for another one."""
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            return schema if isinstance(schema, Mapping) else {}
+        target: Any = self._root
+        for part in str(schema["$ref"]).removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        is_plain = isinstance(target, Mapping) and "$ref" not in target
+        return target if is_plain else {"$ref": schema["$ref"]}
+
+    def _note(self, reason: str) -> None:
+        self.reasons[reason] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -10,7 +10,7 @@ from modelmill.core.errors import RequestError
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.prompt_fields import TextList
-from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
+from modelmill.serve.strict_models import FAIL_FAST, JsonObject, ModelName, StrictModel
 
 MAX_TEXTS = 2048
 Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max_length=MAX_TEXTS)]
@@ -19,7 +19,9 @@ Documents = Annotated[list[str | JsonObject], FAIL_FAST, Field(min_length=1, max
 class RerankRequest(StrictModel):
     """Request body of POST /v1/rerank."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     query: str = Field(min_length=1)
     documents: Documents
     top_n: int | None = Field(None, ge=0, le=MAX_TEXTS)
@@ -46,7 +48,9 @@ class RerankRequest(StrictModel):
 class ScoreRequest(StrictModel):
     """Request body of POST /v1/score."""
 
-    model: str = Field(max_length=1024)
+    may_omit_model: ClassVar[bool] = True
+
+    model: ModelName = ""
     text_1: str | TextList | None = Field(None, max_length=1 << 22)
     text_2: str | TextList | None = Field(None, max_length=1 << 22)
     queries: str | TextList | None = Field(None, max_length=1 << 22)

@@ -210,6 +210,18 @@ class Service:
                            code="model_not_found")  # fmt: skip
         return engine
 
+    def only_model(self) -> str:
+        """Return the name of the only model that generates text, for requests without one.
+
+        Raises:
+            ApiError: 400, there are several.
+        """
+        engines = [each for each in self.unique_engines if each.engine_type != SEGMENTATION]
+        if len(engines) > 1:
+            known = ", ".join(each.name for each in engines)
+            raise invalid_request(f"model: field required; there are {known}", "model")
+        return (engines or self.unique_engines)[0].name if self.engines else ""
+
     def get_segment_engine(self, name: str | None) -> EngineClient:
         """Return the engine of that name; for None the first that segments or is not open yet.
 

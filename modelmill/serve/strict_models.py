@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 MAX_ITEMS = 4096
@@ -23,10 +30,11 @@ FAIL_FAST = Field(fail_fast=True)
 class StrictModel(BaseModel):
     """A JSON object: strict types, no unknown keys, no NaN.
 
-    unused: as in ``json_body.parse``.
+    unused: as in ``json_body.parse``. may_omit_model: without a model, the only one answers.
     """
 
     unused: ClassVar[Mapping[str, int]] = {}
+    may_omit_model: ClassVar[bool] = False
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -77,6 +85,13 @@ def _check_key(key: str) -> None:
         raise PydanticKnownError("string_unicode") from None
 
 
+ModelName = Annotated[
+    str,
+    BeforeValidator(lambda value: "" if value is None else value),
+    Field(max_length=1024),
+    WithJsonSchema({"anyOf": [{"type": "string", "maxLength": 1024}, {"type": "null"}]}),
+]
+"""Name of a model; "": the only one that is served."""
 JsonObject = Annotated[dict[str, Any], limit_keys(MAX_KEYS)]
 """Any JSON object."""
 JsonObjectList = Annotated[list[JsonObject], FAIL_FAST, Field(max_length=MAX_ITEMS)]

@@ -10,6 +10,7 @@ from pydantic import Field
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
 from modelmill.serve.strict_models import FAIL_FAST, MAX_ITEMS, JsonObject, StrictModel
+from modelmill.text.gbnf import gbnf_grammar
 from modelmill.text.messages import check_json_data
 
 
@@ -19,7 +20,9 @@ class StructuredOutputs(StrictModel):
     json_: JsonObject | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], FAIL_FAST, Field(max_length=MAX_ITEMS)] | None = None
-    grammar: str | None = Field(None, description="in Lark's notation, as llguidance reads it")
+    grammar: str | None = Field(
+        None, description="in Lark's notation, as llguidance reads it, or in GBNF"
+    )
 
     def to_grammar(self) -> Grammar:
         """Return the grammar.
@@ -34,10 +37,11 @@ class StructuredOutputs(StrictModel):
                 ("json", self.json_),
                 ("regex", self.regex),
                 ("choice", self.choice),
-                ("lark", self.grammar),
             )
             if value is not None
         ]
+        if self.grammar is not None:
+            grammars.append(gbnf_grammar(self.grammar, "structured_outputs: grammar"))
         if len(grammars) != 1:
             raise RequestError("structured_outputs takes one of json, regex, choice and grammar")
         return grammars[0]
@@ -60,6 +64,9 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: JsonObject | None = Field(
+        None, alias="schema", description="of the type json_object, as llama.cpp takes it"
+    )
 
     def to_grammar(self) -> Grammar | None:
         """Return the grammar; None for plain text.
@@ -70,8 +77,14 @@ class ResponseFormat(StrictModel):
         if (self.json_schema is not None) != (self.type == "json_schema"):
             needs = "needs" if self.json_schema is None else "takes no"
             raise RequestError(f"response_format of type {self.type} {needs} json_schema")
+        if self.schema_ is not None and self.type != "json_object":
+            raise RequestError(f"response_format of type {self.type} takes no schema")
         if self.type == "text":
             return None
-        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        schema = self.schema_
+        if self.json_schema is not None:
+            schema = self.json_schema.schema_
+        elif schema is None:
+            schema = {"type": "object"}
         check_json_data(schema, "response_format: the JSON schema")
         return Grammar("json", json.dumps({} if schema is None else schema))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from modelmill.core.errors import RequestError
 from modelmill.serve.custom_tools import INPUT_SCHEMA
 from modelmill.serve.strict_models import FAIL_FAST, JsonObject, StrictModel
 from modelmill.text.messages import check_json_data
@@ -48,10 +49,24 @@ class Tool(NamedByType):
         return self.model_dump(exclude_none=True)
 
 
-class CustomFormat(StrictModel):
-    """The input of a custom tool; grammars are not supported."""
+class ToolGrammar(StrictModel):
+    """The grammar of a custom tool's input: the model reads it, nothing enforces it."""
 
-    type: Literal["text"]
+    definition: str = Field(max_length=65536)
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(StrictModel):
+    """The input of a custom tool: any text, or what a grammar describes."""
+
+    type: Literal["text", "grammar"]
+    grammar: ToolGrammar | None = None
+
+    def check(self) -> None:
+        """Raise RequestError unless exactly the type grammar has a grammar."""
+        if (self.grammar is not None) != (self.type == "grammar"):
+            needs = "needs" if self.grammar is None else "takes no"
+            raise RequestError(f"tools: a format of type {self.type} {needs} grammar")
 
 
 class CustomDefinition(ToolDefinition):
@@ -68,9 +83,22 @@ class CustomTool(NamedByType):
 
     def to_function(self) -> dict[str, Any]:
         """The tool as chat templates read it: a function with one string."""
-        function = {"name": self.name, "description": self.custom.description}
+        function = {"name": self.name, "description": self._description()}
         known = {key: value for key, value in function.items() if value is not None}
         return {"type": "function", "function": {**known, "parameters": INPUT_SCHEMA}}
+
+    @property
+    def grammar(self) -> ToolGrammar | None:
+        """The grammar of its input."""
+        return None if self.custom.format is None else self.custom.format.grammar
+
+    def _description(self) -> str | None:
+        """What the model reads: a grammar is part of it."""
+        grammar = self.grammar
+        if grammar is None:
+            return self.custom.description
+        rule = f"The input matches this grammar ({grammar.syntax}):\n{grammar.definition}"
+        return "\n\n".join(filter(None, (self.custom.description, rule)))
 
 
 def check_functions(functions: Iterable[FunctionDefinition]) -> None:

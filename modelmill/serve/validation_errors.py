@@ -38,6 +38,8 @@ ERROR_TEXTS = {
     "extra_forbidden": "unknown field",
     "value_error": "{error}",
     "string_unicode": "has an unpaired surrogate",
+    "union_tag_invalid": "{discriminator} must be one of {expected_tags}",
+    "union_tag_not_found": "{discriminator} is missing",
 }
 
 

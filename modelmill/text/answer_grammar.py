@@ -112,7 +112,7 @@ def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     if value["marks"] is None:
         return ""
     opening, closing = (mark.strip() for mark in value["marks"])
-    blank = builder.terminal(r"/[ \n]{1,4}/") + "?"
+    blank = _blank_before_answer(builder, value)
     if load_format(value["format"]).calls.style == "harmony":
         closing += f"{harmony.START}assistant"
         blank = ""
@@ -120,6 +120,19 @@ def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     if value["thinking"] == "open":
         return f"{body}"
     return f"({builder.literal(opening)} {body})?"
+
+
+def _blank_before_answer(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
+    """What may stand between the thinking and the answer.
+
+    Before JSON and calls any blanks; elsewhere they would be a part of the answer, except for the
+    closing mark's own.
+    """
+    if value["answer"]["type"] in ("json", "calls"):
+        return builder.terminal(r"/[ \n]{1,4}/") + "?"
+    closing: str = value["marks"][1]
+    own = closing[len(closing.rstrip()) :]
+    return f"{json.dumps(own)}?" if own else ""
 
 
 def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -> str:

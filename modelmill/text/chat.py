@@ -23,6 +23,7 @@ from modelmill.text.template_probe import (
     adapt_messages,
     probe_call_forms,
 )
+from modelmill.text.thinking_switch import with_thinking_variable
 from modelmill.text.tokenizer_base import Tokenizer
 from modelmill.text.tokenizer_files import read_json
 
@@ -233,7 +234,7 @@ class TemplateChat(ChatFormat):
             "tools": _tools_for_template(tools),
             "documents": None,
         }
-        for key, value in (options or {}).items():
+        for key, value in with_thinking_variable(options or {}, template).items():
             if key in RESERVED_VARIABLES or key in self._tokenizer.template_names:
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_json_data(value, f"the template option {key[:40]!r}")

@@ -270,7 +270,7 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
     if grammar.grammar_type == "regex":
         return str(lib.LLMatcher.grammar_from_regex(grammar.text))
     if grammar.grammar_type == "lark":
-        return str(lib.LLMatcher.grammar_from_lark(grammar.text))
+        return _lark_document(grammar.text)
     value = _parse_json(grammar)
     if grammar.grammar_type == "answer":
         inner = Grammar(value["answer"]["type"], value["answer"]["text"])
@@ -289,11 +289,7 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
             raise RequestError(f"a choice must have at most {MAX_CHOICES} strings")
         if any(replace_surrogates(each) != each for each in value):
             raise RequestError("the choice has an unpaired surrogate")
-        return str(
-            lib.LLMatcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(each) for each in value)
-            )
-        )
+        return _lark_document("start: " + " | ".join(json.dumps(each) for each in value))
     if grammar.grammar_type == "calls":
         answer = {"type": "calls", "text": grammar.text}
         value = {"format": FALLBACK, "marks": None, "thinking": "free", "answer": answer}
@@ -301,6 +297,11 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
     if not isinstance(value, dict):
         raise RequestError("a JSON schema must be an object")
     return _schema(value, lib)
+
+
+def _lark_document(text: str) -> str:
+    """A Lark grammar in the form that can be part of another one."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def _schema(value: dict[str, Any], lib: Any) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from modelmill.cli.serve import Args, _aliases, _model_names
-from modelmill.cli.serve_catalogue import with_models_folder
+from modelmill.cli.serve_catalogue import with_aliases, with_models_folder
 from modelmill.core.errors import UsageError
+from modelmill.serve.catalogue.entries import CatalogueEntry
 
 ONE, TWO = Path("a.engine"), Path("b.engine")
 
@@ -17,7 +18,7 @@ def test_the_first_name_of_a_single_engine_is_its_name() -> None:
     args = Args(engines=(ONE,), served_model_name=("x", "y", "z"), alias=("w=x",))
     names = _model_names(args)
     assert names == ["x"]
-    assert _aliases(args, names) == {"y": "x", "z": "x", "w": "x"}
+    assert _aliases(args, names) == ({"y": "x", "z": "x", "w": "x"}, {})
 
 
 def test_a_folder_of_engines_is_a_catalogue(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_folder_of_engines_is_a_catalogue(tmp_path: Path) -> None:
 
 def test_aliases_of_several_engines() -> None:
     args = Args(engines=(ONE, TWO), alias=("gpt-4o=b",))
-    assert _aliases(args, _model_names(args)) == {"gpt-4o": "b"}
+    assert _aliases(args, _model_names(args)) == ({"gpt-4o": "b"}, {})
 
 
 @pytest.mark.parametrize("alias", ["x", "=a", "x=nobody", "a=b", "b=b"])
@@ -42,6 +43,18 @@ def test_aliases_that_are_none(alias: str) -> None:
     args = Args(engines=(ONE, TWO), alias=(alias,))
     with pytest.raises(UsageError, match="--alias"):
         _aliases(args, _model_names(args))
+
+
+def test_aliases_of_a_catalogue() -> None:
+    args = Args(engines=(ONE,), models_dir=Path("m"), alias=("x=a", "y=c", "z=c"))
+    on_demand = _aliases(args, _model_names(args))[1]
+    assert on_demand == {"y": "c", "z": "c"}
+    entries = [CatalogueEntry("b", TWO), CatalogueEntry("c", Path("c.engine"), aliases=("d",))]
+    assert [each.aliases for each in with_aliases(entries, on_demand)] == [(), ("d", "y", "z")]
+    for wrong, message in (({"x": "e"}, "no engine is served as e; there are b, c"),
+                           ({"d": "b"}, "is used already")):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            with_aliases(entries, wrong)
 
 
 def test_an_alias_is_given_once() -> None:

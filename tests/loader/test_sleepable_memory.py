@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 from typing import Any
 
 import pytest
 import torch
 
 from modelmill.core.errors import CapacityError, MissingDependency
-from modelmill.loader import sleepable_memory
+from modelmill.core.memory_limits import MemoryInfo
+from modelmill.loader import pinned_blocks, sleepable_memory
 from modelmill.loader.cuda_vmm import CudaDriver
 from modelmill.loader.reachable_tensors import reachable_tensors
 from modelmill.loader.sleepable_memory import CudaRegion, HostRegion, MemoryRegion, SleepableMemory
 from tests.wait import wait_until
 
 UNIT = 4096
-CHUNK = 2 * UNIT
+CHUNK, WAKE_CHUNK = 2 * UNIT, 4 * UNIT
+BLOCK = 3 * UNIT
+"""No multiple of either: a copy goes to two blocks, or from two mappings."""
 CONTEXT = 0x1234
 GARBAGE = 0xA5
 """What memory holds that was just mapped."""
@@ -35,9 +39,9 @@ class FakeLibrary:
         self.reserved: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}  # of the handles that cuMemCreate made
         self.mapped: dict[int, int] = {}
-        self.pinned: dict[int, Any] = {}
+        self.pinned: dict[int, int] = {}
         self.calls: list[str] = []
-        self.can_pin = True
+        self.max_pinned = 1 << 30
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(type(self), f"do_{name}")
@@ -108,27 +112,37 @@ class FakeLibrary:
         self.free_bytes += size.value
         ctypes.memset(address.value, 0, size.value)
 
-    def do_cuMemHostAlloc(self, out: Any, size: Any, flags: Any) -> int:
+    def do_cuMemHostRegister_v2(self, address: Any, size: Any, flags: Any) -> int:
         assert flags.value == 0
-        if not self.can_pin:
+        assert address.value % mmap.PAGESIZE == 0
+        if len(self.pinned) >= self.max_pinned:
             return 2
-        buffer = (ctypes.c_ubyte * size.value)()
-        out._obj.value = ctypes.addressof(buffer)
-        self.pinned[out._obj.value] = buffer
+        self.pinned[address.value] = size.value
         return 0
 
-    def do_cuMemFreeHost(self, address: Any) -> None:
+    def do_cuMemHostUnregister(self, address: Any) -> None:
         del self.pinned[address.value]
 
     def do_cuMemcpyDtoHAsync_v2(self, host: Any, address: Any, size: Any, stream: Any) -> None:
         assert stream.value is None
-        inside = range(address.value, address.value + size.value)
-        assert size.value == sum(self.mapped[each] for each in self.mapped if each in inside)
+        end = address.value + size.value
+        assert size.value == sum(
+            max(min(each + length, end) - max(each, address.value), 0)
+            for each, length in self.mapped.items()
+        )
+        assert self.pinned[host.value] == size.value
         ctypes.memmove(host.value, address.value, size.value)
 
     def do_cuMemcpyHtoDAsync_v2(self, address: Any, host: Any, size: Any, stream: Any) -> None:
         assert stream.value is None
-        assert self.mapped[address.value] == size.value
+        assert any(
+            each <= address.value and address.value + size.value <= each + length
+            for each, length in self.mapped.items()
+        )
+        assert any(
+            each <= host.value and host.value + size.value <= each + length
+            for each, length in self.pinned.items()
+        )
         ctypes.memmove(address.value, host.value, size.value)
 
     def do_cuMemsetD8_v2(self, address: Any, value: Any, size: Any) -> None:
@@ -155,6 +169,10 @@ def as_host_tensor(interface: Any, device: str) -> torch.Tensor:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     monkeypatch.setattr(sleepable_memory, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(sleepable_memory, "WAKE_CHUNK_BYTES", WAKE_CHUNK)
+    monkeypatch.setattr(pinned_blocks, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(pinned_blocks, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(pinned_blocks, "PAUSE", 0.001)
     monkeypatch.setattr(sleepable_memory, "as_device_tensor", as_host_tensor)
     return FakeLibrary()
 
@@ -175,6 +193,8 @@ def check_region(region: MemoryRegion, nbytes: int) -> None:
         assert not region.bytes.any()
         region.restore()
         assert region.bytes.data_ptr() == address
+        assert torch.equal(region.bytes, values)
+        region.forget_copy()
         assert torch.equal(region.bytes, values)
     region.drop()
     region.renew()
@@ -243,13 +263,55 @@ def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
     assert torch.equal(region.bytes, values)
 
 
-def test_a_host_that_cannot_pin_changes_nothing(library: FakeLibrary) -> None:
-    region = cuda_region(library, CHUNK)
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_host_that_cannot_pin_changes_nothing(library: FakeLibrary, blocks: int) -> None:
+    region = cuda_region(library, 3 * BLOCK)
+    region.extend(3 * BLOCK)
     region.bytes.fill_(7)
-    library.can_pin = False
+    library.max_pinned = blocks
     with pytest.raises(CapacityError, match="no memory left to pin"):
         region.offload()
     assert bool((region.bytes == 7).all())
+    assert not library.pinned
+    library.max_pinned = 3
+    region.offload()
+    region.restore()
+    assert bool((region.bytes == 7).all())
+
+
+def test_a_host_without_memory_is_left_alone(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are touched: without a look at what is free the system would end the process."""
+    monkeypatch.setattr(pinned_blocks, "available_memory", lambda: MemoryInfo(1 << 30, BLOCK))
+    region = cuda_region(library, 2 * BLOCK)
+    region.extend(2 * BLOCK)
+    with pytest.raises(CapacityError, match=r"pin: 24.00 KiB are needed, 12.00 KiB are free$"):
+        region.offload()
+    assert "cuMemHostRegister_v2" not in library.calls
+
+
+def test_an_engine_that_sleeps_again_uses_what_is_pinned(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_blocks, "FIRST_PAUSE", 60)
+    region = cuda_region(library, 4 * BLOCK)
+    region.extend(4 * BLOCK)
+    for value in (1, 2):
+        region.bytes.fill_(value)
+        region.offload()
+        region.restore()
+        region.forget_copy()
+        assert bool((region.bytes == value).all())
+    assert library.calls.count("cuMemHostRegister_v2") == 4
+    assert "cuMemHostUnregister" not in library.calls
+    # of those of which some were freed, the rest
+    blocks: Any = region._addresses
+    blocks._host._release_last()
+    region.offload()
+    assert library.calls.count("cuMemHostRegister_v2") == 5
+    region.restore()
+    assert bool((region.bytes == 2).all())
 
 
 def test_a_gpu_without_virtual_memory_is_one_line(
@@ -305,6 +367,26 @@ def test_of_a_file_only_what_tensors_view_moves() -> None:
             assert part.untyped_storage().data_ptr() != file.untyped_storage().data_ptr()
         memory.sleep()
         memory.wake_up()
+
+
+def test_nothing_is_unpinned_before_an_engine_is_awake(library: FakeLibrary) -> None:
+    """Unpinning keeps other calls of the driver waiting; the cache is mapped during the copy."""
+    memory = SleepableMemory("cpu")
+    memory._device, memory._driver = "cuda:3", CudaDriver(3, library)
+    weights = cuda_region(library, 2 * CHUNK)
+    weights.extend(2 * CHUNK)
+    memory._weights.append(weights)
+    memory.zeros((9, CHUNK), torch.uint8, "cuda:3")
+    memory.sleep()
+    library.calls.clear()
+    memory.wake_up()
+    calls = [each for each in library.calls if each not in ("cuMemRelease", "cuMemSetAccess")]
+    wake = calls[: calls.index("cuCtxSynchronize") + 1]
+    assert "cuMemHostUnregister" not in wake
+    assert wake == [
+        "cuCtxSetCurrent", "cuMemCreate", "cuMemMap", "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyHtoDAsync_v2", "cuMemCreate", "cuMemMap", "cuMemsetD8_v2", "cuCtxSynchronize",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("free_chunks", [0, 1, 2, 3])

@@ -9,6 +9,7 @@ import pytest
 
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, custom_input
 from modelmill.serve.message_keys import clean_messages
+from modelmill.serve.tool_schema import CustomTool
 from modelmill.text.answer_pieces import ToolCallDelta
 from tests.serve.dialect_calls import events, post
 from tests.serve.service_thread import ServiceThread
@@ -40,11 +41,21 @@ def test_a_forced_call(running: ServiceThread) -> None:
     post(running, "/v1/chat/completions", body)
 
 
-def test_grammars_of_tools_are_refused(running: ServiceThread) -> None:
-    tool = {"type": "custom", "custom": {"name": "run", "format": {"type": "grammar"}}}
+def test_a_grammar_is_part_of_the_description(running: ServiceThread) -> None:
+    grammar = {"syntax": "regex", "definition": "[ab]+"}
+    tool = {"type": "custom", "custom": {"name": "run", "format": {
+        "type": "grammar", "grammar": grammar}}}  # fmt: skip
+    body = {**ASK, "tools": [tool], "max_tokens": 1}
+    answer = post(running, "/v1/chat/completions", body).json
+    assert answer["warnings"] == [
+        "tools: the grammar of run is part of its description, and not enforced"
+    ]
+    made = CustomTool.model_validate(tool).to_function()
+    assert made["function"]["description"].endswith("(regex):\n[ab]+")
+    del tool["custom"]["format"]["grammar"]  # type: ignore[index]
     refused = running.post("/v1/chat/completions", {"model": "stories", **ASK, "tools": [tool]})
     assert refused.status == 400
-    assert "format.type" in refused.json["error"]["message"]
+    assert "needs grammar" in refused.json["error"]["message"]
 
 
 def test_deltas_of_functions_and_custom_tools() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -52,6 +53,38 @@ def test_tokenize_with_tools_counts_what_a_chat_counts(running: ServiceThread) -
     assert '"name": "f"' in text
 
 
+def test_a_request_without_a_model(running: ServiceThread) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": None}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ):
+        answer = running.post(path, body)
+        assert (answer.status, answer.json["model"]) == (200, "stories"), answer.body
+
+
+def test_grammars_in_both_notations(running: ServiceThread) -> None:
+    for grammar in ('root ::= "yes" | "no"', 'start: "yes" | "no"'):
+        body = {"prompt": "a", "max_tokens": 9, "structured_outputs": {"grammar": grammar}}
+        assert post(running, "/v1/completions", body).json["choices"][0]["text"] in ("yes", "no")
+    assert post(running, "/completion", {"prompt": "a", "n_predict": 1, "grammar": ""}).json["stop"]
+    body = {"model": "stories", "prompt": "a", "structured_outputs": {"grammar": "root ::= ("}}
+    assert running.post("/v1/completions", body).json["error"]["param"] == "structured_outputs"
+
+
+def test_a_json_object_with_a_schema(running: ServiceThread) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    body = {"messages": HI, "max_tokens": 200, "temperature": 0}
+    object_format = {"type": "json_object", "schema": schema}
+    answer = post(running, "/v1/chat/completions", {**body, "response_format": object_format}).json
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 1}
+    wrong = {"model": "stories", **body, "response_format": {**object_format, "type": "text"}}
+    refused = running.post("/v1/chat/completions", wrong)
+    assert "takes no schema" in refused.json["error"]["message"]
+
+
 def test_tokenize_as_llama_cpp(running: ServiceThread) -> None:
     plain = post(running, "/tokenize", {"content": "Once"}).json["tokens"]
     with_bos = post(running, "/tokenize", {"content": "Once", "add_special": True}).json["tokens"]
@@ -83,10 +116,15 @@ def test_completion_as_llama_cpp(running: ServiceThread) -> None:
 
 
 def test_infill_needs_a_vocabulary_with_marks(running: ServiceThread) -> None:
-    body = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}]}
-    refused = running.post("/infill", body)
-    assert refused.status == 400
-    assert refused.json["error"]["message"].startswith("suffix is not supported by this model")
+    body: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
+    for extra, message in (
+        ([{"text": "c", "filename": "d", "time": 1}], "suffix is not supported by this model"),
+        ([{"text": "c"}, {"filename": "d"}], "input_extra[1].text: field required"),
+        ([{"text": 5}], "input_extra[0].text: must be a string"),
+    ):
+        refused = running.post("/infill", {**body, "input_extra": extra})
+        assert refused.status == 400
+        assert refused.json["error"]["message"].startswith(message)
 
 
 def test_rerank_and_score_are_cosines(running: ServiceThread) -> None:

@@ -14,7 +14,11 @@ from modelmill.outputs import CompletionOutput, OutputDelta, RequestOutput
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.response_items import ResponseItems
 from modelmill.serve.responses_schema import ResponsesRequest
-from modelmill.serve.routes.chat import ChatResponseBuilder, chat_request_state
+from modelmill.serve.routes.chat import (
+    ChatResponseBuilder,
+    _template_options,
+    chat_request_state,
+)
 from modelmill.serve.routes.responses import ResponsesBuilder
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
@@ -29,6 +33,29 @@ THINKS = SimpleNamespace(
 )
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 F = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("effort", "kwargs", "takes_effort", "options"),
+    [
+        (None, None, False, {}),
+        ("none", None, False, {"enable_thinking": False}),
+        ("high", None, False, {"enable_thinking": True}),
+        ("high", {"enable_thinking": False}, False, {"enable_thinking": False}),
+        ("none", {"thinking": True}, False, {"thinking": True}),
+        ("low", None, True, {"reasoning_effort": "low"}),
+        ("none", None, True, {"reasoning_effort": "none", "enable_thinking": False}),
+    ],
+)
+def test_what_an_effort_means_to_a_template(
+    effort: str | None, kwargs: Any, takes_effort: bool, options: Any
+) -> None:
+    chat_format = SimpleNamespace(thinking=ThinkingSyntax(), takes_effort=takes_effort)
+    body = ChatRequest(**ASK, reasoning_effort=effort, chat_template_kwargs=kwargs)
+    processor: Any = SimpleNamespace(chat_format=chat_format)
+    assert _template_options(processor, body) == options
+    plain: Any = SimpleNamespace(chat_format=SimpleNamespace(thinking=None, takes_effort=False))
+    assert _template_options(plain, body) == (kwargs or {})
 
 
 def handle_of(output: CompletionOutput, prompt_thinking: str = "free") -> Any:

@@ -44,6 +44,65 @@ CASES: list[tuple[Any, Any, list[str]]] = [
         {"anyOf": [NUMBER], "allOf": [{"anyOf": [INTEGER, NUMBER]}]},
         ["oneOf is enforced as anyOf: an answer may fit several alternatives"],
     ),
+    # as pydantic writes Path and Decimal, and dict with keys of Literal, an enum, a pattern, UUID
+    (
+        {"type": "string", "format": "path"},
+        {"type": "string"},
+        ["format 'path' is not enforced"],
+    ),
+    (
+        {"anyOf": [NUMBER, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$"}, {"pattern": "a+"}]},
+        {"anyOf": [NUMBER, {"type": "string"}, {"pattern": "a+"}]},
+        [r"pattern '^(?!^[-+.]*$)\\d*$' is not enforced: it looks around or back"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER},
+        {
+            "type": "object",
+            "properties": {"a": INTEGER, "b": INTEGER},
+            "additionalProperties": False,
+        },
+        [],
+    ),
+    (
+        {"$defs": {"C": {"enum": ["a"]}}, "type": "object", "propertyNames": {"$ref": "#/$defs/C"}},
+        {
+            "$defs": {"C": {"enum": ["a"]}},
+            "type": "object",
+            "properties": {"a": {}},
+            "additionalProperties": False,
+        },
+        [],
+    ),
+    (
+        {"type": "object", "propertyNames": {"pattern": "^x"}, "additionalProperties": INTEGER},
+        {"type": "object", "patternProperties": {"^x": INTEGER}, "additionalProperties": False},
+        [],
+    ),
+    (
+        {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": INTEGER},
+        {"type": "object", "additionalProperties": INTEGER},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"enum": ["a"]}, "properties": {"b": INTEGER}},
+        {"type": "object", "properties": {"b": INTEGER}},
+        ["propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": {"$ref": "#/x"}, "uniqueItems": True},
+        {"type": "object"},
+        ["uniqueItems is not enforced", "propertyNames is not enforced"],
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "format": "int64"}},
+            "propertyNames": {},
+        },
+        {"type": "object", "properties": {"n": {"type": "integer", "format": "int64"}}},
+        [],
+    ),
     (
         {"type": "object", "properties": {"uniqueItems": INTEGER, "oneOf": {"enum": ["oneOf"]}}},
         {"type": "object", "properties": {"uniqueItems": INTEGER, "oneOf": {"enum": ["oneOf"]}}},
@@ -95,7 +154,7 @@ def test_what_needs_no_change_or_is_no_schema_stays(text: str) -> None:
 
 
 def test_other_keywords_are_still_refused() -> None:
-    schema = {"type": "object", "propertyNames": {"pattern": "a"}, "uniqueItems": True}
+    schema = {"type": "object", "not": {"required": ["a"]}, "uniqueItems": True}
     grammar, _ = coerce_grammar(Grammar("json", json.dumps(schema)))
     with pytest.raises(RequestError):
         check_grammar(grammar)

@@ -50,7 +50,7 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     "user: has an unpaired surrogate"),
     (CompletionRequest, {**TEXT, "structured_outputs": {"\ud800": 1}},
      "structured_outputs: has an unpaired surrogate"),
-    (CompletionRequest, {}, "model: field required"),
+    (CompletionRequest, {}, "prompt: field required"),
     (ChatRequest, {**TALK, "messages": []}, "messages: must have at least 1 items"),
     (ChatRequest, {**TALK, "response_format": {"type": "xml"}},
      "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
@@ -63,8 +63,13 @@ CASES: list[tuple[type[StrictModel], dict[str, Any], str]] = [
     "tool_choice.function: field required"),
     (ResponsesRequest, {"model": "m", "input": 5},
      "input: must be a string, or items: messages, calls and their outputs"),
-    (ResponsesRequest, {"model": "m", "input": "x", "tools": [{"type": "web_search"}]},
-     "tools[0].type: must be 'function'"),
+    (ResponsesRequest, {"model": "m", "input": "x", "tools": [{"type": "magic"}]},
+     "tools[0]: 'type' must be one of 'function', 'custom', 'namespace', 'web_search', "
+     "'web_search_2025_08_26', 'web_search_preview', 'web_search_preview_2025_03_11', "
+     "'file_search', 'code_interpreter', 'image_generation', 'computer', 'computer_use_preview', "
+     "'local_shell', 'shell', 'apply_patch', 'mcp', 'tool_search', 'programmatic_tool_calling'"),
+    (ResponsesRequest, {"model": "m", "input": "x", "tools": [{"name": "f"}]},
+     "tools[0]: 'type' is missing"),
     (ResponsesRequest, {"model": "m", "input": "x",
     "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
      "tool_choice.tools: field required"),

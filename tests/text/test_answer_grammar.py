@@ -159,6 +159,25 @@ def check_schema(name: str, seeds: range) -> int:
     return thought
 
 
+@pytest.mark.parametrize("name", ["hermes", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("choice", json.dumps(["yes", "no"])),
+        Grammar("lark", 'start: "yes" | "no"'),
+        Grammar("lark", "%llguidance {}\n\nstart: WORD\nWORD: /yes|no/"),
+        Grammar("regex", "yes|no"),
+    ],
+    ids=lambda grammar: f"{grammar.grammar_type}-{len(grammar.text)}",
+)
+def test_every_type_of_grammar_goes_with_thinking(name: str, grammar: Grammar) -> None:
+    state: PromptThinking = "free" if name == "gpt_oss" else "open"
+    answers = [sampled(name, grammar, state, random.Random(seed), True, {}) for seed in range(6)]
+    contents = {answer.content for answer in answers if answer is not None}
+    assert contents
+    assert contents <= {"yes", "no"}
+
+
 @pytest.mark.parametrize("name", ["hermes", "gpt_oss", "mistral_v13", "gemma4", "deepseek_v31"])
 def test_a_schema_is_not_skipped_by_thinking(name: str) -> None:
     assert check_schema(name, range(25)) > 5

@@ -28,6 +28,8 @@ def test_a_grammar_can_be_used(text: str) -> None:
     ("text", "message"),
     [
         ("root ::= (", "it is no grammar in GBNF or Lark"),
+        ("root ::= other", "it is no grammar in GBNF or Lark: Rule 'other' not found"),
+        ('x ::= "a"', "it is no grammar in GBNF or Lark: No 'root' rule found"),
         ('root ::= "a', "it is no grammar in GBNF or Lark"),
         ("x" * (MAX_GRAMMAR_CHARS + 1), "characters, at most"),
     ],
@@ -35,3 +37,5 @@ def test_a_grammar_can_be_used(text: str) -> None:
 def test_what_is_no_grammar(text: str, message: str) -> None:
     with pytest.raises(RequestError, match=f"^grammar: .*{message}"):
         gbnf_grammar(text)
+    with pytest.raises(RequestError, match=f"^x: .*{message}"):
+        gbnf_grammar(text, "x")

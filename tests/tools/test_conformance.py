@@ -230,6 +230,19 @@ def test_steering_keeps_what_is_wrong_wrong() -> None:
     drop_exclusive_fields(body, "/v1/completions")
     set_model_and_limits(body, "/v1/completions", "m")
     assert body == {"model": "m", "max_tokens": 2, "n": 2, "prompt": "A fruit is"}
+    # without a limit an answer fills the context, which takes longer than a request may
+    for n_predict, limit in ((-1, 2), (None, 2), (-2, -2), (1, 1)):
+        body = {"prompt": "a", "n_predict": n_predict}
+        set_model_and_limits(body, "/completion", "m")
+        assert body["n_predict"] == limit
+    for options, limited in (
+        ({}, {"num_predict": 2}),
+        ({"num_predict": -1.0}, {"num_predict": -1.0}),
+        (3, 3),
+    ):
+        body = {"options": options}
+        set_model_and_limits(body, "/api/chat", "m")
+        assert body == {"options": limited}
 
 
 def test_the_page_is_a_table() -> None:

@@ -18,7 +18,11 @@ LENGTHS = {
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/completions": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
+    "/completion": ("n_predict",),
+    "/infill": ("n_predict",),
 }
+"""Paths → their limits of the output; of llama.cpp's -1 means none."""
+OLLAMA_PATHS = ("/api/chat", "/api/generate")
 
 
 TALK = [{"role": "user", "content": "Name a fruit."}]
@@ -68,8 +72,16 @@ def set_model_and_limits(body: dict[str, Any], path: str, model: str) -> None:
         body["model"] = model
     names = LENGTHS.get(path, ())
     for name in names:
-        if type(body.get(name)) is int and MAX_TOKENS < body[name] < 2**31:
+        if type(body.get(name)) is not int:
+            continue
+        is_unlimited = name == "n_predict" and body[name] == -1
+        if is_unlimited or MAX_TOKENS < body[name] < 2**31:
             body[name] = MAX_TOKENS
+    if path in OLLAMA_PATHS and isinstance(body.get("options", {}), dict):
+        options = body.setdefault("options", {})
+        limit = options.get("num_predict", -1)
+        if type(limit) is int and limit in (-1, -2):
+            options["num_predict"] = MAX_TOKENS
     if names and all(body.get(name) is None for name in names):
         body[names[0]] = MAX_TOKENS
     for name in ("n", "best_of"):

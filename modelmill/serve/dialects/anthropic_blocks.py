@@ -151,7 +151,7 @@ def to_chat_messages(
         if message.role == "assistant":
             _append_assistant(chat, blocks)
         else:
-            _append_input(chat, message.role, blocks)
+            _append_input(chat, message.role, blocks, f"{path}.content")
     if not any(message["role"] != "system" for message in chat):
         raise RequestError("messages has no text, image, call or result; give at least one")
     return chat
@@ -200,14 +200,16 @@ def _append_assistant(chat: list[dict[str, Any]], blocks: Sequence[StrictModel])
         message["content"] = _join(parts) if parts else ""
 
 
-def _append_input(chat: list[dict[str, Any]], role: str, blocks: Sequence[StrictModel]) -> None:
+def _append_input(
+    chat: list[dict[str, Any]], role: str, blocks: Sequence[StrictModel], path: str
+) -> None:
     parts: list[dict[str, Any]] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
             _append_parts(chat, role, parts)
             parts = []
-            models = _RESULT_TYPES
-            content = _parse_blocks(block.content or "", "tool_result.content", models)
+            where = f"{path}[{index}].content"
+            content = _parse_blocks(block.content or "", where, _RESULT_TYPES)
             result = [part for each in content for part in _input_parts(each)]
             chat.append(
                 {"role": "tool", "tool_call_id": block.tool_use_id, "content": _join(result)}

@@ -137,7 +137,7 @@ class CountTokensRequest(StrictModel):
         if len(chosen) > 1:
             raise RequestError("output_format and output_config.format exclude each other")
         schema = JsonSchema.model_validate({"name": "output", "schema": chosen[0].schema_})
-        return ResponseFormat(type="json_schema", json_schema=schema)
+        return ResponseFormat.model_validate({"type": "json_schema", "json_schema": schema})
 
     def _chat_tools(self) -> tuple[list[Tool | CustomTool] | None, Any]:
         tools: list[Tool | CustomTool] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -12,10 +12,13 @@ from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.peer_fields import AnyItems, ignored
 from modelmill.serve.prompt_fields import TokenIds
 from modelmill.serve.strict_models import FAIL_FAST, JsonObjectList, StrictModel
+from modelmill.serve.typed_objects import parse_object
 
 
 class NativeFields(GenerationFields):
     """Fields of /completion and /infill; without a model, the first one answers."""
+
+    may_omit_model: ClassVar[bool] = False
 
     model: str | None = Field(None, max_length=1024)  # type: ignore[assignment]
     samplers: AnyItems | str | None = ignored("the order is fixed: penalties, temperature, filters")
@@ -57,10 +60,11 @@ class NativeCompletionRequest(NativeFields):
 
 
 class InfillContext(StrictModel):
-    """A further file that the model reads first."""
+    """A further file that the model reads first; its time, which editors send, is ignored."""
 
     text: str
     filename: str | None = None
+    time: float | None = None
 
 
 class InfillRequest(NativeFields):
@@ -74,7 +78,10 @@ class InfillRequest(NativeFields):
 
     def to_completion_request(self) -> CompletionRequest:
         """Convert to the equivalent completion request with a suffix."""
-        extra = [InfillContext.model_validate(each) for each in self.input_extra or ()]
+        extra = [
+            parse_object(each, f"input_extra[{index}]", InfillContext)
+            for index, each in enumerate(self.input_extra or ())
+        ]
         head = "".join(
             f"{each.filename}\n{each.text}\n\n" if each.filename else f"{each.text}\n\n"
             for each in extra

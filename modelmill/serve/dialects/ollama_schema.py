@@ -75,7 +75,9 @@ class OllamaGenerationFields(OllamaModelFields):
 
     format: str | JsonObject | None = Field(None, description='"json" or a JSON schema')
     stream: bool | None = None
-    think: bool | str | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(
+        None, description='true, false, "low", "medium", "high" or "max"'
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     # Ollama cuts or shifts a prompt that is too long; here it is refused
@@ -101,10 +103,10 @@ class OllamaGenerationFields(OllamaModelFields):
         """
         if isinstance(self.format, dict):
             schema = JsonSchema.model_validate({"name": "format", "schema": self.format})
-            return ResponseFormat(type="json_schema", json_schema=schema)
+            return ResponseFormat.model_validate({"type": "json_schema", "json_schema": schema})
         if self.format not in (None, "", "json"):
             raise RequestError('format must be "json" or a JSON schema')
-        return ResponseFormat(type="json_object") if self.format else None
+        return ResponseFormat.model_validate({"type": "json_object"}) if self.format else None
 
     def shared_fields(self) -> dict[str, Any]:
         """Fields that chat and completion requests share."""

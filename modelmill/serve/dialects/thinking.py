@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.serve.chat_schema import ChatRequest
+from modelmill.text.thinking_switch import COMMON_NAME
 from modelmill.text_processor import TextProcessor
 
 
@@ -25,7 +26,7 @@ def with_thinking(
     # a chat format names the marks of its thinking, if it has any
     if getattr(text_processor.chat_format, "thinking", None) is None or thinks is None:
         return chat
-    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    fields: dict[str, Any] = {"chat_template_kwargs": {COMMON_NAME: thinks}}
     if thinks and budget_tokens is not None:
         fields["thinking_token_budget"] = budget_tokens
     return chat.model_copy(update=fields)

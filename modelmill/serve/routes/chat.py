@@ -33,6 +33,7 @@ from modelmill.serve.routes.common import (
     random_id,
     submit_requests,
 )
+from modelmill.serve.schema_coercion import usable_grammar
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
 from modelmill.serve.timings import last_fields, request_timings
 from modelmill.serve.tool_schema import Tool, check_functions
@@ -47,7 +48,7 @@ from modelmill.text.answer_pieces import (
 )
 from modelmill.text.chat import make_chat_answer_parser
 from modelmill.text.chat_format_files import load_format
-from modelmill.text.grammar import check_grammar
+from modelmill.text.thinking_switch import COMMON_NAME, OTHER_NAME
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -131,9 +132,7 @@ def chat_request_state(
         params = tool_prompts.with_call_stops(params, format_name)
     if grammar is None and answer_start is None:
         grammar = _strict_grammar(body, offered, format_name)
-    options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None and text_processor.chat_format.takes_effort:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
+    options = _template_options(text_processor, body)
     if options:
         template["options"] = options
     return text_processor.chat_request(
@@ -153,6 +152,20 @@ def chat_request_state(
     )
 
 
+def _template_options(text_processor: TextProcessor, body: ChatRequest) -> dict[str, Any]:
+    """The template's variables: those of the request, and what its effort of reasoning means."""
+    options, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    chat_format = text_processor.chat_format
+    if effort is None or chat_format is None:
+        return options
+    if chat_format.takes_effort:
+        options.setdefault("reasoning_effort", effort)
+    switches = effort == "none" or not chat_format.takes_effort
+    if switches and chat_format.thinking is not None and OTHER_NAME not in options:
+        options.setdefault(COMMON_NAME, effort != "none")
+    return options
+
+
 def _strict_grammar(
     body: ChatRequest, offered: Sequence[dict[str, Any]], format_name: str
 ) -> Grammar | None:
@@ -170,12 +183,9 @@ def _strict_grammar(
         return None
     if body.ignore_eos:
         raise RequestError("ignore_eos has no meaning with a strict function; leave it out")
-    try:
-        check_grammar(grammar)
-    except RequestError as error:
-        text = str(error).removeprefix("tools: ")
-        raise RequestError(f"tools: {text}") from None
-    return grammar
+    usable, reasons = usable_grammar(grammar, "tools")
+    body.add_warnings(reasons)
+    return usable
 
 
 def make_chat_tool_parser(

@@ -20,7 +20,7 @@ from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
 from modelmill.serve.response_recorder import ResponseRecorder, earlier_items, stores
 from modelmill.serve.response_store import input_items
-from modelmill.serve.responses_schema import FunctionTool, ResponsesRequest
+from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes.chat import AnswerReader, checked_request_state
 from modelmill.serve.routes.common import (
     acquire_engine,
@@ -95,7 +95,8 @@ class ResponsesBuilder(EventFormatter):
     ) -> None:
         self._body, self._handle = body, handle
         self._store = store
-        self._warnings = {"warnings": chat.warnings} if chat.warnings else {}
+        warnings = [*body.tool_warnings, *chat.warnings]
+        self._warnings = {"warnings": warnings} if warnings else {}
         self._head = {
             "id": random_id("resp", "_"),
             "object": "response",
@@ -103,7 +104,9 @@ class ResponsesBuilder(EventFormatter):
         }
         self._logprobs = ChatLogprobsFormatter(text_processor.tokenizer, body.top_logprobs or 0)
         self._reader = AnswerReader(chat, text_processor, handle.request_states[0])
-        self._items = ResponseItems(hold_spaces=self._reader.parser is not None)
+        self._items = ResponseItems(
+            hold_spaces=self._reader.parser is not None, called_tools=body.called_tools
+        )
         self._num_events = 0
         self._reasoning_tokens = 0
         self._status = "in_progress"
@@ -215,7 +218,7 @@ class ResponsesBuilder(EventFormatter):
             "instructions": body.instructions,
             "output": list(self._items.output),
             "error": None,
-            "tools": [_tool_json(tool) for tool in body.tools or ()],
+            "tools": [tool.to_json() for tool in body.tools or ()],
             "tool_choice": _to_plain(body.tool_choice) or "auto",
             "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -250,11 +253,6 @@ class ResponsesBuilder(EventFormatter):
         }
 
 
-def _tool_json(tool: FunctionTool) -> dict[str, Any]:
-    fields = tool.model_dump()
-    return {key: fields[key] for key in ("type", "name", "description", "parameters", "strict")}
-
-
 def _text_config(body: ResponsesRequest) -> dict[str, Any]:
     """The text options as used; verbosity only if the request has it."""
     options = body.text
@@ -272,4 +270,4 @@ def _text_config(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _to_plain(value: Any) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else value
+    return value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value

@@ -99,6 +99,17 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "tool_use"}]}], "messages[0].content[0]"),
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": [1]}], "messages[0].content[0]"),
+    (
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "video"}]}
+                ],
+            }
+        ],
+        "messages[0].content[0].content[0]",
+    ),
     ([{"role": "user", "content": []}], "messages has no text"),
     (
         [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}],

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.dialects.anthropic_schema import MessagesRequest
@@ -42,3 +43,5 @@ def test_what_requests_ask_for() -> None:
         assert MessagesRequest.model_validate({**body, "thinking": thinking}).thinks is thinks
     for think, thinks in ((None, None), (True, True), ("low", True), (False, False)):
         assert OllamaChatRequest.model_validate({"model": "m", "think": think}).thinks is thinks
+    with pytest.raises(ValidationError):
+        OllamaChatRequest.model_validate({"model": "m", "think": "perhaps"})
