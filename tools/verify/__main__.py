@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from modelmill.eval.provenance import git_commit
 from tools import verify
 from tools.verify import report, result
 from tools.verify.context import ROOT, VerifyContext
@@ -89,6 +90,7 @@ def _run_item(
     outcome.seconds, outcome.digest = time.perf_counter() - began, current
     outcome.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     outcome.command = outcome.command or f"python -m tools.verify --only {number}"
+    outcome.commit = git_commit(ROOT) or ""
     outcome.versions, outcome.device = versions(), device()
     result.store(outcome, path)
     context.log(f"item {number}: {'ok' if outcome.ok else 'FAILED'} in {outcome.seconds:.0f} s")

@@ -70,10 +70,9 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     ]
     lines += ["", *[f"* {note}" for note in result.notes]]
     made = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    lines += [
-        f"* `{result.command}`: {result.seconds:.0f} s on {result.device}, {result.date}; {made}",
-        "",
-    ]
+    commit = f"commit {result.commit}" if result.commit else "**no commit**"
+    measured_on = f"{result.seconds:.0f} s on {result.device}, {result.date}"
+    lines += [f"* `{result.command}`: {measured_on}; {commit}, {made}", ""]
     return lines
 
 

@@ -35,6 +35,7 @@ class VerifyResult:
     seconds: float = 0.0
     date: str = ""
     digest: str = ""
+    commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
 
