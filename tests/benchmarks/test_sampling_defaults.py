@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.sampling_defaults import QUESTIONS, SEEDS, SETTINGS, count_right, is_right
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    results = ROOT / "benchmarks/results/sampling_defaults.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    newest = {row["setting"]: row for row in rows}
+    assert set(newest) == set(SETTINGS)
+    for setting, row in newest.items():
+        assert f"| {setting} | {row['value']} |" in page
+        assert f"right answers of {row['asked']}" in page
+        assert row["commit"] in page
 
 
 class KnowsParis:
