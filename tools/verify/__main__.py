@@ -64,7 +64,10 @@ def find_items() -> dict[str, ModuleType]:
 def _run_item(
     number: str, item: ModuleType, context: VerifyContext, options: argparse.Namespace
 ) -> VerifyResult | None:
-    """Return the item's result: stored if unchanged, else new; None if not selected."""
+    """Return the item's result: the stored one if it is of these sources, else a new one.
+
+    Of an item that is not selected the last result, of whatever sources; None: it never ran here.
+    """
     assert item.__file__ is not None
     current = result.source_digest(
         PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py")
@@ -78,7 +81,7 @@ def _run_item(
         )
         return stored
     if not selected:
-        return None
+        return result.of_older_code(result.load(path))
     context.log(f"item {number}: {item.TITLE}")
     began = time.perf_counter()
     try:
