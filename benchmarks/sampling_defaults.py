@@ -67,15 +67,15 @@ def count_right(llm: Any, setting: Mapping[str, Any]) -> int:
     """Right answers to all questions, each with every seed, in one batch."""
     from modelmill import SamplingParams
 
-    asked = [(question, seed) for question in QUESTIONS for seed in SEEDS]
+    requests = [(question, seed) for question in QUESTIONS for seed in SEEDS]
     answers = llm.chat(
-        [[{"role": "user", "content": question}] for question, _ in asked],
-        [SamplingParams(max_tokens=MAX_TOKENS, seed=seed, **setting) for _, seed in asked],
+        [[{"role": "user", "content": question}] for question, _ in requests],
+        [SamplingParams(max_tokens=MAX_TOKENS, seed=seed, **setting) for _, seed in requests],
         progress=False,
     )
     return sum(
         is_right(answer.outputs[0].text, QUESTIONS[question])
-        for (question, _), answer in zip(asked, answers, strict=True)
+        for (question, _), answer in zip(requests, answers, strict=True)
     )
 
 
@@ -88,17 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from modelmill import LLM
 
-    asked = len(QUESTIONS) * len(SEEDS)
+    total = len(QUESTIONS) * len(SEEDS)
     command = portable_command("sampling_defaults", arguments or sys.argv[1:])
     with LLM(options.engine) as llm:
         device = device_name(str(llm.engine_core.device))
         for name, setting in SETTINGS.items():
             right = count_right(llm, setting)
-            print(f"{name}: {right} of {asked}", flush=True)
+            print(f"{name}: {right} of {total}", flush=True)
             if options.save:
                 row = make_row(
                     command, "right_answers", right, "answers", device, bench="sampling_defaults",
-                    setting=name, asked=asked, engine=options.engine.name,
+                    setting=name, total=total, engine=options.engine.name,
                 )  # fmt: skip
                 append_rows(options.save, [row])
     return 0

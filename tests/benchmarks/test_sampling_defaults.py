@@ -20,7 +20,7 @@ def test_the_page_says_what_the_rows_say() -> None:
     assert set(newest) == set(SETTINGS)
     for setting, row in newest.items():
         assert f"| {setting} | {row['value']} |" in page
-        assert f"right answers of {row['asked']}" in page
+        assert f"right answers of {row['total']}" in page
         assert row["commit"] in page
 
 

@@ -39,6 +39,6 @@ def test_every_commit_is_in_the_history() -> None:
         pytest.skip("needs the whole history: this is no clone, or a shallow one")
     by_page = {page: named_commits((DOCS / page).read_text(encoding="utf-8")) for page in PAGES}
     assert any(by_page.values())
-    asked = {commit for commits in by_page.values() for commit in commits}
-    unknown = {c for c in asked if _git("merge-base", "--is-ancestor", c, "HEAD").returncode}
+    named = {commit for commits in by_page.values() for commit in commits}
+    unknown = {c for c in named if _git("merge-base", "--is-ancestor", c, "HEAD").returncode}
     assert not unknown, {page: commits & unknown for page, commits in by_page.items()}
