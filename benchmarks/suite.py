@@ -129,6 +129,7 @@ class Suite:
         for work in works:
             load = round(os.getloadavg()[0], 2)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
+            self.setup.note(f"{shape} {work.name}: {len(sides)} sides in turn, {rounds} rounds")
             figures = measure_in_turn(work, sides, rounds)
             in_8_bits = self.options.weight_format in FORMATS_WITH_8_BIT_INPUTS
             floor = self.limits.floor_ms(work, step_bytes, cost, in_8_bits=in_8_bits)
