@@ -60,12 +60,8 @@ class PeerSetup:
         """The engine of a shape, made and built on first use."""
         engine = self.work / f"{self._model_name(shape)}.engine"
         if not engine.exists():
-            checkpoint = self.checkpoint(shape)
             dtype = str(with_num_layers(shape)["torch_dtype"])
-            check = [] if self.check else ["--no-check"]
-            self._run_module(
-                "modelmill", "build", str(checkpoint), "-o", str(engine), "--dtype", dtype, *check
-            )
+            self._build(self.checkpoint(shape), engine, "--dtype", dtype)
         return engine
 
     def _model_name(self, shape: str) -> str:
@@ -76,11 +72,12 @@ class PeerSetup:
         """The engine that stands beside llama.cpp: bfloat16 activations, weights by ``recipe``."""
         engine = self.work / f"{gguf.stem}.{recipe}.engine"
         if not engine.exists():
-            self._run_module(
-                "modelmill", "build", str(gguf.resolve()), "-o", str(engine),
-                "--dtype", "bfloat16", "-q", recipe,
-            )  # fmt: skip
+            self._build(gguf.resolve(), engine, "--dtype", "bfloat16", "-q", recipe)
         return engine
+
+    def _build(self, checkpoint: Path, engine: Path, *flags: str) -> None:
+        check = [] if self.check else ["--no-check"]
+        self._run_module("modelmill", "build", str(checkpoint), "-o", str(engine), *flags, *check)
 
     def start_module(
         self, name: str, python: str, module: str, arguments: Mapping[str, Any]

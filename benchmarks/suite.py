@@ -129,6 +129,7 @@ class Suite:
         for work in works:
             load = round(os.getloadavg()[0], 2)
             rounds = self.options.rounds * (1 if len(work.outputs) > 1 else FIRST_TOKEN_ROUNDS)
+            self.setup.note(f"{shape} {work.name}: {len(sides)} sides in turn, {rounds} rounds")
             figures = measure_in_turn(work, sides, rounds)
             in_8_bits = self.options.weight_format in FORMATS_WITH_8_BIT_INPUTS
             floor = self.limits.floor_ms(work, step_bytes, cost, in_8_bits=in_8_bits)
@@ -342,16 +343,22 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--plan", action="store_true", help="print what fits, measure nothing")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where one is")
-    parser.add_argument("--shape", action="append", default=[], choices=sorted(SHAPES))
+    parser.add_argument(
+        "--shape", action="append", default=[], choices=sorted(SHAPES), help="default: what fits"
+    )
     parser.add_argument("--only", action="append", help="only this work, decode-1x128 say")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of a work")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU: of every side"
+    )
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's packages")
     parser.add_argument("--vllm-python", type=Path, help="interpreter that has vLLM")
     parser.add_argument("--llamacpp-python", help="interpreter that has llama-cpp-python")
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct's file, if here already")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE.jsonl")
-    parser.add_argument("--work", type=Path, default=ROOT / "out" / "suite")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "out" / "suite", help="folder of engines and files"
+    )
     parser.add_argument(
         "--no-check", action="store_true", help="build without the acceptance run, to save time"
     )
@@ -383,7 +390,8 @@ def main() -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     code = run_gpu(options) if device == "cuda" else run_cpu(options)
-    print(f"{time.perf_counter() - began:.0f} s")
+    if not options.plan:
+        print(f"measured in {time.perf_counter() - began:.0f} s")
     return code
 
 

@@ -7,7 +7,7 @@ COPY . .
 RUN pip wheel --no-cache-dir --no-deps -w /wheels .
 
 FROM python:3.12-slim
-RUN useradd --create-home modelmill
+RUN useradd --create-home --uid 10001 modelmill
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
@@ -15,6 +15,8 @@ RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorc
     && pip install --no-cache-dir -c /tmp/rest.txt "$(ls /wheels/*.whl)[serve]" \
     && rm -rf /wheels /tmp/constraints.txt /tmp/rest.txt
 USER modelmill
+# a volume takes the owner of the folder that the image has in its place; without it, root
+RUN mkdir /home/modelmill/cache
 ENV MODELMILL_CACHE=/home/modelmill/cache
 VOLUME ["/engines", "/home/modelmill/cache"]
 EXPOSE 8000

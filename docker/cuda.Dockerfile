@@ -4,7 +4,7 @@ FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-dev python3-venv g++ \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home modelmill
+    && useradd --create-home --uid 10001 modelmill
 RUN python3 -m venv /opt/modelmill
 ENV PATH=/opt/modelmill/bin:$PATH
 ARG EXTRAS=serve,gpu
@@ -16,6 +16,8 @@ RUN pip install --no-cache-dir torch==2.13.0 \
     && rm -rf /src/* /tmp/rest.txt
 WORKDIR /home/modelmill
 USER modelmill
+# a volume takes the owner of the folder that the image has in its place; without it, root
+RUN mkdir /home/modelmill/cache
 ENV MODELMILL_CACHE=/home/modelmill/cache TRITON_CACHE_DIR=/home/modelmill/cache/triton
 VOLUME ["/engines", "/home/modelmill/cache"]
 EXPOSE 8000

@@ -35,7 +35,8 @@ INTRO = (
     "that mostly reads may exceed it) or of the rate of torch's matrix products (which a faster "
     "kernel exceeds), in the newest row of the largest measured case of this op in this range "
     "(`benchmarks/ops.py`; on a CPU of a plain parallel read, one row of activations, "
-    "`benchmarks/cpu_ops.py`). *launch*: the case is too small to tell. A dash: no row. Every "
+    "`benchmarks/cpu_ops.py`). *launch*: the case is too small to tell. A dash: no row. The day is "
+    "the row's; rows from before 2026-11-27 name no commit, and are of the code of that day. Every "
     "implementation also runs over its op's cases in `tests/ops/test_implementations.py`; the "
     "tests column names those of the kernel itself.",
 )

@@ -25,6 +25,7 @@ ALL_TOKENS = 16_384  # tokens of a measurement that the page shows
 ROUGE = ("rouge1", "rouge2", "rougeL")
 # a checkpoint whose weights were never rounded; all other rows are of the first
 SECOND_CHECKPOINT = "stories260K"
+LEAST_EXCESS = 0.01  # per cent; what is less is drawn there
 Row = Mapping[str, Any]
 
 
@@ -117,26 +118,28 @@ def _provenance(rows: Sequence[Row]) -> list[str]:
 
 
 def draw_plot(rows: Sequence[Row], file: Path) -> None:
-    """Excess of perplexity over size, a point a build."""
+    """Excess of perplexity, a line a build, with its size beside the point."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     matplotlib.rcParams["svg.hashsalt"] = "modelmill"
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for row in rows:
-        if "perplexity" in row:
-            at = (row["bytes"] / 2**20, max(100 * row["excess"], 0.01))
-            axes.plot(*at, "o", color="#1f77b4")
-            label = row_name(row).strip("`").replace("`", "")
-            axes.annotate(label, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
-    axes.set_yscale("log")
-    axes.set_xlabel("MiB on disk")
-    axes.set_ylabel("perplexity over float32, %")
-    axes.set_title("Size on disk and what it costs (SmolLM2-135M)")
-    axes.margins(x=0.25)
-    axes.grid(alpha=0.3, which="both")
+    built = [row for row in rows if "perplexity" in row]
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.24 * len(built)))
+    for line, row in enumerate(built):
+        at = (max(100 * row["excess"], LEAST_EXCESS), line)
+        axes.plot(*at, "o", color="#1f77b4")
+        size = f"{row['bytes'] / 2**20:.0f} MiB"
+        axes.annotate(size, at, xytext=(7, -3), textcoords="offset points", fontsize=8)
+    labels = [row_name(row).replace("`", "") for row in built]
+    axes.set_yticks(range(len(built)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"perplexity over float32, % (the left edge: {LEAST_EXCESS} or less)")
+    axes.set_title("What it costs, and size on disk (SmolLM2-135M)")
+    axes.grid(alpha=0.3, axis="x")
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)

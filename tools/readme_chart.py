@@ -22,7 +22,7 @@ CHART = Path("docs/img/readme-speed.svg")
 RESULTS = Path("benchmarks/results/h200.jsonl")
 MODEL = "Qwen-7B's shape, bfloat16"
 WORKS = {
-    "decode-1x128": "1 stream, per token",
+    "decode-1x128": "1 stream, context 128, per token",
     "decode-8x1024": "8 streams, context 1,024, per step",
     "decode-64x1024": "64 streams, context 1,024, per step",
     "first-1024": "prompt of 1,024, first token",
@@ -32,6 +32,7 @@ WORKS = {
 COLORS = {OURS: "#1f77b4", PEER: "#b8bec4"}
 UNITS = {"ms/token": "ms", "ms/step": "ms"}
 WIDTH, LABEL_WIDTH, BAR_WIDTH, BAR_HEIGHT, PAIR_HEIGHT = 760, 290, 330, 13, 38
+EDGE = 8
 
 
 def chart_summaries(rows: Iterable[Row]) -> dict[str, Summary]:
@@ -54,14 +55,14 @@ def caption(summaries: Mapping[str, Summary]) -> str:
 def draw(summaries: Mapping[str, Summary]) -> str:
     """The chart as SVG: bars of time relative to the slower side, with the times beside them."""
     title = f"{MODEL}, one {H200}: time, shorter is faster"
-    parts = [_text(0, 16, title, "bold")]
+    parts = [_text(EDGE, 16, title, "bold")]
     for side, x in ((OURS, LABEL_WIDTH), (PEER, LABEL_WIDTH + 110)):
         parts += [_bar(x, 27, 12, 12, COLORS[side]), _text(x + 18, 37, side)]
     for index, (work, summary) in enumerate(summaries.items()):
         parts += _pair(52 + index * PAIR_HEIGHT, work, summary)
     height = 52 + len(summaries) * PAIR_HEIGHT + 20
     if summaries:
-        parts.append(_text(0, height - 6, caption(summaries)))
+        parts.append(_text(EDGE, height - 6, caption(summaries)))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="12">'

@@ -2,8 +2,8 @@
 
     python -m tools.terminal_svg OUT.svg "COMMAND" ["COMMAND" …]
 
-Each command runs now; nothing in the picture is typed by hand. Long lines are cut at the picture's
-width.
+Each command runs now; nothing in the picture is typed by hand. Long lines are wrapped at the
+picture's width.
 """
 
 from __future__ import annotations
@@ -38,14 +38,7 @@ def main() -> int:
             check=False,
         )
         for line in done.stdout.rstrip().splitlines():
-            console.print(
-                Text(
-                    line.rstrip()[:TERMINAL_COLUMNS]
-                    if not line.startswith(" ") or line.strip()
-                    else ""
-                ),
-                soft_wrap=False,
-            )
+            console.print(Text(line.rstrip()))
         if done.returncode:
             console.print(Text(f"exit code {done.returncode}", "red"))
         console.print()

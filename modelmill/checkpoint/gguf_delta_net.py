@@ -9,6 +9,7 @@ head of keys. Here all have the names of Qwen3.5, whose matrices are apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -176,29 +177,22 @@ def _tiled(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
     return {gguf: (each,) for gguf, each in parts.items()}
 
 
+_QWEN35 = GgufArchitecture(
+    DELTA_NET_NAMES,
+    norms_plus_one=True,
+    model_type="qwen3_5_text",
+    read_config=_delta_net,
+    parts=_tiled,
+    draft_prefix="mtp.",
+)
+_QWEN35_MOE = replace(
+    _QWEN35,
+    names=DELTA_NET_MOE_NAMES,
+    model_type="qwen3_5_moe_text",
+    read_config=_delta_net_moe,
+)
 DELTA_NET_ARCHITECTURES = {
-    "qwen3next": GgufArchitecture(
-        QWEN3_NEXT_NAMES,
-        norms_plus_one=True,
-        model_type="qwen3_5_moe_text",
-        read_config=_delta_net_moe,
-        parts=_grouped_by_key,
-        draft_prefix="mtp.",
-    ),
-    "qwen35": GgufArchitecture(
-        DELTA_NET_NAMES,
-        norms_plus_one=True,
-        model_type="qwen3_5_text",
-        read_config=_delta_net,
-        parts=_tiled,
-        draft_prefix="mtp.",
-    ),
-    "qwen35moe": GgufArchitecture(
-        DELTA_NET_MOE_NAMES,
-        norms_plus_one=True,
-        model_type="qwen3_5_moe_text",
-        read_config=_delta_net_moe,
-        parts=_tiled,
-        draft_prefix="mtp.",
-    ),
+    "qwen3next": replace(_QWEN35_MOE, names=QWEN3_NEXT_NAMES, parts=_grouped_by_key),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35_MOE,
 }

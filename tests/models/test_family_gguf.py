@@ -28,6 +28,18 @@ from tests.models.family_gguf import check_gguf, write_gguf
 WITH_GGUF = [name for name, case in CASES.items() if case.gguf is not None]
 
 
+def kept_integers(case: FamilyCase, sizes: dict[str, Any], folder: Path) -> set[str]:
+    """Linears that an accepted engine of the case's quantized GGUF keeps as integers."""
+    assert case.gguf is not None
+    case.save(folder / "hf", **sizes)
+    path = folder / "model.gguf"
+    write_gguf(path, folder / "hf", case.raw(**sizes), case.gguf, quantized=True)
+    report, written = build_and_accept(path, folder / "e", "float32", "keep")
+    assert written, report.get("reason", report)
+    formats = open_artifact(folder / "e").manifest.weight_formats
+    return {name for name, each in formats.items() if each != "dense"}
+
+
 @pytest.mark.parametrize("name", WITH_GGUF)
 def test_a_gguf_is_accepted_and_computes_the_same(name: str, tmp_path: Path) -> None:
     check_gguf(CASES[name], tmp_path)
@@ -40,13 +52,7 @@ def test_integers_of_experts_that_are_apart_are_kept(name: str, tmp_path: Path) 
     sizes = {"hidden_size": 64, "intermediate_size": 96, **case.gguf.changes}
     if name == "granitemoehybrid":
         sizes |= {"shared_intermediate_size": 64, "num_hidden_layers": 2}
-    case.save(tmp_path / "hf", **sizes)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, tmp_path / "hf", case.raw(**sizes), case.gguf, quantized=True)
-    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
-    assert written, report.get("reason", report)
-    formats = open_artifact(tmp_path / "e").manifest.weight_formats
-    quantized = {name for name, each in formats.items() if each != "dense"}
+    quantized = kept_integers(case, sizes, tmp_path)
     experts = {f"layers.1.mlp.experts.2.{part}_proj" for part in ("gate_up", "down")}
     assert experts <= quantized
 
@@ -207,13 +213,7 @@ def test_integers_of_heads_that_are_tiled_are_kept(
     if "moe" in name:
         sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
         sizes["intermediate_size"] = None
-    case.save(tmp_path / "hf", **sizes)
-    path = tmp_path / "model.gguf"
-    write_gguf(path, tmp_path / "hf", case.raw(**sizes), case.gguf, quantized=True)
-    report, written = build_and_accept(path, tmp_path / "e", "float32", "keep")
-    assert written, report.get("reason", report)
-    formats = open_artifact(tmp_path / "e").manifest.weight_formats
-    quantized = {name for name, each in formats.items() if each != "dense"}
+    quantized = kept_integers(case, sizes, tmp_path)
     assert "layers.0.attn.in_proj" in quantized
     assert ("layers.0.attn.out_proj" in quantized) == (value_dim == 32)
 

@@ -25,26 +25,11 @@ from modelmill.runtime.session_pages import (
     session_layout,
 )
 from tests.runtime import tiny
-from tests.runtime.rank_engines import tiny_engines
 from tests.runtime.sessions import MANY, answer, save
-from tests.wait import ended_if_hung
 
+pytestmark = pytest.mark.usefixtures("ended_ranks")
 PROMPT = tiny.prompts(1, 44, 44, vocab=90)[0]
 LONGER = PROMPT + tiny.prompts(1, 20, 20, seed=7, vocab=90)[0]
-SECONDS = 120  # nothing here takes as long
-
-
-@pytest.fixture(autouse=True)
-def _end_what_hangs() -> Iterator[None]:
-    """A hang is a failure, not a run that never ends."""
-    with ended_if_hung(SECONDS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny engines by family, built at first use."""
-    return tiny_engines(tmp_path_factory)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.engine_core import EngineCore
 from modelmill.runtime.tp_workers import COMMANDS, COPY, HEADER_BYTES, StepCommand, TPWorkers
 from tests.runtime import tiny
-from tests.runtime.rank_engines import tiny_engines
-from tests.wait import TIMEOUT_SECONDS, ended_if_hung, time_limit, wait_until
+from tests.wait import TIMEOUT_SECONDS, time_limit, wait_until
 
+pytestmark = pytest.mark.usefixtures("ended_ranks")
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 120  # nothing here takes as long; what does has hung
 COUNTS = st.integers(0, 1 << 40)
 LAYOUTS = st.builds(BatchLayout, COUNTS, COUNTS, COUNTS, COUNTS, st.booleans(), st.integers(1, 8))
 COMMANDS_SENT = st.builds(
@@ -50,19 +49,6 @@ COMMANDS_SENT = st.builds(
     COUNTS,
     st.integers(-1, 1000),
 )
-
-
-@pytest.fixture(autouse=True)
-def _end_what_hangs() -> Iterator[None]:
-    """A hang is a failure, not a run that never ends."""
-    with ended_if_hung(SECONDS):
-        yield
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tiny engines by family, built at first use."""
-    return tiny_engines(tmp_path_factory)
 
 
 def open_engine(engine: Path, tp: int, **more: Any) -> EngineCore:
@@ -100,6 +86,11 @@ def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ..
     return outputs
 
 
+def scored(engine_core: EngineCore) -> torch.Tensor:
+    """Logits of a short sequence: two tokens as a prompt, two decoded."""
+    return TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
@@ -114,22 +105,15 @@ def run_requests(engine_core: EngineCore) -> dict[tuple[str, int], tuple[int, ..
 def test_the_same_answers_as_one(engines: Callable[[str], Path], name: str, tp: int) -> None:
     alone = open_engine(engines(name), 1)
     assert bool(alone.kv_shape.groups) == (name in ("gemma2", "gemma4_text"))
-    expected, logits = (
-        run_requests(alone),
-        TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0],
-    )
+    expected = run_requests(alone)
+    logits = scored(alone)
     engine_core = open_engine(engines(name), tp)
     try:
         # as on a GPU: sampled ids stay on the device, on every rank, for a step that is launched
         # before they are read
         engine_core._overlap = engine_core.model_runner.keep_last_ids = True
         assert run_requests(engine_core) == expected
-        torch.testing.assert_close(
-            TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
-            logits,
-            rtol=1e-4,
-            atol=1e-4,
-        )
+        torch.testing.assert_close(scored(engine_core), logits, rtol=1e-4, atol=1e-4)
         with pytest.raises(UsageError, match="use --tp 1"):
             TokenScorer(engine_core).trace([[5, 6]])
     finally:
@@ -143,18 +127,13 @@ def test_the_same_answers_with_whole_experts_on_each_rank(
     """5 experts over 2 or 3 ranks: most steps have a rank without any of the chosen ones."""
     alone = open_engine(engines(name), 1)
     expected = run_requests(alone)
-    logits = TokenScorer(alone).logits([[5, 6, 7, 8]], decode_from=2)[0]
+    logits = scored(alone)
     engine_core = open_engine(engines(name), tp, enable_expert_parallel=True)
     try:
         assert alone.experts_by_rank == ()
         assert engine_core.experts_by_rank == ((3, 2) if tp == 2 else (2, 2, 1))
         assert run_requests(engine_core) == expected
-        torch.testing.assert_close(
-            TokenScorer(engine_core).logits([[5, 6, 7, 8]], decode_from=2)[0],
-            logits,
-            rtol=1e-4,
-            atol=1e-4,
-        )
+        torch.testing.assert_close(scored(engine_core), logits, rtol=1e-4, atol=1e-4)
     finally:
         engine_core.close()
 

@@ -72,7 +72,12 @@ def test_the_source_distribution_takes_the_files_at_the_root() -> None:
 
 def test_the_licence_is_an_expression_and_a_file() -> None:
     project = SETTINGS["project"]
-    assert project["license"] == "Apache-2.0"
+    licences = set(project["license"].split(" AND "))
+    assert "Apache-2.0" in licences
+    vendored = (ROOT / "modelmill/serve/page/vendor/LICENSES.txt").read_text(encoding="utf-8")
+    assert {each for each in ("MIT", "BSD-2-Clause", "BSD-3-Clause") if each in vendored} < licences
+    assert ("OFL-1.1" in licences) == ("SIL Open Font License" in vendored)
+    assert "modelmill/serve/page/vendor/LICENSES.txt" in project["license-files"]
     assert all((ROOT / name).is_file() for name in project["license-files"])
     (needed,) = SETTINGS["build-system"]["requires"]
     assert int(re.fullmatch(r"setuptools>=(\d+)", needed)[1]) >= 77  # type: ignore[index]  # which reads expressions

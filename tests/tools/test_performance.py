@@ -10,7 +10,7 @@ import pytest
 
 from tools.performance import numbers, page, plots
 from tools.performance.__main__ import main
-from tools.performance.rows import kernels, read_rows, rows_by_state
+from tools.performance.rows import read_rows, rows_by_state
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -23,12 +23,6 @@ def table(subject: str, value: float, run: str, date: str) -> dict[str, Any]:
         "value": value, "date": date, "command": "python table", "device": "NVIDIA H200",
         "device_id": "GPU-1", "commit": "abc1234", "versions": version,
     }  # fmt: skip
-
-
-def op(case: str, variant: str, fraction: float, **more: Any) -> dict[str, Any]:
-    """A row of ``benchmarks/ops.py``."""
-    row = {"bench": "op", "op": "linear", "dtype": "bfloat16", "case": case, "variant": variant}
-    return {**row, "fraction": fraction, **more}
 
 
 def test_the_committed_page_is_what_the_rows_and_the_template_give() -> None:
@@ -51,20 +45,6 @@ def test_rows_are_read_in_order_and_a_broken_line_is_named(tmp_path: Path) -> No
 )
 def test_numbers_have_three_digits_that_count(value: float, text: str) -> None:
     assert numbers.number(value) == text
-
-
-def test_the_newest_row_of_each_kernel_counts_and_references_are_left_out() -> None:
-    rows = [
-        op("1x2", "triton", 0.5),
-        op("1x2", "torch", 0.9),
-        op("1x2", "triton", 0.8),
-        op("1x2", "cuda", 0.9),
-    ]
-    assert [row["fraction"] for row in kernels(rows)] == [0.8, 0.9]
-    assert plots.fractions(rows) == [("linear 1x2", {"triton": 0.8, "cuda": 0.9})]
-    fast = [op("prefill", "cuda", 0.3, tflops=600.0), op("launch", "triton", 0.01)]
-    assert plots.fractions(fast) == []
-    assert plots.rates(fast) == [("linear prefill", {"cuda": 600.0})]
 
 
 def test_states_are_compared_within_a_run_and_a_work() -> None:

@@ -197,3 +197,10 @@ def test_an_age_counts_the_commits_that_changed_what_a_row_times(
     assert paths[2] == [*paths[1], "modelmill/vision"]
     provenance.age.cache_clear()
     assert provenance.without_ages("commit a (age 7), b (age unknown)") == "commit a, b"
+
+
+def test_the_two_orders_of_a_trace_are_two_commands() -> None:
+    trace = "python benchmarks/table.py trace --trace azure --order"
+    first, second = (provenance.script_and_part(f"{trace} {order}") for order in ("a", "b"))
+    assert first != second
+    assert provenance.script_and_part(f"{trace} a --rounds 3") == first

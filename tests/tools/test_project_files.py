@@ -80,6 +80,18 @@ def test_what_an_image_copies_and_installs_is_there(path: Path) -> None:
     assert re.search(r"^USER modelmill$", text, re.M), "a server does not run as root"
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_the_user_of_an_image_owns_its_cache_and_runs_the_pods(path: Path) -> None:
+    before_volume, _, _ = path.read_text().partition("VOLUME")
+    _, _, as_user = before_volume.partition("USER modelmill")
+    assert "RUN mkdir /home/modelmill/cache" in as_user
+    (user_id,) = re.findall(r"useradd .*--uid (\d+) modelmill", before_volume)
+    for name in ("front.yaml", "node.yaml"):
+        (deployment,) = [each for each in _documents(name) if each["kind"] == "Deployment"]
+        context = deployment["spec"]["template"]["spec"]["securityContext"]
+        assert context["runAsUser"] == int(user_id)
+
+
 def _serve_words() -> Iterator[tuple[str, list[str]]]:
     compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     yield "compose", compose["services"]["modelmill"]["command"][1:]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tools.performance import plots
 from tools.performance.suite_tables import suite_lines, suite_summary, suite_table
 
 
@@ -68,4 +69,6 @@ def test_the_summary_has_the_means_of_medians_and_the_least_run() -> None:
     assert suite_summary(rows)[2:] == [
         "| NVIDIA H200, llama-3-8b | vLLM | **4.00** | – | 1.00 (decode-1x128) | 2 | 2 |"
     ]
+    assert plots.suite(rows) == [("llama-3-8b, NVIDIA H200", {"decode": pytest.approx(4.0)})]
     assert len(suite_summary([row("modelmill", 4.0, "a1")])) == 2, "no peer, no line"
+    assert plots.suite([row("modelmill", 4.0, "a1")]) == []

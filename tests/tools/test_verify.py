@@ -16,6 +16,7 @@ from tools.verify.context import VerifyContext
 from tools.verify.item_1_tokens import _cut_at_eos, _fact
 from tools.verify.item_3_converted_checkpoints import qwen_config
 from tools.verify.item_4_tokenizers import vectors
+from tools.verify.item_7_builds import file_digests, same_files
 from tools.verify.result import Fact, VerifyResult, make_result
 
 
@@ -55,7 +56,7 @@ def test_results_are_kept_until_the_sources_change(items: dict[str, Any]) -> Non
     assert run(items, "--only", "2") == 0
     assert items["runs"] == ["1", "2", "2"], "item 1 is stale, and was not asked for"
     page = (items["root"] / "docs" / "verification.md").read_text()
-    assert "| 1 | Item 1 | not run |" in page
+    assert "| 1 | Item 1 | kept, of older code (20" in page
     assert "| 2 | Item 2 | kept |" in page
     assert run(items) == 0
     assert items["runs"][3:] == ["1"]
@@ -103,7 +104,7 @@ def test_an_unknown_item_is_named(
 
 def test_the_real_items_are_all_there() -> None:
     found_items = verify.find_items()
-    assert set(found_items) == {"1", "2", "3", "4", "5", "6", "8", "9"}
+    assert set(found_items) == {"1", "2", "3", "4", "5", "6", "7", "8", "9"}
     assert all(isinstance(item.TITLE, str) and callable(item.run) for item in found_items.values())
 
 
@@ -184,6 +185,27 @@ def test_the_relaid_config_counts_w1_and_w2_together() -> None:
     )
     assert not config["use_dynamic_ntk"]
     assert not config["use_logn_attn"]
+
+
+def test_two_engines_are_compared_file_by_file(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "weights").mkdir(parents=True)
+        (tmp_path / name / "weights" / "layer").write_text("same")
+        (tmp_path / name / "acceptance.json").write_text(name)
+    digests = file_digests(tmp_path / "a")
+    assert set(digests) == {"weights/layer"}
+    assert same_files(digests, file_digests(tmp_path / "b")) == ("1 of 1 files", True)
+    (tmp_path / "b" / "manifest.json").write_text("{}")
+    summary = "1 of 2 files; differ: manifest.json"
+    assert same_files(digests, file_digests(tmp_path / "b")) == (summary, False)
+    assert same_files({}, {}) == ("0 of 0 files", False)
+
+
+def test_the_page_names_the_commit_of_a_result() -> None:
+    outcome = make_result([Fact("a", "b")])
+    assert "; **no commit**," in report.render({"1": ("One", outcome)})["verification.md"]
+    outcome.commit = "0123456789ab"
+    assert "; commit 0123456789ab," in report.render({"1": ("One", outcome)})["verification.md"]
 
 
 def test_a_long_item_has_a_page_of_its_own() -> None:

@@ -36,17 +36,11 @@ PLOTS: Mapping[str, PlotSpec] = {
         "Before and after",
         "over the first of its group (less is better)",
     ),
-    "kernels": PlotSpec(
-        "h200",
-        plots.fractions,
-        "Kernels bound by memory, bfloat16",
-        "share of the copy bandwidth",
-    ),
-    "products": PlotSpec(
-        "h200", plots.rates, "Kernels bound by products, bfloat16", "TFLOP/s", target=None
-    ),
     "suite": PlotSpec(
-        SUITE, plots.suite, "Beside the fastest peer of each device", "times as fast"
+        SUITE,
+        plots.suite,
+        "Beside the fastest peer of each device",
+        "times as fast, geometric mean over the works",
     ),
 }
 TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {

@@ -7,26 +7,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tools.performance.numbers import number
-from tools.performance.rows import Row, kernels, row_unit, rows_by_state
-from tools.performance.suite_tables import suite_lines
+from tools.performance.rows import Row, row_unit, rows_by_state
+from tools.performance.suite_tables import mean_ratio, suite_lines
 from tools.performance.vllm_tables import WORKLOADS, vllm_summaries
 
 Bars = Sequence[tuple[str, Mapping[str, float]]]
 """(label, value by series) from top to bottom."""
-BIG_RATIO = 0.2
-"""Kernels that reach less than this share of the ceiling on a case are bound by their launch: not
-shown.
-"""
-FAST_RATIO = 50
-"""TFLOP/s.
-
-Cases that no variant brings here are too small for the tensor cores: not shown.
-"""
-DRAWING_VERSION = 5
+DRAWING_VERSION = 6
 """To be raised where this file draws the same data in another way: files drawn before are then
 stale.
 """
@@ -56,45 +46,19 @@ def code_states(rows: Sequence[Row]) -> Bars:
     return groups
 
 
-def fractions(rows: Sequence[Row]) -> Bars:
-    """Return the bandwidth share of every bfloat16 kernel on its memory-bound cases."""
-    bars: dict[str, dict[str, float]] = {}
-    for row in kernels(rows):
-        if (
-            row["dtype"] == "bfloat16"
-            and row.get("fraction", 0.0) >= BIG_RATIO
-            and not _is_compute_bound(row)
-        ):
-            bars.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["fraction"]
-    return list(bars.items())
-
-
-def rates(rows: Sequence[Row]) -> Bars:
-    """TFLOP/s of the bfloat16 kernels on the cases that are bound by products."""
-    bars: dict[str, dict[str, float]] = {}
-    for row in kernels(rows):
-        if row["dtype"] == "bfloat16" and _is_compute_bound(row) and row["tflops"] >= FAST_RATIO:
-            bars.setdefault(f"{row['op']} {row['case']}", {})[row["variant"]] = row["tflops"]
-    return list(bars.items())
-
-
-def _is_compute_bound(row: Row) -> bool:
-    """Whether products set the floor.
-
-    Older rows do not say: there more than 100 TFLOP/s is the criterion.
-    """
-    if "bound" in row:
-        return bool(row["bound"] == "products")
-    return (row.get("tflops") or 0) > 100
-
-
 def suite(rows: Sequence[Row]) -> Bars:
-    """How many times as fast as the fastest peer of the same run, by device, shape and work."""
+    """How many times as fast as the fastest peer of the same run: means by device and shape."""
     return [
-        (f"{shape}, {device}: {line.work}", {"median over runs": median(line.ratios)})
+        (
+            f"{shape}, {device}",
+            {
+                label: ratio
+                for label, start in {"decode": "decode", "first token": "first"}.items()
+                if (ratio := mean_ratio(lines, start)) is not None
+            },
+        )
         for (device, shape), lines in suite_lines(rows).items()
-        for line in lines
-        if line.ratios
+        if any(line.ratios for line in lines)
     ]
 
 
@@ -145,6 +109,9 @@ def draw_svg(path: Path, bars: Bars, title: str, axis: str, target: float | None
         axes.set_title(title)
         axes.set_xlabel(axis)
         axes.grid(axis="x", alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        if len(once := dict(zip(labels, handles, strict=True))) > 1:
+            figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=len(once))
         path.parent.mkdir(parents=True, exist_ok=True)
         about: dict[str, Any] = {"Date": None, "Description": f"data {digest(bars)}"}
         figure.savefig(path, metadata=about, facecolor="white")
@@ -161,7 +128,3 @@ def _draw_bars(axes: Any, bars: Bars) -> None:
                 drawn = axes.barh(y, values[name], height, color=f"C{place}", label=name)
                 axes.bar_label(drawn, labels=[number(values[name])], padding=2, fontsize=7)
     axes.margins(x=0.1)  # for the numbers
-    if len(names) > 1:
-        handles, labels = axes.get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))
-        axes.legend(once.values(), once.keys(), loc="best")

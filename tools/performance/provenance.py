@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from tools.performance.rows import Row
@@ -81,11 +82,15 @@ def without_ages(text: str) -> str:
 
 
 def script_and_part(command: str) -> str:
-    """A command's script and, where a word follows that is no option or file, that word."""
+    """A command's script and, where a word follows that is no option or file, that word.
+
+    Orders of a trace are two parts: each is a line of the table.
+    """
     words = shlex.split(command)
     count = 2 if words[0] == "python" else 1
-    part = words[count : count + 1]
-    return " ".join(words[:count] + [word for word in part if word.isalpha()])
+    part = [word for word in words[count : count + 1] if word.isalpha()]
+    orders = [value for flag, value in pairwise(words) if flag == "--order"]
+    return " ".join(words[:count] + part + orders)
 
 
 def shown_command(command: str) -> str:

@@ -51,23 +51,6 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def newest(rows: Iterable[Row], *keys: str) -> list[Row]:
-    """Return the last row of each combination of keys, in the order of first appearance."""
-    latest: dict[str, Row] = {}
-    for row in rows:
-        latest[json.dumps([row.get(key) for key in keys])] = row
-    return list(latest.values())
-
-
-def kernels(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each op, case, type and variant, references left out."""
-    timed = [
-        row for row in rows if "op" in (row.get("bench"), row.get("figure")) and "variant" in row
-    ]
-    ops = [row for row in timed if row["variant"] != "torch"]
-    return newest(ops, "op", "dtype", "case", "variant")
-
-
 def rows_by_state(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     """Group rows that name a ``state`` of the code by (run, work), where there is a comparison."""
     groups: dict[tuple[str, str], list[Row]] = {}

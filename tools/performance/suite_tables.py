@@ -107,7 +107,7 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
         compared = [line for line in lines if line.ratios]
         if not compared:
             continue
-        means = [_mean_ratio(compared, start) for start in ("decode", "first")]
+        means = [_ratio_cell(mean_ratio(compared, start)) for start in ("decode", "first")]
         least = min(compared, key=lambda line: min(line.ratios))
         peers = {name.split()[0] for line in compared for each in line.runs for name in each}
         peers = {name for name in peers if not is_ours(name)}
@@ -120,10 +120,14 @@ def suite_summary(rows: Sequence[Row]) -> list[str]:
     return parts
 
 
-def _mean_ratio(lines: Sequence[SuiteLine], start: str) -> str:
-    """Of the works whose names start so; each with the median over its runs."""
-    ratios = [median(line.ratios) for line in lines if line.work.startswith(start)]
-    return f"**{geometric_mean(ratios):.2f}**" if ratios else "–"
+def mean_ratio(lines: Sequence[SuiteLine], start: str) -> float | None:
+    """Of the compared works whose names start so; each with the median over its runs."""
+    ratios = [median(line.ratios) for line in lines if line.ratios and line.work.startswith(start)]
+    return geometric_mean(ratios) if ratios else None
+
+
+def _ratio_cell(ratio: float | None) -> str:
+    return "–" if ratio is None else f"**{ratio:.2f}**"
 
 
 def _cells(line: SuiteLine, subjects: Sequence[str], several: bool) -> list[str]:

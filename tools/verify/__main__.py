@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
+from modelmill.eval.provenance import git_commit
 from tools import verify
 from tools.verify import report, result
 from tools.verify.context import ROOT, VerifyContext
@@ -63,7 +64,10 @@ def find_items() -> dict[str, ModuleType]:
 def _run_item(
     number: str, item: ModuleType, context: VerifyContext, options: argparse.Namespace
 ) -> VerifyResult | None:
-    """Return the item's result: stored if unchanged, else new; None if not selected."""
+    """Return the item's result: the stored one if it is of these sources, else a new one.
+
+    Of an item that is not selected the last result, of whatever sources; None: it never ran here.
+    """
     assert item.__file__ is not None
     current = result.source_digest(
         PACKAGE, Path(item.__file__), Path(__file__).with_name("context.py")
@@ -77,7 +81,7 @@ def _run_item(
         )
         return stored
     if not selected:
-        return None
+        return result.of_older_code(result.load(path))
     context.log(f"item {number}: {item.TITLE}")
     began = time.perf_counter()
     try:
@@ -89,6 +93,7 @@ def _run_item(
     outcome.seconds, outcome.digest = time.perf_counter() - began, current
     outcome.date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     outcome.command = outcome.command or f"python -m tools.verify --only {number}"
+    outcome.commit = git_commit(ROOT) or ""
     outcome.versions, outcome.device = versions(), device()
     result.store(outcome, path)
     context.log(f"item {number}: {'ok' if outcome.ok else 'FAILED'} in {outcome.seconds:.0f} s")

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelmill.accept.token_scorer import TokenScorer
-from tools.verify.context import ROOT, VerifyContext
+from tools.verify.context import VerifyContext
 from tools.verify.result import Fact, VerifyResult, make_result
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from modelmill.runtime.engine_core import EngineCore
+    from tests.models.family_cases import FamilyCase
 
 TITLE = "Every family: logits within 1e-4 of an independent float32 reference"
 MAX_ERROR = 1e-4
-FOLDERS = ("tests/models", "tests/accept")
 PROMPT, LENGTHS = 20, (21, 33, 70)
 LENGTH_FACTORS = (0.5, 1, 1.5, 3, 5)
 
 
 def run(context: VerifyContext) -> VerifyResult:
-    """The tests that show it, and the largest errors computed here once more."""
-    rows = [_tests(context)]
+    """The largest error of each form, computed here."""
+    from tests.models.all_families import CASES
+
+    rows = []
     with tempfile.TemporaryDirectory(dir=context.out) as folder:
         rows += [_family(name, Path(folder)) for name in _names()]
         rows += _qwen(Path(folder))
+        for name, case in CASES.items():
+            context.log(f"  {name}")
+            rows.append(_case(name, case, Path(folder) / "cases" / name))
     notes = [
         f"Lengths {', '.join(map(str, LENGTHS))}: {PROMPT} tokens as prompt (in chunks of at most "
         "32, all sequences in "
         "one batch), the rest decoded token by token. The reference is transformers (eager "
         "attention, its own KV "
-        "cache); for Qwen v1 a plain float64 reference in tests/accept/qwen_v1_plain.py."
+        "cache); for Qwen v1 a plain float64 reference in tests/accept/qwen_v1_plain.py, for "
+        "families that transformers lacks a plain one in tests/models/families.",
+        "One small seeded config of each; `make test-all` also runs every switch of its "
+        "configuration class, and `make test-families` every recipe and planted fault.",
     ]
     return make_result(rows, notes)
 
@@ -40,31 +51,6 @@ def _names() -> list[str]:
     from tests.models.tiny_models import FAMILIES
 
     return list(FAMILIES)
-
-
-def _tests(context: VerifyContext) -> Fact:
-    context.log(f"  pytest {' '.join(FOLDERS)}")
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FOLDERS],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    summary_lines = [
-        line
-        for line in process.stdout.splitlines()
-        if re.search(r"\d+ (passed|failed|error)", line)
-    ]
-    failed = [line for line in process.stdout.splitlines() if line.startswith("FAILED")]
-    dots = sum(
-        line.count(".")
-        for line in process.stdout.splitlines()
-        if re.fullmatch(r"[.FEsx]+\s+\[ *\d+%\]", line)
-    )
-    measured = (
-        summary_lines[-1] if summary_lines else f"{dots} passed, exit code {process.returncode}"
-    )
-    if failed:
-        measured += "; " + "; ".join(failed[:5])
-    return Fact(f"the tests in {' and '.join(FOLDERS)} pass", measured, process.returncode == 0)
 
 
 def _family(name: str, folder: Path) -> Fact:
@@ -76,12 +62,28 @@ def _family(name: str, folder: Path) -> Fact:
     loop = open_engine_core(folder / name, folder / f"{name}.engine")
     draw = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 160, (n,), generator=draw).tolist() for n in LENGTHS]
+    return _fact(name, _errors(loop, ids, lambda row: _stepwise_logits(model, row)))
+
+
+def _case(name: str, case: FamilyCase, folder: Path) -> Fact:
+    """A family of tests/models/families, beside the independent logits of its file."""
+    from tests.models.saved_family import Saved, drawn_ids
+
+    saved = Saved(case, folder)
+    ids = drawn_ids(case.base["vocab_size"], LENGTHS)
+    return _fact(name, _errors(saved.open(), ids, lambda row: saved.logits(row, PROMPT)))
+
+
+def _errors(
+    engine: EngineCore, ids: list[list[int]], expected: Callable[[list[int]], Tensor]
+) -> dict[str, float]:
+    """The largest error of the prompts, and of the tokens that are decoded behind them."""
     worst = {"prefill": 0.0, "decode": 0.0}
-    for row, alone in zip(ids, TokenScorer(loop).logits(ids, decode_from=PROMPT), strict=True):
-        error = (alone - _stepwise_logits(model, row)).abs().amax(-1)
+    for row, actual in zip(ids, TokenScorer(engine).logits(ids, decode_from=PROMPT), strict=True):
+        error = (actual - expected(row)).abs().amax(-1)
         worst["prefill"] = max(worst["prefill"], float(error[:PROMPT].max()))
         worst["decode"] = max(worst["decode"], float(error[PROMPT:].max()))
-    return _fact(name, worst)
+    return worst
 
 
 def _stepwise_logits(model: Any, ids: list[int]) -> Any:

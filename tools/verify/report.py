@@ -9,7 +9,8 @@ from tools.verify.result import Fact, VerifyResult
 HEAD = """# Verification
 
 What the engine promises, and what was measured. Made by `make verify`, which runs every item below again (results are
-kept while the sources stay the same) and writes this page; nothing here is written by hand. Every comparison is with
+kept while the sources stay the same) and writes this page; nothing here is written by hand. Each item ends with its command,
+date and commit; `--only` runs some again, and leaves the others as they were. Every comparison is with
 transformers, or with separate plain code where transformers has no such model; the model is SmolLM2-135M-Instruct from
 its GGUF (Q4_1), unless an item says otherwise. What needs a GPU is in `benchmarks/results/`.
 """  # noqa: E501
@@ -70,16 +71,18 @@ def section(number: str, title: str, result: VerifyResult | None) -> list[str]:
     ]
     lines += ["", *[f"* {note}" for note in result.notes]]
     made = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    lines += [
-        f"* `{result.command}`: {result.seconds:.0f} s on {result.device}, {result.date}; {made}",
-        "",
-    ]
+    commit = f"commit {result.commit}" if result.commit else "**no commit**"
+    measured_on = f"{result.seconds:.0f} s on {result.device}, {result.date}"
+    lines += [f"* `{result.command}`: {measured_on}; {commit}, {made}", ""]
     return lines
 
 
 def outcome_word(result: VerifyResult | None) -> str:
     """One word for the overview."""
-    return "not run" if result is None else "kept" if result.ok else "**FAILED**"
+    if result is None:
+        return "not run"
+    word = "kept" if result.ok else "**FAILED**"
+    return f"{word}, of older code ({result.date[:10]})" if result.is_of_older_code else word
 
 
 def row_verdict(row: Fact) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ class Fact:
 
 @dataclass
 class VerifyResult:
-    """An item's outcome. notes: lengths, settings and caveats a reader needs to repeat it."""
+    """An item's outcome.
+
+    Attributes:
+        notes: lengths, settings and caveats a reader needs to repeat it.
+        is_of_older_code: whether the sources changed since, and the item was not run again.
+    """
 
     ok: bool
     rows: list[Fact]
@@ -35,8 +40,10 @@ class VerifyResult:
     seconds: float = 0.0
     date: str = ""
     digest: str = ""
+    commit: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    is_of_older_code: bool = False
 
 
 def make_result(rows: Sequence[Fact], notes: Sequence[str] = ()) -> VerifyResult:
@@ -77,3 +84,8 @@ def load(path: Path, current: str | None = None) -> VerifyResult | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return result if current is None or result.digest == current else None
+
+
+def of_older_code(result: VerifyResult | None) -> VerifyResult | None:
+    """The result, marked as measured before the sources changed."""
+    return None if result is None else replace(result, is_of_older_code=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,19 +21,11 @@ class LoadMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         registry = registry or CollectorRegistry()
-        self._seconds = Histogram(
-            PREFIX + "model_load_seconds",
-            "From the start of loading a model to its first possible request.",
-            ("model_name",),
-            buckets=LOAD_BUCKETS,
-            registry=registry,
+        self._seconds = _make_histogram(
+            registry, "model_load_seconds", "loading a model", LOAD_BUCKETS
         )
-        self._wake_seconds = Histogram(
-            PREFIX + "model_wake_seconds",
-            "From the start of waking a sleeping model up to its first possible request.",
-            ("model_name",),
-            buckets=WAKE_BUCKETS,
-            registry=registry,
+        self._wake_seconds = _make_histogram(
+            registry, "model_wake_seconds", "waking a sleeping model up", WAKE_BUCKETS
         )
         self._sleeps = make_counter(
             registry, "model_sleeps", "Models that were put to sleep.", "model_name"
@@ -82,6 +74,14 @@ class LoadMetrics:
     def record_unload(self, name: str, reason: str) -> None:
         """Record that a model was unloaded; ``reason``: one of UNLOAD_REASONS."""
         self._unloads.labels(name, reason).inc()
+
+
+def _make_histogram(
+    registry: CollectorRegistry, name: str, phase: str, buckets: Sequence[float]
+) -> Histogram:
+    """Seconds of a phase of a model, until requests can run."""
+    text = f"From the start of {phase} to its first possible request."
+    return Histogram(PREFIX + name, text, ("model_name",), buckets=buckets, registry=registry)
 
 
 def state_families(
