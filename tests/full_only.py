@@ -518,6 +518,7 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
             )
         ),
     ),
+    "tests/models/test_latent_attention_steps.py": ("*",),
     "tests/models/test_latent_attention_faults.py": (
         *FURTHER_ENGINES_OF_FAULTS,
         *(

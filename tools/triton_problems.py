@@ -191,20 +191,22 @@ def gemm_clustered() -> Iterator[Problem]:
 
 def attention(
     dtype: torch.dtype, stored: torch.dtype, dim: int, heads: tuple[int, int], batch: int,
-    query: int, context: int, window: int | None = None,
+    query: int, context: int, window: int | None = None, page_size: int = 16,
 ) -> PagedAttentionInputs:  # fmt: skip
     """Inputs of ``paged_attention``.
 
     dtype: of q; stored: of the pages; heads: query heads and KV heads; batch: sequences of
     ``query`` new tokens and ``context`` keys.
     """
-    pages = tensor(batch * context // 16, heads[1], 16, dim, dtype=stored)
-    scale = None if stored == dtype else tensor(batch * context // 16, heads[1], 16, dtype=F32)
+    layout = batch * context // page_size, heads[1], page_size
+    pages = tensor(*layout, dim, dtype=stored)
+    scale = None if stored == dtype else tensor(*layout, dtype=F32)
     lengths = tensor(batch, dtype=torch.int32)
     return PagedAttentionInputs(
         tensor(batch * query, heads[0], dim, dtype=dtype), pages, pages,
-        tensor(batch, context // 16, dtype=torch.int32), tensor(batch + 1, dtype=torch.int32),
-        lengths, query, context, dim**-0.5, window, scale, scale,
+        tensor(batch, context // page_size, dtype=torch.int32),
+        tensor(batch + 1, dtype=torch.int32), lengths, query, context, dim**-0.5, window,
+        scale, scale,
     )  # fmt: skip
 
 
@@ -252,7 +254,7 @@ def decode_attention() -> Iterator[Problem]:
 
 
 def latent_attention() -> Iterator[Problem]:
-    """Decode and prompts of DeepSeek-V2-Lite's and V3's heads, and of small ones."""
+    """Decode and prompts of DeepSeek-V2-Lite's and V3's heads, absorbed and expanded."""
     for (heads, query), stored in itertools.product(
         ((16, 1), (32, 1), (128, 1), (16, 512)), (BF16, INT8, FP8)
     ):
@@ -262,6 +264,9 @@ def latent_attention() -> Iterator[Problem]:
                                           (BF16, BF16, 32, 24)):  # fmt: skip
         inputs = attention(dtype, stored, dim, (16, 1), 1, 1, 4096)
         yield from _call("paged_attention", inputs._replace(value_dim=value_dim))
+    for query in (16, 512, 4096):  # expanded: pages of one token
+        inputs = attention(BF16, BF16, 192, (16, 16), 1, query, query, page_size=1)
+        yield from _call("paged_attention", inputs)
 
 
 def image_attention() -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from modelmill.ops.case import Case
 from modelmill.ops.paged_attention import PagedAttentionInputs, latent_case, paged_attention
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.triton.attention import paged_latent
+from tests.nn.test_latent_attention import LENGTHS, make_core, make_step, queries
 
 MIXED = [(1, 150), (5, 140), (1, 1), (3, 3)]
 PAGES = (None, torch.int8, torch.float8_e4m3fn)
@@ -144,6 +146,15 @@ def test_a_binding_distinguishes_latent_attention_to_the_same_pages() -> None:
     plain = latent._replace(value_dim=None)
     for inputs in (latent, plain, latent):
         torch.testing.assert_close(binding(op, inputs), paged_attention(inputs))
+
+
+def test_triton_computes_expanded_and_absorbed_the_same() -> None:
+    """The keys and values of each head are in pages of one token."""
+    run, core, step = interpreted().run, make_core(), make_step(LENGTHS)
+    q = queries(step)
+    step = replace(step, ops=step.ops.replace({"paged_attention": run}))
+    absorbed, expanded = core(q, step), core(q, replace(step, num_decodes=3))
+    torch.testing.assert_close(expanded, absorbed, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -83,8 +83,7 @@ struct Workspace {
     // the first-level cache.
     int64_t value_stride;
     Workspace(Scratch& scratch, int64_t rows, int64_t dim, int64_t value_dim)
-        : width((dim + W - 1) / W * W),
-          value_width((value_dim + W - 1) / W * W),
+        : width((dim + W - 1) / W * W), value_width((value_dim + W - 1) / W * W),
           value_stride(value_width % 512 ? value_width : value_width + W) {
         float* p = scratch.get<float>((rows + kTile) * (width + value_stride) + rows * kTile +
                                       2 * (rows + W));

@@ -1,8 +1,8 @@
 // Attention over the paged KV cache, prefill and decode.
 //
 // Computes: out[T, heads · value_dim] = softmax(q[T, heads, dim] · Kᵀ · scale) · V per sequence,
-//     causal, GQA, optional sliding window, soft cap, ALiBi, sinks; values may be the first channels
-//     of the keys (MLA)
+//     causal, GQA, optional sliding window, soft cap, ALiBi, sinks; values may be the first
+//     channels of the keys (MLA)
 // Dtypes: q and out float32, bfloat16 or float16; pages the same types or int8 with float32 scales
 // Layout: pages [pages, kv_heads, page_size, dim], contiguous; int32 page tables
 // Range: any M; any head size and page size
@@ -85,8 +85,8 @@ template <class T> void store_row(T* out, const float* sums, float total, int64_
     });
 }
 
-// One task. partial: [parts][group][value_dim + 2] receives the sums, the maximum and the total of a
-// split context.
+// One task. partial: [parts][group][value_dim + 2] receives the sums, the maximum and the total of
+// a split context.
 template <class T, class C>
 void run_task(const Call& c, const Task& task, T* out, const T* q, const mill::Pages<C>& pages,
               float* partial) {
@@ -201,8 +201,8 @@ extern "C" void paged_attention(void* out, const void* q, const void* k_cache, c
                                 const int32_t* contexts, const float* k_scale, const float* v_scale,
                                 const float* slopes, const float* sinks, int64_t sequences,
                                 int64_t heads, int64_t kv_heads, int64_t page_size, int64_t dim,
-                                int64_t value_dim, int64_t table_stride, int64_t window, double scale, double softcap,
-                                int dtype, int cache_dtype) {
+                                int64_t value_dim, int64_t table_stride, int64_t window,
+                                double scale, double softcap, int dtype, int cache_dtype) {
     const mill::UseTorchThreads team(mill::torch_multiplies(starts[sequences], dtype));
     const Call c{tables,
                  starts,

@@ -1,0 +1,51 @@
+"""Latent attention however a prompt is cut into steps, and behind a prefix in the cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelmill.nn.latent_attention import LatentCore
+from tests.models.families.deepseek_v3 import CASE
+from tests.models.saved_family import Saved, compare, drawn_ids
+from tests.runtime import tiny
+
+VOCAB = 96
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(CASE, tmp_path_factory.mktemp("deepseek_v3"), vocab_size=VOCAB)
+
+
+@pytest.fixture
+def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each step whose prompts were expanded, once for a layer."""
+    counts: list[int] = []
+    attend = LatentCore.attend_expanded
+
+    def counted(self: LatentCore, q: object, step: object) -> object:
+        counts.append(len(q))  # type: ignore[arg-type]
+        return attend(self, q, step)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LatentCore, "attend_expanded", counted)
+    return counts
+
+
+@pytest.mark.parametrize("tokens", [7, 256])
+def test_logits_are_those_of_transformers(tokens: int, saved: Saved, expanded: list[int]) -> None:
+    """Chunks of a prompt are absorbed, but for the first; whole prompts are expanded."""
+    compare(saved.open(max_num_batched_tokens=tokens), saved.logits, drawn_ids(VOCAB))
+    assert max(expanded) <= tokens
+    assert (111 in expanded) is (tokens == 256), "1 + 7 + 33 + 70 tokens in one step"
+
+
+def test_a_warm_prefix_gives_the_ids_of_a_cold_one(saved: Saved, expanded: list[int]) -> None:
+    prompt = tuple(drawn_ids(VOCAB, (60,))[0])
+    requests = tiny.requests([prompt, prompt[:50] + prompt[:9]], tiny.params(max_tokens=16))
+    cold = [tiny.run(saved.open(), [each]) for each in requests]
+    warm = saved.open()
+    assert tiny.run(warm, requests[:1]) == cold[0]
+    assert tiny.run(warm, requests[1:]) == cold[1]
+    assert tiny.run(warm, requests[:1]) == cold[0]
+    assert warm.stats().cached_tokens > 0
+    assert expanded
