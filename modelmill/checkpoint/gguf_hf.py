@@ -29,6 +29,7 @@ from modelmill.checkpoint.gguf_families import (
 )
 from modelmill.checkpoint.gguf_gemma4 import FUSED_EXPERTS, GEMMA4_ARCHITECTURES
 from modelmill.checkpoint.gguf_grouped_experts import GROUPED_EXPERT_ARCHITECTURES
+from modelmill.checkpoint.gguf_lfm2 import LFM2_ARCHITECTURES
 from modelmill.checkpoint.gguf_mamba import MAMBA_ARCHITECTURES, RESTORED_TENSORS
 from modelmill.checkpoint.gguf_packed import (
     BLOCK_COLUMNS,
@@ -103,6 +104,7 @@ ARCHITECTURES = {
     **GROUPED_EXPERT_ARCHITECTURES,
     **GEMMA4_ARCHITECTURES,
     **MAMBA_ARCHITECTURES,
+    **LFM2_ARCHITECTURES,
     **DELTA_NET_ARCHITECTURES,
 }
 

@@ -80,6 +80,11 @@ def _flat(shape: Shape) -> Shape:
     return (torch.Size(shape).numel(),)
 
 
+def _by_channel(shape: Shape) -> Shape:
+    """The shape of a convolution of each channel by itself, from that of a matrix."""
+    return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
+
+
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -90,9 +95,8 @@ RESTORED_TENSORS: Mapping[str, RestoredTensor] = MappingProxyType(
         "blk.ssm_a": RestoredTensor(_flat, lambda tensor: (-tensor.float()).log()),
         "blk.ssm_d": RestoredTensor(_flat, _unchanged),
         "blk.ssm_norm": RestoredTensor(_flat, _unchanged),
-        "blk.ssm_conv1d": RestoredTensor(
-            lambda shape: (shape[0], 1, shape[1]) if len(shape) == 2 else shape, _unchanged
-        ),
+        "blk.ssm_conv1d": RestoredTensor(_by_channel, _unchanged),
+        "blk.shortconv.conv": RestoredTensor(_by_channel, _unchanged),
     }
 )
 """By GGUF's name without the layer's number."""
@@ -130,7 +134,7 @@ def _mamba2(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
+def kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
     """Read the KV heads of each layer; a recurrence has none."""
     layers, key = keys.get_count("block_count"), f"{keys.arch}.attention.head_count_kv"
     stored = keys.view.get(key)
@@ -147,7 +151,7 @@ def _kv_heads_by_layer(keys: ArchitectureKeys) -> list[int]:
 
 def _granite_hybrid(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read Granite 4: layers without KV heads are recurrences."""
-    layers, kv_heads = keys.get_count("block_count"), _kv_heads_by_layer(keys)
+    layers, kv_heads = keys.get_count("block_count"), kv_heads_by_layer(keys)
     expand, heads, dim = _mixer_sizes(keys)
     first, attention = kv_heads.index(0), kv_heads.index(max(kv_heads))
     experts = keys.get_count("expert_count", 0)

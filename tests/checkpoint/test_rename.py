@@ -187,3 +187,15 @@ def test_flatten_puts_all_values_one_after_another() -> None:
     rows = {"q": torch.arange(6.0).reshape(2, 3), "k": torch.arange(6.0, 9.0).reshape(1, 3)}
     rule = ResolvedRule("t", ("q", "k"), "cat0+flatten")
     assert torch.equal(apply_rule(rule, rows.__getitem__), torch.arange(9.0))
+
+
+def test_ranges_of_rows_are_scaled_and_rounded_once():
+    """As float32, of a matrix and of a bias; other counts of rows are refused."""
+    rule = ResolvedRule("t", ("v",), "copy+scale_rows:1*0.5/1*1.1")
+    scaled = apply_rule(rule, TENSORS.__getitem__)
+    assert scaled.dtype == torch.float32
+    assert torch.equal(scaled, TENSORS["v"].float() * torch.tensor([[0.5], [1.1]]))
+    bias = apply_rule(ResolvedRule("t", ("bias",), "scale_rows:4*3.0"), TENSORS.__getitem__)
+    assert torch.equal(bias, TENSORS["bias"] * 3)
+    with pytest.raises(TensorMismatch, match=r"has not 5 rows"):
+        result_info(ResolvedRule("t", ("q",), "scale_rows:5*2.0"), tensor_info)

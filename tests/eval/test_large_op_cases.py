@@ -13,6 +13,8 @@ from modelmill.eval.op_cases import EXTRA_CASES, bench_cases
 from modelmill.ops import (
     add_layer_norm,
     add_layer_norm_quant,
+    causal_conv,
+    gated_delta_rule,
     gelu,
     gelu_quant,
     gelu_tanh,
@@ -25,11 +27,18 @@ from modelmill.ops import (
     rptq_quant,
     silu_mul,
     silu_mul_quant,
+    ssd_scan,
     w8a8_linear_swiglu,
 )
 from modelmill.ops.case import nbytes
 
+LENGTHS = (9, 1)  # tokens of two sequences
 SMALL: dict[str, large_op_cases.CaseMaker] = {
+    "causal_conv": partial(causal_conv.cases_for_shapes, [(LENGTHS, 16, 4)]),
+    "gated_delta_rule": partial(
+        gated_delta_rule.cases_for_shapes, [(LENGTHS, 1, 2, 8, 8)], chunk=8
+    ),
+    "ssd_scan": partial(ssd_scan.cases_for_shapes, [(LENGTHS, 1, 2, 8, 8)], chunk=8),
     "quantize": partial(large_op_cases.quantize_cases, 3, 64),
     "layer_norm": partial(layer_norm.cases_for_shapes, [(3, 40)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(3, 40)]),
@@ -76,6 +85,11 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
     wide rows.
     """
     wide: dict[str, large_op_cases.CaseMaker] = {
+        "causal_conv": partial(causal_conv.cases_for_shapes, [((99, 1), 600, 4)]),
+        "gated_delta_rule": partial(
+            gated_delta_rule.cases_for_shapes, [((99, 1), 1, 2, 64, 64)], chunk=16
+        ),
+        "ssd_scan": partial(ssd_scan.cases_for_shapes, [((99, 1), 1, 2, 64, 64)], chunk=16),
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
         "rope_cos_sin": partial(large_op_cases.angle_cases, 700, 16),
@@ -102,6 +116,10 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
             ]
             if op == "rope_cache":  # what is stored is as large as what is read of keys and values
                 read, out = [case.args["qkv"]], case.args["qkv"]
+            if "state" in case.args:  # that of each sequence is read and written
+                rows = next(case.args[name] for name in ("x", "qkv", "xbc") if name in case.args)
+                states = case.args["state"][: 2 * len(case.args["rows"].slots)]
+                read = [rows, states]
             assert case.bytes_moved == pytest.approx(nbytes(*read, *tensors(out)), rel=0.02), (
                 case.name
             )

@@ -28,8 +28,10 @@ SEEDS = (0, 1)  # the interpreter runs only the first
 INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "add_layer_norm_quant": ("35x40-int8-static", "35x40-fp8-*"),
     "add_rms_norm_quant": ("130x96-fp8-*", "130x96-int8-static", "130x96-int8-groups"),
+    "causal_conv": ("decode-*", "(33,)*"),
     "fp8_fused_moe": ("21x*", "22x*", "1x96*"),
     "fused_moe": ("21x*", "22x*"),
+    "gated_delta_rule": ("decode-*", "(9,)*"),
     "image_attention": ("edge", "windows"),
     "int4_fused_moe": ("21x*", "22x*"),
     "int8_fused_moe": ("21x*", "22x*", "1x96*"),
@@ -51,6 +53,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "mxfp4_linear": ("33x*", "70x*"),
     "rms_norm_quant": ("130x96-int8-token*", "130x96-int8-static", "130x96-int4-groups"),
     "rope_cos_sin": ("1024x64-32",),
+    "ssd_scan": ("decode-*", "(9,)*"),
     "rptq_quant": (
         "21x260 a8 gated dynamic",
         "21x260 a4 *",

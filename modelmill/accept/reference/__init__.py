@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from modelmill.accept.reference import decoder, gguf_delta_net, gguf_gemma4, gguf_mamba2
+from modelmill.accept.reference import (
+    decoder,
+    gguf_delta_net,
+    gguf_gemma4,
+    gguf_lfm2,
+    gguf_mamba2,
+)
 from modelmill.accept.reference.base import (
     Affine,
     HeadTrace,
@@ -79,7 +85,7 @@ def _open_gguf(
     if container.metadata["general.architecture"] == gguf_gemma4.ARCHITECTURE:
         return _open_gemma4_gguf(container, dtype, device)
     architecture = container.metadata["general.architecture"]
-    readers = gguf_mamba2.READERS | gguf_delta_net.READERS
+    readers = gguf_mamba2.READERS | gguf_delta_net.READERS | gguf_lfm2.READERS
     if architecture in readers:
         read_config, source_class = readers[architecture]
         config = read_config(container)

@@ -113,6 +113,18 @@ FAMILY_NAMES: dict[str, dict[str, str]] = {
         "model.final_layernorm": "output_norm",
         **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     },
+    "lfm2": {
+        "model.embedding_norm": "token_embd_norm",
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "feed_forward.w1": "ffn_gate",
+        "feed_forward.w2": "ffn_down",
+        "feed_forward.w3": "ffn_up",
+        **{f"conv.{name}": f"shortconv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    },
     "mamba2": {
         "backbone.embeddings": "token_embd",
         "backbone.norm_f": "output_norm",

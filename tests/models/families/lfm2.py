@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from modelmill.nn.causal_conv import CausalConvConfig
 from modelmill.nn.short_conv import ShortConvSpec
@@ -10,6 +13,7 @@ from tests.models.family_cases import (
     EPS_FAULT,
     ROTARY,
     FamilyCase,
+    GgufCase,
     based,
     decoder_family,
     fault,
@@ -25,6 +29,28 @@ class ConvWithSilu(ShortConvSpec):
     def conv(self) -> CausalConvConfig:
         """The convolution."""
         return replace(super().conv, silu=True)
+
+
+def gguf_facts(raw: dict[str, Any]) -> dict[str, Any]:
+    """The keys of its GGUF; the MLP's width is stored as it is."""
+    multiple, inner = raw["block_multiple_of"], 2 * raw["intermediate_size"] // 3
+    return {
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.head_count_kv": [
+            0 if each == "conv" else raw["num_key_value_heads"] for each in raw["layer_types"]
+        ],
+        "feed_forward_length": -(-inner // multiple) * multiple,
+        "shortconv.l_cache": 3,
+    }
+
+
+def as_converted(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The convolution as a matrix."""
+    del raw
+    return {
+        name: each[:, 0].contiguous() if name.endswith(".conv.conv.weight") else each
+        for name, each in tensors.items()
+    }
 
 
 CASE: FamilyCase = decoder_family(
@@ -55,4 +81,5 @@ CASE: FamilyCase = decoder_family(
         {"hidden_size": 64, "intermediate_size": 72}, {"max_position_embeddings": 128},
         {"vocab_size": 96},
     ),
+    gguf=GgufCase("lfm2", gguf_facts, tensors=as_converted, changes={"rope_theta": 10000.0}),
 )  # fmt: skip

@@ -1,0 +1,48 @@
+"""GGUFs of LFM2: short convolutions in the layers without KV heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelmill.checkpoint.gguf_config import ArchitectureKeys, head_dim
+from modelmill.checkpoint.gguf_families import LLAMA_NAMES, GgufArchitecture
+from modelmill.checkpoint.gguf_mamba import kv_heads_by_layer
+
+NAMES = {
+    **{gguf: name for gguf, name in LLAMA_NAMES.items() if gguf != "output_norm"},
+    "token_embd_norm": "model.embedding_norm",  # of the last states, whatever its name says
+    "blk.attn_norm": "operator_norm",
+    "blk.attn_output": "self_attn.out_proj",
+    "blk.attn_q_norm": "self_attn.q_layernorm",
+    "blk.attn_k_norm": "self_attn.k_layernorm",
+    "blk.ffn_norm": "ffn_norm",
+    "blk.ffn_gate": "feed_forward.w1",
+    "blk.ffn_up": "feed_forward.w3",
+    "blk.ffn_down": "feed_forward.w2",
+    **{f"blk.shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+
+
+def _lfm2(keys: ArchitectureKeys) -> dict[str, Any]:
+    """Read LFM2; the file has the MLP's width as it is."""
+    kv_heads = kv_heads_by_layer(keys)
+    width, heads = keys.get_count("embedding_length"), keys.get_count("attention.head_count")
+    channels = head_dim(keys)
+    return {
+        "hidden_size": width,
+        "intermediate_size": keys.get_count("feed_forward_length"),
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": keys.get_count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(kv_heads),
+        **({} if channels * heads == width else {"head_dim": channels}),
+        "max_position_embeddings": keys.get_count("context_length"),
+        "norm_eps": keys.get_positive_float("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.get_positive_float("rope.freq_base", 10000.0),
+        "layer_types": ["full_attention" if each else "conv" for each in kv_heads],
+        "conv_L_cache": keys.get_count("shortconv.l_cache"),
+        "conv_bias": keys.has_tensor(f"blk.{kv_heads.index(0)}.shortconv.conv.bias"),
+    }
+
+
+LFM2_ARCHITECTURES = {"lfm2": GgufArchitecture(NAMES, read_config=_lfm2)}
