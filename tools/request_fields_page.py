@@ -20,6 +20,7 @@ from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_keys import DROPPED_KEYS
 from modelmill.serve.peer_fields import field_rows
 from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
+from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
 from tools import generated_page
 
@@ -75,6 +76,11 @@ def render() -> dict[Path, str]:
                 for name, _, reason in field_rows([InfillContext])
             ),
             SECTION.format(title="Responses", noun="field"),
+            _table(
+                (name, "any", reason)
+                for name, kind, reason in field_rows([ResponsesRequest])
+                if kind == "ignored" and name not in GenerationFields.model_fields
+            ),
             _table(
                 (f"tools[].{name}", "any", reason)
                 for name, _, reason in field_rows([FunctionTool, FlatCustomTool])
