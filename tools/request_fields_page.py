@@ -5,15 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.anthropic_schema import AnthropicTool, MessagesRequest
-from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
+from modelmill.serve.dialects.llama_cpp_schema import (
+    InfillContext,
+    InfillRequest,
+    NativeCompletionRequest,
+)
 from modelmill.serve.dialects.ollama_options import IGNORED_OPTIONS, NEUTRAL_OPTIONS
 from modelmill.serve.generation_schema import GenerationFields
 from modelmill.serve.message_keys import DROPPED_KEYS
 from modelmill.serve.peer_fields import field_rows
+from modelmill.serve.response_tools import FlatCustomTool, FunctionTool, HostedTool
+from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.strict_models import StrictModel
 from tools import generated_page
 
@@ -31,6 +38,11 @@ SECTION = """
 
 | {noun} | value | why it has no effect |
 |---|---|---|
+"""
+HOSTED_TYPES = get_args(HostedTool.model_fields["type"].annotation)
+HOSTED = """
+Tools of these types are left out, with a warning in the response, since this server runs no tools:
+{types}.
 """
 MESSAGES = """
 ## Keys of messages
@@ -59,6 +71,21 @@ def render() -> dict[Path, str]:
             _table(_model_rows([CompletionRequest, ChatRequest])),
             SECTION.format(title="/completion and /infill", noun="field"),
             _table((name, "any", reason) for name, _, reason in native),
+            _table(
+                (f"input_extra[].{name}", "any", reason)
+                for name, _, reason in field_rows([InfillContext])
+            ),
+            SECTION.format(title="Responses", noun="field"),
+            _table(
+                (name, "any", reason)
+                for name, kind, reason in field_rows([ResponsesRequest])
+                if kind == "ignored" and name not in GenerationFields.model_fields
+            ),
+            _table(
+                (f"tools[].{name}", "any", reason)
+                for name, _, reason in field_rows([FunctionTool, FlatCustomTool])
+            ),
+            HOSTED.format(types=", ".join(f"`{each}`" for each in HOSTED_TYPES)),
             SECTION.format(title="Anthropic Messages", noun="field"),
             _table(_model_rows([MessagesRequest])),
             _table(

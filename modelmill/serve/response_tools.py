@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from modelmill.core.errors import RequestError
+from modelmill.serve.peer_fields import ignored
 from modelmill.serve.strict_models import FAIL_FAST, StrictModel
 from modelmill.serve.tool_schema import (
     CustomDefinition,
@@ -39,12 +40,12 @@ ToolChoiceMode = Literal["none", "auto", "required"]
 
 
 class FunctionTool(FunctionDefinition):
-    """A function that may be called. Whether it loads later, and who calls it, is ignored."""
+    """A function that may be called."""
 
     type: Literal["function"]
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = Field(None, max_length=16)
-    output_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = ignored("the model reads every tool")
+    allowed_callers: list[str] | None = ignored("there is one caller", max_length=16)
+    output_schema: dict[str, Any] | None = ignored("chat templates have no place for it")
 
     def to_chat_tool(self, name: str) -> Tool:
         """The tool of a chat request, under another name."""
@@ -75,8 +76,8 @@ class FlatCustomTool(ToolDefinition):
 
     type: Literal["custom"]
     format: FlatCustomFormat | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = Field(None, max_length=16)
+    defer_loading: bool | None = ignored("the model reads every tool")
+    allowed_callers: list[str] | None = ignored("there is one caller", max_length=16)
 
     def to_chat_tool(self, name: str) -> CustomTool:
         """The tool of a chat request, under another name."""

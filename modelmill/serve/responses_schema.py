@@ -19,6 +19,7 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.compaction import INTRO, unpack_summary
 from modelmill.serve.custom_tools import custom_function_call
 from modelmill.serve.generation_schema import MAX_TOP_LOGPROBS
+from modelmill.serve.peer_fields import ignored
 from modelmill.serve.response_tools import (
     MAX_TOOLS,
     AllowedToolsChoice,
@@ -143,6 +144,7 @@ class FunctionCallOutputItem(StrictModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1, max_length=256)
     output: LongText | ContentParts
+    name: str | None = ignored("the call has it")
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -284,6 +286,8 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningConfig | None = None
     stream_options: ResponseStreamOptions | None = None
     prompt_cache_retention: str | None = None
+    client_metadata: JsonObject | None = ignored("nothing is stored")
+    context_management: JsonObjectList | None = ignored("the model reads the whole conversation")
     # extensions
     chat_template_kwargs: JsonObject | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_INT32)

@@ -32,6 +32,7 @@ class TagCallReader(CallReader):
         self._name, self._key = "", ""
         self._root: Mapping[str, Any] = {}
         self._nodes: list[TagNode] = []
+        self._quoted_tags: list[str] = []  # open inside a string, of which they are a part
         self._num_arguments = 0
         return self._scan_call
 
@@ -120,13 +121,17 @@ class TagCallReader(CallReader):
         node = TagNode("", self._root).child(key, self._root)
         if node.schema is not None and schema_types(node.schema, self._root) == {"string"}:
             self._output.add_arguments(prefix + '"')
+            self._quoted_tags = []
             self._state = self._scan_string
         else:
             self._prefix, self._nodes = prefix, [node]
             self._state = self._scan_value
 
     def _scan_string(self, text: str, at: int) -> int:
-        """A string up to its closing tag; other tags are part of it."""
+        """A string up to its closing tag, which may have a wrong name.
+
+        A tag that opens inside is part of it, and so is the one that closes that tag.
+        """
         self._drop()
         place = text.find(self._mark, at)
         whole = self._final and not self.cut
@@ -140,12 +145,24 @@ class TagCallReader(CallReader):
         tag, end = self._next_tag(text, place)
         if tag is None and not whole:
             return len(text) if self._final else place
-        if tag and (tag == f"/{self._key}" or self._ends_call(tag)):
+        if tag and self._ends_string(tag):
             self._output.add_arguments('"')
             self._state = self._scan_argument
-            return end if tag == f"/{self._key}" else place
+            return place if self._ends_call(tag) else end
         self._output.add_arguments(escape_text(self._mark))
         return place + len(self._mark)
+
+    def _ends_string(self, tag: str) -> bool:
+        """Whether a tag ends a string; counts those that are part of it."""
+        if tag == f"/{self._key}" or self._ends_call(tag):
+            return True
+        if not tag.startswith("/"):
+            self._quoted_tags.append(tag)
+            return False
+        if tag[1:] not in self._quoted_tags:
+            return True
+        self._quoted_tags.remove(tag[1:])
+        return False
 
     def _scan_value(self, text: str, at: int) -> int:
         """A value with its nested tags, up to its closing tag."""
@@ -170,6 +187,9 @@ class TagCallReader(CallReader):
             return end if depths else place
         if not tag.startswith("/"):
             self._nodes.append(node.child(tag, self._root))
+        elif not node.children and "".join(node.texts).strip():
+            # a wrong name after a text: the innermost tag ends; elsewhere it is one too many
+            self._close_nodes(len(self._nodes) - 1)
         return end
 
     def _close_nodes(self, depth: int) -> None:

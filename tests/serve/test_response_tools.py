@@ -127,6 +127,34 @@ def test_custom_calls_of_the_input_are_calls_of_the_function() -> None:
     assert result == {"role": "tool", "tool_call_id": "c", "content": "ok"}
 
 
+def test_what_codex_sends(running: ServiceThread) -> None:
+    """The fields of its ResponsesApiRequest, with the tools of its defaults."""
+    body = {
+        "instructions": "You are Codex", "tools": [SEARCH, NAMESPACE, {"type": "image_generation"}],
+        "tool_choice": "auto", "parallel_tool_calls": True, "store": False, "stream": True,
+        "reasoning": {"effort": "medium", "summary": "auto"}, "service_tier": "auto",
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+        "text": {"verbosity": "low"}, "client_metadata": {"x-codex-installation-id": "i"},
+        "input": [
+            {"type": "message", "role": "developer",
+             "content": [{"type": "input_text", "text": "Be brief"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": None},
+            {"type": "function_call", "name": "read", "namespace": "mcp__files__",
+             "arguments": "{}", "call_id": "a"},
+            {"type": "function_call_output", "call_id": "a",
+             "output": [{"type": "input_text", "text": "r"}]},
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "p", "call_id": "b"},
+            {"type": "custom_tool_call_output", "call_id": "b", "name": "apply_patch",
+             "output": "done"},
+        ],
+        "max_output_tokens": 1,
+    }  # fmt: skip
+    made = list(events(post(running, "/v1/responses", body).body))
+    assert made[-1][0] == "response.incomplete"
+    assert len(made[-1][1]["response"]["warnings"]) == 2
+
+
 def test_a_custom_call_that_was_cut() -> None:
     items = ResponseItems(False, {"run": CalledTool("run", None, is_custom=True)})
     made = [*items.start_call("c", "run"), *items.add_arguments('{"input": "ls'),

@@ -75,6 +75,14 @@ ARGUMENTS = [
     ("<x>a", {"x": "a"}),
     ("<where><x>a</where><n>1</n>", {"where": {"x": "a"}, "n": 1}),
     ("<n>1</other></n></n>", {"n": 1}),
+    # a wrong name closes the innermost tag, as MiniMax asks of providers
+    ("<x>a</y><n>1</n>", {"x": "a", "n": 1}),
+    ("<x>a</y></x><n>1</n>", {"x": "a", "n": 1}),
+    ("<x>a</x></y><n>1</n>", {"x": "a", "n": 1}),
+    ("<n>1</other><x>a</x>", {"n": 1, "x": "a"}),
+    ("<where><x>5</z><y>6</y></where>", {"where": {"x": "5", "y": "6"}}),
+    ("<where><x>5</x></z><y>6</y></where>", {"where": {"x": "5", "y": "6"}}),
+    ("<where><x>5</x><y></where><n>1</n>", {"where": {"x": "5", "y": ""}, "n": 1}),
 ]
 
 

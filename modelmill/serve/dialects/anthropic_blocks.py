@@ -171,7 +171,7 @@ def _parse_blocks(
     content: str | Sequence[Any], path: str, models: dict[str, type[StrictModel]]
 ) -> list[StrictModel]:
     if isinstance(content, str):
-        return [TextBlock(type="text", text=content)]
+        return [parse_object({"type": "text", "text": content}, path, TextBlock)]
     return [
         parse_typed(raw, f"{path}[{index}]", models, "content blocks")
         for index, raw in enumerate(content)

@@ -64,7 +64,7 @@ class InfillContext(StrictModel):
 
     text: str
     filename: str | None = None
-    time: float | None = None
+    time: float | None = ignored("files are read in their order")
 
 
 class InfillRequest(NativeFields):
