@@ -185,6 +185,8 @@ def source_infos(
     rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, known: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Return sources that a rule makes a tensor of this shape from; known: of other rules."""
+    if rule.how.startswith("ones:"):
+        return {}  # its source is also that of another rule
     for step in reversed(rule.how.split("+")):
         name, _, argument = step.partition(":")
         if name == "transpose":

@@ -41,6 +41,7 @@ class Rule:
         "flatten"     all values one after another: [a, b] -> [a·b]
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         "plus_one"    a norm's weight that is stored less 1
+        "ones:axis"   as many ones as a source is long there, for a norm without weights; reads no value
         "unit_rows"   each row divided by its Euclidean norm
         "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
         "rope_rows:heads/dim/turned/layout"  the channels of the first heads so that both of a rotated
@@ -335,6 +336,13 @@ def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shape[:2]
 
 
+def _ones_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, axis = _single_shape(shapes), int(argument)
+    if len(shape) <= axis:
+        raise TensorMismatch(f"shape {list(shape)} has no dimension {axis}")
+    return (shape[axis],)
+
+
 def _plus_one(sources: Iterator[torch.Tensor], _: Shape, __: torch.dtype, ___: str) -> torch.Tensor:
     """Float32, so that the sum is rounded once, to the build's dtype."""
     return next(sources).float() + 1
@@ -414,6 +422,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "fold_weight": RenameStep(_fold_shape, _fold_weight),
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
     "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
+    "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),

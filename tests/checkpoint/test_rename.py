@@ -88,6 +88,8 @@ CASES = [
     ("cat0", ("bias", "bias"), lambda: TENSORS["bias"].repeat(2)),
     ("transpose", ("q",), lambda: TENSORS["q"].t()),
     ("part0:1/2", ("q",), lambda: TENSORS["q"][2:]),
+    ("ones:0", ("q",), lambda: torch.ones(4)),
+    ("ones:1", ("v",), lambda: torch.ones(3).half()),
     ("transpose+part0:2/3", ("q",), lambda: TENSORS["q"].t()[2:]),
     ("cat0+transpose", ("k", "v"), lambda: torch.cat([TENSORS["k"], TENSORS["v"].float()]).t()),
 ]
@@ -117,6 +119,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
         ("cat1", ("q", "k")),
         ("transpose", ("bias",)),
         ("part0:0/3", ("q",)),
+        ("ones:1", ("bias",)),
     ],
 )
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sources):
