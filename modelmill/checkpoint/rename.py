@@ -206,12 +206,15 @@ def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str
             f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: "
             f"{list_names(left_over)}"
         )
+    counts = "is num_hidden_layers in config.json"
+    if any(".experts." in name for name in (*missing, *left_over)):
+        counts = "are num_hidden_layers and the number of experts in config.json"
     if missing and left_over:
         hint = "does config.json belong to these weights (model_type)?"
     elif missing:
-        hint = "is the download complete, and is num_hidden_layers in config.json right?"
+        hint = f"is the download complete, and {counts} right?"
     else:
-        hint = "is num_hidden_layers in config.json right, or is this a variant with extra parts?"
+        hint = f"{counts} right, or is this a variant with extra parts?"
     return "; ".join(parts) + "; " + hint
 
 

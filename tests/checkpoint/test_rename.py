@@ -62,6 +62,11 @@ def test_only_missing_or_only_left_over_each_have_their_own_hint():
         plan_renames([], [], ["x"])
 
 
+def test_missing_experts_ask_for_their_number():
+    with pytest.raises(TensorMismatch, match="the number of experts in config.json right"):
+        plan_renames([Rule("a", ("layers.0.mlp.experts.7.up_proj.weight",))], [], [])
+
+
 def test_optional_sources_make_no_target_when_all_are_absent_and_an_error_when_some_are():
     rule = Rule("qkv.bias", ("q.bias", "k.bias"), "cat0", optional=True)
     assert plan_renames([rule], [], []) == []
