@@ -63,7 +63,7 @@ def test_only_missing_or_only_left_over_each_have_their_own_hint():
 
 
 def test_missing_experts_ask_for_their_number():
-    with pytest.raises(TensorMismatch, match="the number of experts in config.json right"):
+    with pytest.raises(TensorMismatch, match=r"the number of experts in config\.json right"):
         plan_renames([Rule("a", ("layers.0.mlp.experts.7.up_proj.weight",))], [], [])
 
 
