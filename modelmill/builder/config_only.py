@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelmill.builder.model_config import find_family, read_model_config
+from modelmill.builder.model_config import find_family, read_model_config, stored_dtype
 from modelmill.checkpoint.awq_format import AwqScheme
 from modelmill.checkpoint.container import Container, TensorInfo
 from modelmill.checkpoint.fp8_format import STORED_DTYPE, Fp8Container, read_settings
@@ -95,7 +95,7 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: holds no weights; a model of images cannot be planned so")
     model_config, _ = read_model_config(checkpoint, family)
     shapes = model_shapes(family.Model(model_config))
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    dtype = stored_dtype(config)
     infos: dict[str, TensorInfo] = {}
     # those of one source first: it may be among several of another rule
     for rule in sorted(family.rules(model_config), key=lambda rule: len(rule.sources) > 1):
@@ -185,6 +185,8 @@ def source_infos(
     rule: Rule, shape: tuple[int, ...], dtype: torch.dtype, known: Mapping[str, TensorInfo]
 ) -> dict[str, TensorInfo]:
     """Return sources that a rule makes a tensor of this shape from; known: of other rules."""
+    if rule.how.startswith("ones:"):
+        return {}  # its source is also that of another rule
     for step in reversed(rule.how.split("+")):
         name, _, argument = step.partition(":")
         if name == "transpose":

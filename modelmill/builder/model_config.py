@@ -169,6 +169,12 @@ def with_config(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype that a config.json names, in either spelling; "" without one."""
+    named = config.get("torch_dtype") or config.get("dtype") or ""
+    return str(named).removeprefix("torch.")
+
+
 def find_family(checkpoint: Checkpoint) -> ModuleType:
     """Return the module models/<model_type>.py.
 

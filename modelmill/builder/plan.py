@@ -25,6 +25,7 @@ from modelmill.builder.model_config import (
     find_family,
     read_model_config,
     resolve_tied_head,
+    stored_dtype,
     with_config,
 )
 from modelmill.builder.multimodal_calibration import hash_images
@@ -238,7 +239,7 @@ def resolve_options(
     if target == "auto":
         target = "cuda" if torch.cuda.is_available() else "cpu"
         reasons["target"] = f"{target}: what is here"
-    stored = str(checkpoint.config.get("torch_dtype") or checkpoint.config.get("dtype") or "")
+    stored = stored_dtype(checkpoint.config)
     if dtype == "auto":
         if target == "cpu":
             dtype, reasons["dtype"] = (

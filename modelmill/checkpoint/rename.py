@@ -41,6 +41,7 @@ class Rule:
         "flatten"     all values one after another: [a, b] -> [a·b]
         "pointwise"   a convolution of 1×1 as the matrix that it is: [o, i, 1, 1] -> [o, i]
         "plus_one"    a norm's weight that is stored less 1
+        "ones:axis"   as many ones as a source is long there, for a norm without weights; reads no value
         "unit_rows"   each row divided by its Euclidean norm
         "scale_rows:count*factor/…"  consecutive rows, each range times its factor
         "ungroup:kv/group/dim"  rows stored by KV head (its group's q, then k, then v) as all q, all k, all v
@@ -206,12 +207,15 @@ def _mismatch_message(missing: Sequence[str], left_over: Collection[str]) -> str
             f"the checkpoint holds {len(left_over)} tensor(s) the model has no place for: "
             f"{list_names(left_over)}"
         )
+    counts = "is num_hidden_layers in config.json"
+    if any(".experts." in name for name in (*missing, *left_over)):
+        counts = "are num_hidden_layers and the number of experts in config.json"
     if missing and left_over:
         hint = "does config.json belong to these weights (model_type)?"
     elif missing:
-        hint = "is the download complete, and is num_hidden_layers in config.json right?"
+        hint = f"is the download complete, and {counts} right?"
     else:
-        hint = "is num_hidden_layers in config.json right, or is this a variant with extra parts?"
+        hint = f"{counts} right, or is this a variant with extra parts?"
     return "; ".join(parts) + "; " + hint
 
 
@@ -336,6 +340,13 @@ def _pointwise_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return shape[:2]
 
 
+def _ones_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+    shape, axis = _single_shape(shapes), int(argument)
+    if len(shape) <= axis:
+        raise TensorMismatch(f"shape {list(shape)} has no dimension {axis}")
+    return (shape[axis],)
+
+
 def _plus_one(sources: Iterator[torch.Tensor], _: Shape, __: torch.dtype, ___: str) -> torch.Tensor:
     """Float32, so that the sum is rounded once, to the build's dtype."""
     return next(sources).float() + 1
@@ -415,6 +426,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "fold_weight": RenameStep(_fold_shape, _fold_weight),
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
     "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
+    "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
     "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
     "scale_rows": RenameStep(row_order.scale_rows_shape, row_order.scale_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),

@@ -7,12 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from modelmill.core.config_view import overlay_config
-from modelmill.models._deepseek_common import (
-    UNUSED_CONFIG_KEYS,
-    decoder_config,
-    ignored_tensors,
-    rules,
-)
+from modelmill.models import _deepseek_common
+from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
 from modelmill.models._hf_config import boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -20,7 +16,7 @@ from modelmill.nn.moe import RouterConfig
 __all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
 
 CHECKPOINT_PREFIXES = ("model.",)
-UNUSED_CONFIG_KEYS = (*UNUSED_CONFIG_KEYS, "embedding_initializer_range")
+UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
 NO_EXPERTS = {"moe_intermediate_size": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
 
 

@@ -117,6 +117,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, float]] = {
         },
         20.9, 4.2,  # with the embedding; its authors count 3.6 without
     ),
+    "gemma-3-27b": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+            "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+            "mm_tokens_per_image": 256, "torch_dtype": "bfloat16",
+            "text_config": {
+                "model_type": "gemma3_text", "head_dim": 128, "hidden_size": 5376,
+                "intermediate_size": 21504, "num_attention_heads": 32, "num_hidden_layers": 62,
+                "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            },
+            "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+        },
+        27.0, 27.0,  # its authors count 27.4 with vision
+    ),
     "gemma-4-E2B": (gemma4(
         {
             **GEMMA4_E, "hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35,
@@ -197,6 +212,24 @@ def test_the_plan_is_that_of_the_weights(name: str, tmp_path: Path) -> None:
         for plan in (planned, expected)
     )
     assert shapes == right
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"torch_dtype": None, "dtype": "float16"}, "float16"),
+        ({"dtype": "float64"}, "bfloat16"),
+        ({}, "bfloat16"),
+    ],
+)
+def test_a_gpus_engine_has_the_dtype_that_the_config_names(
+    named: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    raw = {key: each for key, each in CASES["granite"].raw().items() if "dtype" not in key}
+    checkpoint = checkpoint_of_config(save_config(tmp_path / "config", raw | named))
+    assert make_plan(checkpoint, BuildConfig(target="cuda")).config.dtype == dtype
 
 
 def test_without_weights_nothing_is_built(

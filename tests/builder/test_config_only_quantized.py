@@ -15,7 +15,6 @@ from modelmill.builder.plan import BuildPlan, make_plan
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
-from tests.builder.test_config_only import save_config
 from tests.checkpoint import packed_writers as writers
 from tests.quant.test_keep import foreign, gptq
 
@@ -42,6 +41,12 @@ METHODS: dict[str, tuple[dict[str, Any], Any]] = {
         gptq(8, symmetric=True),
     ),
 }
+
+
+def save_config(folder: Path, raw: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
 
 
 def sizes(plan: BuildPlan) -> dict[str, tuple[str | None, int]]:

@@ -62,6 +62,11 @@ def test_only_missing_or_only_left_over_each_have_their_own_hint():
         plan_renames([], [], ["x"])
 
 
+def test_missing_experts_ask_for_their_number():
+    with pytest.raises(TensorMismatch, match=r"the number of experts in config\.json right"):
+        plan_renames([Rule("a", ("layers.0.mlp.experts.7.up_proj.weight",))], [], [])
+
+
 def test_optional_sources_make_no_target_when_all_are_absent_and_an_error_when_some_are():
     rule = Rule("qkv.bias", ("q.bias", "k.bias"), "cat0", optional=True)
     assert plan_renames([rule], [], []) == []
@@ -88,6 +93,8 @@ CASES = [
     ("cat0", ("bias", "bias"), lambda: TENSORS["bias"].repeat(2)),
     ("transpose", ("q",), lambda: TENSORS["q"].t()),
     ("part0:1/2", ("q",), lambda: TENSORS["q"][2:]),
+    ("ones:0", ("q",), lambda: torch.ones(4)),
+    ("ones:1", ("v",), lambda: torch.ones(3).half()),
     ("transpose+part0:2/3", ("q",), lambda: TENSORS["q"].t()[2:]),
     ("cat0+transpose", ("k", "v"), lambda: torch.cat([TENSORS["k"], TENSORS["v"].float()]).t()),
 ]
@@ -117,6 +124,7 @@ def test_every_step_computes_what_it_says_and_predicts_its_shape(
         ("cat1", ("q", "k")),
         ("transpose", ("bias",)),
         ("part0:0/3", ("q",)),
+        ("ones:1", ("bias",)),
     ],
 )
 def test_shapes_that_do_not_fit_are_named_before_and_while_loading(options, sources):

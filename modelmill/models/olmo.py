@@ -1,0 +1,48 @@
+"""OLMo 1 (``OlmoForCausalLM``): LLaMA with LayerNorm without weights, some with q, k, v clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from modelmill.checkpoint.rename import Rule
+from modelmill.core.config_view import overlay_config
+from modelmill.models import _llama_common
+from modelmill.models._hf_config import activation, attention_bias, optional_positive
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES, LAYOUT, ignored_tensors
+from modelmill.nn.decoder import Decoder, DecoderConfig
+from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
+
+__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+UNUSED_CONFIG_KEYS = ("rms_norm_eps",)  # of LLaMA's class, from which files of 2024 come
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
+    """Sizes from config.json; what it does not name is as in OlmoConfig."""
+    return _llama_common.config_from_hf(
+        overlay_config(raw, {}, {"rms_norm_eps": 1e-5}),
+        norm=LAYER_NORM_WITHOUT_BIAS,
+        activation=activation(raw, "hidden_act", "silu"),
+        qkv_clip=optional_positive(raw, "clip_qkv"),
+        **attention_bias(raw),
+    )
+
+
+def rules(config: DecoderConfig) -> list[Rule]:
+    """Every tensor; norms have weights of one, as many as the stream has channels."""
+    every = LAYOUT.rules(config)
+    return [_ones(rule) if rule.target.endswith("norm.weight") else rule for rule in every]
+
+
+def _ones(rule: Rule) -> Rule:
+    layer, _, name = rule.sources[0].removesuffix(".weight").rpartition(".")
+    if name in NORMS:
+        return replace(rule, sources=(f"{layer}.self_attn.o_proj.weight",), how="ones:0")
+    return replace(rule, sources=(f"{LAYOUT.embed}.weight",), how="ones:1")
+
+
+class Model(Decoder):
+    """The decoder with norms without weights."""
