@@ -28,6 +28,9 @@ except ImportError:  # a GPU machine may have only pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What imports make stays: the collector of garbage would read all of it again and again.
+gc.disable()
+
 # OpenMP's threads spin at every barrier unless its variable is set before torch is imported, which
 # costs several times the tests' own seconds where two halves of them share the cores.
 with env.passive_wait_imports():
@@ -71,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class ImportedModules:
-    """Spares the collector of garbage what was imported: it reads all of it again and again."""
+    """Spares the collector of garbage what was imported."""
 
     frozen = 0
 
@@ -86,6 +89,8 @@ class ImportedModules:
 
 def pytest_collection_finish() -> None:
     ImportedModules.freeze()
+    gc.set_threshold(5_000)  # 700 by default: a fortieth of the tests' seconds
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

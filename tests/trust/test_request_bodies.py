@@ -16,6 +16,7 @@ import pytest
 
 from modelmill.serve import warmup
 from modelmill.serve.app import REQUEST_MODELS
+from tests.hypothesis_examples import examples
 from tests.serve.segment_service import SegmentService
 from tests.trust.request_cost import (
     MAX_BLOCKED_SECONDS,
@@ -87,7 +88,7 @@ def test_a_large_body_delays_no_other_request(
 def test_large_bodies_at_random(running: SegmentService, path: str) -> None:
     rng, model = random.Random(path), "sam" if path == "/v1/segment" else "stories"
     check(running, path, large_requests.unknown_keys(MB, model))
-    for _ in range(6):
+    for _ in range(examples(full=6, quick=2)):
         value = large_requests.VALUES[rng.choice(list(large_requests.VALUES))](
             rng.choice((MB // 8, MB))
         )
