@@ -33,8 +33,8 @@ from modelmill.builder.autotune_measure import autotune  # noqa: E402
 from modelmill.builder.plan import BuildPlan, make_plan  # noqa: E402
 from modelmill.checkpoint.open import open_checkpoint  # noqa: E402
 from modelmill.core.config import BuildConfig  # noqa: E402
-from modelmill.eval.report import Spread, append_rows, device_name, make_row  # noqa: E402
-from modelmill.ops.launch_configs import Tuning, parse_key  # noqa: E402
+from modelmill.eval.report import MeasurementStats, append_rows, device_name, make_row  # noqa: E402
+from modelmill.ops.launch_configs import TunedLaunchConfigs, parse_key  # noqa: E402
 from modelmill.ops.timing import capture_graph, time_interleaved  # noqa: E402
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -69,13 +69,13 @@ def build_plan(shape: str, folder: Path, weights: str) -> BuildPlan:
     )
 
 
-def load_tuning(stored: AutotuneRecord) -> Tuning:
+def load_tuning(stored: AutotuneRecord) -> TunedLaunchConfigs:
     """What a start makes of a stored tuning."""
     choices = {
         op: {parse_key(k): sizes for k, sizes in each.items()}
         for op, each in stored.choices.items()
     }
-    return Tuning(stored.device, choices)
+    return TunedLaunchConfigs(stored.device, choices)
 
 
 @torch.inference_mode()
@@ -111,7 +111,7 @@ def main() -> None:
         for state, seconds in zip(
             ("default launch configs", "launch configs of a tuned build"), times, strict=True
         ):
-            spread = Spread.from_values([each * 1e3 for each in seconds])
+            spread = MeasurementStats.from_values([each * 1e3 for each in seconds])
             facts = {**about, "batch": batch, "context": context, "state": state, "spread": spread}
             line = make_row(
                 command,

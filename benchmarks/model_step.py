@@ -39,7 +39,7 @@ from modelmill.core.config import KV_DTYPES, RunConfig  # noqa: E402
 from modelmill.eval.profile import ProfileCase, profile_step  # noqa: E402
 from modelmill.eval.profile import profile_case as profiled  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
-from modelmill.eval.report import Spread, versions  # noqa: E402
+from modelmill.eval.report import MeasurementStats, versions  # noqa: E402
 from modelmill.eval.roofline import Roofline, measure_roofline  # noqa: E402
 from modelmill.loader.model_loader import build_model  # noqa: E402
 from modelmill.nn.fusion import fuse  # noqa: E402
@@ -48,7 +48,7 @@ from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.nn.moe import MoE  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step  # noqa: E402
-from modelmill.ops.launch_configs import Tuning  # noqa: E402
+from modelmill.ops.launch_configs import TunedLaunchConfigs  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, time_interleaved  # noqa: E402
 from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
@@ -93,7 +93,7 @@ def make_step(
     batch: int,
     new: int,
     context: int,
-    tuning: Tuning | None = None,
+    tuning: TunedLaunchConfigs | None = None,
     kv_dtype: str = "auto",
     kernels: Mapping[str, str] | None = None,
 ) -> Step:
@@ -176,7 +176,7 @@ def time_decode(model: nn.Module, step: Step, rate: float) -> dict[str, Any]:
     call()  # compiles
     times = [each * 1e3 for each in time_interleaved([capture_graph(call)], ROUNDS, 4, "cuda")[0]]
     batch, context = step.query_start.numel() - 1, int(step.context_lens[0])
-    token = step.kv.nbytes / step.kv.pages / PAGE_SIZE
+    token = step.kv.nbytes / step.kv.num_pages_per_layer / PAGE_SIZE
     keys = tokens_read(model.kv, context)  # type: ignore[arg-type]
     floor = (weight_bytes(model, batch) + batch * keys * token) / rate * 1e3
     return {
@@ -214,7 +214,7 @@ def time_mixed_step(model: nn.Module, step: Step, sizes: tuple[int, int, int]) -
 
 def spread_fields(times: list[float]) -> dict[str, Any]:
     """The median as the row's value, and how far it spreads."""
-    spread = Spread.from_values(times)
+    spread = MeasurementStats.from_values(times)
     return {"value": spread.median, "spread": asdict(spread)}
 
 

@@ -48,7 +48,7 @@ from modelmill.nn.moe_spec import MoESpec  # noqa: E402
 from modelmill.nn.step import Step  # noqa: E402
 from modelmill.ops import registry  # noqa: E402
 from modelmill.ops.cpu.common.thread_pool import single_thread_torch  # noqa: E402
-from modelmill.ops.timing import capture_graph, memory_read, time_interleaved  # noqa: E402
+from modelmill.ops.timing import capture_graph, make_memory_read, time_interleaved  # noqa: E402
 
 FORMATS = ("dense", "int8", "int4", "smoothquant", "fp8", "mxfp4")  # names of weight_formats
 BATCHES, PROMPTS = (1, 2, 8, 32, 64, 256), (1024, 4096)
@@ -153,7 +153,7 @@ def measure(
         functools.partial(run, cycle(inputs)) for run in (run_layers, run_routers)
     ]
     if on_cpu:
-        read, size = memory_read()
+        read, size = make_memory_read()
         calls.append(read)
     for call in calls:
         call()  # compiles

@@ -118,9 +118,11 @@ def main() -> None:
     options = parser.parse_args()
     works = {spec: parse_batch(spec) for spec in options.batches}
     if options.trace is not None:
-        from modelmill.eval.datasets import read_trace
+        from modelmill.eval.datasets import read_request_lengths
 
-        works[f"{options.requests} of the trace"] = read_trace(options.trace, options.requests)
+        works[f"{options.requests} of the trace"] = read_request_lengths(
+            options.trace, options.requests
+        )
     if not works:
         parser.error("no batch: name one, as 64x1024+144, or --trace azure")
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in POLICIES))

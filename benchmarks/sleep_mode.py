@@ -37,7 +37,7 @@ from benchmarks.weights_option import add_weights_option  # noqa: E402
 from modelmill.core.byte_size import format_bytes  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
-from modelmill.eval.report import Spread, versions  # noqa: E402
+from modelmill.eval.report import MeasurementStats, versions  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
 from modelmill.runtime.sleep_mode import sleep, wake_up  # noqa: E402
 
@@ -125,7 +125,7 @@ def rows(rounds: Sequence[SleepRound], facts: dict[str, Any]) -> list[dict[str, 
     out = []
     for name in ("sleep_ms", "wake_ms", "first_token_ms"):
         times = [getattr(each, name) for each in rounds]
-        spread = Spread.from_values(times)
+        spread = MeasurementStats.from_values(times)
         out.append(
             {
                 "figure": f"sleep.{name}",

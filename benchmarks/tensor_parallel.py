@@ -68,7 +68,7 @@ class OtherRanks:
         for link in self.links:
             link.sendall(command.pack() + bytes(payload))
 
-    def guard(self) -> contextlib.AbstractContextManager[None]:
+    def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without supervision of the ranks."""
         return contextlib.nullcontext()
 

@@ -38,7 +38,7 @@ from benchmarks.weight_formats import WEIGHT_FORMATS  # noqa: E402
 from benchmarks.workloads import warm_up  # noqa: E402
 from modelmill.core.config import RunConfig  # noqa: E402
 from modelmill.core.types import Request, SamplingParams  # noqa: E402
-from modelmill.eval.datasets import read_trace  # noqa: E402
+from modelmill.eval.datasets import read_request_lengths  # noqa: E402
 from modelmill.eval.provenance import provenance  # noqa: E402
 from modelmill.nn.linear import Linear  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
@@ -224,7 +224,7 @@ def measure(
 def main() -> None:
     """Each way of holding weights, keys and values in turn."""
     options = parse_args()
-    work = read_trace(options.trace, options.requests, 4096)
+    work = read_request_lengths(options.trace, options.requests, 4096)
     rate = copy_bandwidth()
     for weight_and_kv in options.weights_and_kv or ["dense:auto"]:
         measure(options, weight_and_kv, work, rate)

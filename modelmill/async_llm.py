@@ -157,7 +157,7 @@ class AsyncLLM:
         return self._closed
 
     async def __aenter__(self) -> Self:
-        self.llm.opened  # noqa: B018 -- raises UsageError if closed
+        self.llm.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -121,7 +121,7 @@ class LLM(OpenedEngine[EngineCore]):
         run = {name: value for name, value in options.items() if name in RUN_FIELDS}
         config = RunConfig(**run)  # type: ignore[arg-type]
         compile_cpu_kernels(config.device, progress)
-        self.path = engine = engine_of(engine, build, progress)
+        self.path = engine = resolve_engine_path(engine, build, progress)
         self._opened = core = EngineCore.open(engine, config)
         artifact = core.artifact
         assert artifact is not None, "an engine core opened from a folder keeps its artifact"
@@ -143,7 +143,7 @@ class LLM(OpenedEngine[EngineCore]):
     @property
     def engine_core(self) -> EngineCore:
         """The engine core. Raises UsageError once it is closed."""
-        return self.opened
+        return self.opened_or_raise
 
     def close(self) -> None:
         """Free weights and KV cache and end the other ranks; calling it again does nothing.
@@ -296,7 +296,7 @@ class LLM(OpenedEngine[EngineCore]):
 
         Raises RequestError.
         """
-        self.opened  # noqa: B018 -- raises UsageError if closed
+        self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         return self.language.request(prompt, check_params(params), **template)
 
     def chat_request(
@@ -306,7 +306,7 @@ class LLM(OpenedEngine[EngineCore]):
 
         Raises UsageError if the engine has no chat template.
         """
-        self.opened  # noqa: B018 -- raises UsageError if closed
+        self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         return self.language.chat_request(messages, check_params(params), **template)
 
     def stream_request(self, request: RequestState) -> Iterator[OutputDelta]:
@@ -314,7 +314,7 @@ class LLM(OpenedEngine[EngineCore]):
 
         Closing the iterator aborts it.
         """
-        self.opened  # noqa: B018 -- raises UsageError if closed
+        self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         return self._step_until_done([request])
 
     # -- stepping
@@ -430,19 +430,19 @@ def build_engine(
     return build(plan, Path(out), check_staged if check else None, on_progress, run_autotune)
 
 
-def engine_of(
+def resolve_engine_path(
     model: Path,
     build: Mapping[str, Any],
     progress: Progress,
     engine_type: str | None = "language",
 ) -> Path:
-    """Return ``model`` if it is an engine, or the engine of a checkpoint as ``cached_engine`` does.
+    """Return ``model`` if it is an engine, or the engine of a checkpoint as ``ensure_engine`` does.
 
     Raises:
         UsageError: There are build options for a built engine.
     """
     if not is_engine(model):
-        return cached_engine(model, BuildConfig(**build), progress, engine_type)
+        return ensure_engine(model, BuildConfig(**build), progress, engine_type)
     if build:
         raise UsageError(
             f"{', '.join(build)}: decided when an engine is built, and {model} is already "
@@ -451,7 +451,7 @@ def engine_of(
     return model
 
 
-def cached_engine(
+def ensure_engine(
     checkpoint: Path,
     config: BuildConfig,
     on_progress: Progress | None = None,

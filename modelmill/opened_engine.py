@@ -23,7 +23,7 @@ class OpenedEngine(ABC, Generic[T]):
     """What runs the model; None once it is closed."""
 
     @property
-    def opened(self) -> T:
+    def opened_or_raise(self) -> T:
         """What runs the model. Raises UsageError once it is closed."""
         if self._opened is None:
             raise closed_error(self, self.path)
@@ -39,7 +39,7 @@ class OpenedEngine(ABC, Generic[T]):
         """Free the engine; calling it again does nothing."""
 
     def __enter__(self) -> Self:
-        self.opened  # noqa: B018 -- raises UsageError if closed
+        self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -72,7 +72,7 @@ class OutputDelta:
     output: RequestOutput
 
 
-def unit_vector(state: bytes, dimensions: int | None = None) -> np.ndarray:
+def truncate_and_normalize(state: bytes, dimensions: int | None = None) -> np.ndarray:
     """Truncate a pooled state to ``dimensions`` and normalize it to length 1: [H] float32.
 
     Args:
@@ -104,4 +104,6 @@ def stack_embeddings(outputs: Sequence[RequestOutput], dimensions: int | None) -
         raise RequestError("there is nothing to embed; give at least one prompt")
     states = [output.embedding for output in outputs]
     assert all(state is not None for state in states), "every output of a pooling request has one"
-    return np.stack([unit_vector(state, dimensions) for state in states if state is not None])
+    return np.stack(
+        [truncate_and_normalize(state, dimensions) for state in states if state is not None]
+    )

@@ -71,9 +71,9 @@ def open_display(
 ) -> ProgressDisplay | None:
     """Open a display for a notebook or a terminal; None if neither, or if plain output is set."""
     if in_notebook():
-        return NotebookLine(label, delay)
+        return NotebookProgress(label, delay)
     if enabled or (sys.stderr.isatty() and not env.plain_output()):
-        return TerminalLine(label, delay)
+        return TerminalProgress(label, delay)
     return None
 
 
@@ -100,7 +100,7 @@ class CompileAnnouncer:
         """Do nothing: there is no display to clear."""
 
 
-class TerminalLine:
+class TerminalProgress:
     """A line on stderr: spinner, stage, bar, share, seconds."""
 
     def __init__(self, label: str, delay: float = 0.0) -> None:
@@ -167,7 +167,7 @@ class ProgressThread(ABC):
         """Show the stored report from time to time, until ``_closed`` is set."""
 
 
-class NotebookLine(ProgressThread):
+class NotebookProgress(ProgressThread):
     """A cell output that is updated in place, at most twice a second; needs no widgets."""
 
     def __init__(self, label: str, delay: float = 0.0) -> None:

@@ -67,7 +67,7 @@ class RequestState:
         ]
         self.output = RequestOutput(request.id, prompt, list(request.prompt), outputs)
 
-    def set_order(self, priority: int, virtual_start: float) -> None:
+    def set_queue_order(self, priority: int, virtual_start: float) -> None:
         """Set when the request starts, before it is queued (``core.types.Request``)."""
         self.request = replace(self.request, priority=priority, virtual_start=virtual_start)
 
@@ -78,7 +78,7 @@ class RequestState:
             for _ in range(params.n)
         ]
 
-    def echo(self) -> None:
+    def set_echo_text(self) -> None:
         """Set ``echo_text`` to the prompt's text. Call it once, before any ``process``.
 
         If the ids end within a character, that character is not in ``echo_text``: the completions'
@@ -143,7 +143,7 @@ class RequestState:
             output.logprobs.append(token.logprobs)
         if token.score is not None:
             output.score = token.score
-        text += self._set_finish(output, detokenizer, token, stopped)
+        text += self._finish_sequence(output, detokenizer, token, stopped)
         output.text += text
         if result.finished:
             result.seconds = now
@@ -151,7 +151,7 @@ class RequestState:
             token.index, text, tuple(ids), output.finish_reason, result
         ), stopped and token.finish_reason is None
 
-    def _set_finish(
+    def _finish_sequence(
         self,
         output: CompletionOutput,
         detokenizer: SequenceDetokenizer,
@@ -193,16 +193,16 @@ class SequenceDetokenizer:
         if self._detokenizer is None:
             return "", False
         text = self._detokenizer.push(id)
-        return self._match(text) if check_stops else (text, False)
+        return self._match_stop_strings(text) if check_stops else (text, False)
 
     def flush(self) -> str:
         """Return the buffered text at the end of the sequence."""
         if self._detokenizer is None:
             return ""
-        text, stopped = self._match(self._detokenizer.flush())
+        text, stopped = self._match_stop_strings(self._detokenizer.flush())
         return text if stopped or self._stops is None else text + self._stops.flush()
 
-    def _match(self, text: str) -> tuple[str, bool]:
+    def _match_stop_strings(self, text: str) -> tuple[str, bool]:
         if self._stops is None:
             return text, False
         emit, stopped, matched = self._stops.push(text)

@@ -86,10 +86,10 @@ class Segmenter(OpenedEngine[SamModel]):
         build: SegmenterOptions,
         progress: Progress,
     ) -> None:
-        from modelmill.llm import engine_of
+        from modelmill.llm import resolve_engine_path
 
         compile_cpu_kernels(self.device, progress)
-        engine = engine_of(self.path, build, progress, ENGINE_TYPE)
+        engine = resolve_engine_path(self.path, build, progress, ENGINE_TYPE)
         artifact = open_artifact(engine)
         if self.device == "cpu":
             use_threads(threads)
@@ -102,7 +102,7 @@ class Segmenter(OpenedEngine[SamModel]):
     @property
     def model(self) -> SamModel:
         """The opened model. Raises UsageError once it is closed."""
-        return self.opened
+        return self.opened_or_raise
 
     def close(self) -> None:
         """Free the weights and the cached embeddings; calling it again does nothing."""
@@ -173,7 +173,7 @@ class Segmenter(OpenedEngine[SamModel]):
         return self.model.predict_all(current, prompts, multimask)
 
     def _current_embedding(self, embedding: ImageEmbedding | None) -> ImageEmbedding:
-        self.opened  # noqa: B018 -- raises UsageError if closed
+        self.opened_or_raise  # noqa: B018 -- raises UsageError if closed
         current = embedding or self._embedding
         if current is None:
             raise UsageError("there is no image yet: call set_image(image) before predict")

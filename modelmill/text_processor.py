@@ -98,7 +98,7 @@ class TextProcessor:
         self.generation_defaults = _load_defaults(path, manifest, openai=openai_defaults)
         self.defaults = dict(self.generation_defaults.values)
         self.eos_ids = eos_ids(manifest, self.tokenizer)
-        self._base_stops = _base_stops(manifest)
+        self._base_model_stop_strings = _base_model_stop_strings(manifest)
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
         self._answer_history = AnswerHistory()
@@ -151,7 +151,11 @@ class TextProcessor:
                 "conversation; leave it out, or pass messages"
             )
         request = self._request(
-            self.encode_prompt(prompt), params, self.eos_ids, self._base_stops, _cache_salt(prompt)
+            self.encode_prompt(prompt),
+            params,
+            self.eos_ids,
+            self._base_model_stop_strings,
+            _cache_salt(prompt),
         )
         request = replace(request, grammar=grammar)
         follows = grammar is not None or self._is_text(request.prompt)
@@ -213,7 +217,7 @@ class TextProcessor:
             pieces = self.chat_format.render_pieces(messages, add_generation_prompt, **template)
             if add_generation_prompt and not answer_start:
                 tail = self._prompt_tail(pieces)
-            ids = self.encode_with_answers(pieces, sent_messages, tool_schemas or {}, cache_salt)
+            ids = self.encode_reusing_answers(pieces, sent_messages, tool_schemas or {}, cache_salt)
         elif isinstance(self.chat_format, ImageChat):
             ids, images = self.chat_format.encode_with_images(
                 messages, add_generation_prompt=add_generation_prompt, **template
@@ -256,13 +260,13 @@ class TextProcessor:
             request,
             None,
             self.tokenizer,
-            self._shown_marks(calls, thinking is not None),
+            self._visible_control_tokens(calls, thinking is not None),
             continues_prompt=grammar is not None or bool(answer_start),
             prompt_thinking=prompt_thinking,
             prompt_tail=tail,
         )
 
-    def encode_with_answers(
+    def encode_reusing_answers(
         self,
         pieces: Sequence[str | int],
         sent_messages: Messages,
@@ -316,11 +320,11 @@ class TextProcessor:
             load_format(chat_format.format_name),
             chat_format.thinking,
             chat_format.end_ids | frozenset(self.eos_ids),
-            self._shown_marks(bool(tool_schemas), chat_format.thinking is not None),
+            self._visible_control_tokens(bool(tool_schemas), chat_format.thinking is not None),
             tool_schemas,
         )
 
-    def _shown_marks(self, calls: bool, thinking: bool) -> frozenset[int]:
+    def _visible_control_tokens(self, calls: bool, thinking: bool) -> frozenset[int]:
         """Control tokens that the answer parser needs in the text."""
         if self.chat_format is None or self.tokenizer is None:
             return frozenset()
@@ -343,7 +347,7 @@ class TextProcessor:
         return "open" if end.endswith(opening) else "free"
 
     @functools.cached_property
-    def suggested_defaults(self) -> GenerationDefaults:
+    def checkpoint_defaults(self) -> GenerationDefaults:
         """The defaults without OpenAI's, even if ``openai_defaults`` is set."""
         return _load_defaults(self.path, self.manifest, openai=False)
 
@@ -354,7 +358,7 @@ class TextProcessor:
         return f"fp_{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
 
     @property
-    def reads_images(self) -> bool:
+    def supports_images(self) -> bool:
         """Whether conversations may contain images."""
         return isinstance(self.chat_format, ImageChat)
 
@@ -536,7 +540,7 @@ def prompt_text(prompt: Any) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _base_stops(manifest: Any) -> tuple[str, ...]:
+def _base_model_stop_strings(manifest: Any) -> tuple[str, ...]:
     """Stop strings of base models: Qwen v1 invents a dialogue, which ends at "Human:"."""
     raw = manifest.model_type == "qwen" and manifest.generation.get("chat_format") == "raw"
     return ("Human:",) if raw else ()

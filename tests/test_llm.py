@@ -262,7 +262,7 @@ def test_an_engine_that_says_nothing_has_our_defaults_and_openais(engine: Path, 
             0.05,
         )
         assert (openai.temperature, openai.top_p, openai.top_k, openai.min_p) == (1.0, 1.0, 0, 0.0)
-    assert client.suggested_defaults.values == llm.defaults
+    assert client.checkpoint_defaults.values == llm.defaults
 
 
 def test_a_generation_config_reaches_every_request(engine: Path) -> None:

@@ -20,8 +20,8 @@ from modelmill.progress import (
     MIN_INTERVAL_SECONDS,
     DelayedStart,
     LogProgress,
-    NotebookLine,
-    TerminalLine,
+    NotebookProgress,
+    TerminalProgress,
     format_bar,
     format_progress,
     seconds_to_next_line,
@@ -118,7 +118,7 @@ def test_a_terminal_shows_one_stage_at_a_time_and_it_vanishes(
 
 
 def test_stages_take_each_others_place() -> None:
-    line = TerminalLine("opening", delay=1000.0)
+    line = TerminalProgress("opening", delay=1000.0)
     line.update("weights", 97, 100)
     assert (line._bars.tasks[0].description, line._bars.tasks[0].fields["share"]) == (
         "weights",
@@ -213,7 +213,7 @@ def test_the_class_of_a_notebook_is_found_without_importing(
     assert "IPython" not in sys.modules
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
     assert not progress.in_notebook(), "IPython in a terminal, or only imported"
-    assert NotebookLine.__doc__
+    assert NotebookProgress.__doc__
 
 
 @pytest.mark.parametrize(

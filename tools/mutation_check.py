@@ -69,8 +69,8 @@ _OTHER_AREAS = (
     Fault(
         "checkpoint: Q4_0 with another zero point",
         "modelmill/checkpoint/ggml_types.py",
-        "_read_float16(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 8)",
-        "_read_float16(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 7)",
+        "_read_float16(b, 0) * (_unpack_bits(b[:, 2:], 16, 4).float() - 8)",
+        "_read_float16(b, 0) * (_unpack_bits(b[:, 2:], 16, 4).float() - 7)",
         ("tests/checkpoint/test_ggml_types.py",),
     ),
     Fault(

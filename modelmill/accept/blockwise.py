@@ -72,11 +72,11 @@ def compare_blocks(
     whole = _matrix_metrics(name, numbers, every)
     if few and whole.is_finite:
         ours, expected = (torch.cat(parts).double() for parts in zip(*few, strict=True))
-        whole = replace(whole, gain_chance=_gain_chance(ours, expected))
+        whole = replace(whole, gain_chance=_gain_std(ours, expected))
     return whole, _worst_block_metrics(f"{name}.worst_block", every)
 
 
-def _gain_chance(ours: Tensor, expected: Tensor) -> float:
+def _gain_std(ours: Tensor, expected: Tensor) -> float:
     """Return one standard deviation of the gain of weights within their row's root mean square.
 
     The common factor is taken out of the errors first, so that a wrong factor does not excuse

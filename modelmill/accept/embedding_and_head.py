@@ -28,7 +28,7 @@ def check_embedding_tables(
     """Check the embedding tables, whole and row by row; no recipe quantizes them."""
     bound = module_bound("embedding", dtype)
     tables = {f"embed.{n}": s for n, s in checkpoint_reference.embedding_tables().items()}
-    for path, source in (tables | checkpoint_reference.further_tables()).items():
+    for path, source in (tables | checkpoint_reference.extra_embedding_tables()).items():
         module, _, leaf = path.rpartition(".")
         table = getattr(model.get_submodule(module) if "." in module else model.embed, leaf)
         for row in _compare_rows(

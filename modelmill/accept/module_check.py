@@ -16,10 +16,10 @@ import torch
 
 from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_reference import language_formats
+from modelmill.accept.quantized_reference import language_model_formats
 from modelmill.accept.reference import LayerTrace, OutsideTrace, ReferenceModel
 from modelmill.accept.reference_trace import (
-    OtherSequence,
+    ReferenceSequence,
     ReferenceTrace,
     cast_like,
     norm_args_summing_to,
@@ -28,22 +28,22 @@ from modelmill.accept.reference_trace import (
     split_layer_path,
     split_output,
 )
-from modelmill.accept.static_ranges import StaticRangeUse
+from modelmill.accept.static_ranges import OutOfRangeRowCounter
 from modelmill.accept.token_scorer import TokenScorer
 from modelmill.accept.tolerances import (
     ErrorBound,
     act_quant_formats,
     act_quant_layer_bound,
+    jointly_checked_formats,
     module_bound,
-    whole_formats,
 )
 from modelmill.nn.layer_spec import (
-    CacheSpec,
     LinearSpec,
     ModuleSpec,
     NormSpec,
-    QuerySpec,
+    QueryRopeSpec,
     RecurrenceSpec,
+    RopeCacheSpec,
     RoutingSpec,
     layer_spec,
 )
@@ -85,20 +85,20 @@ class ModuleCheck:
             "an engine core made by EngineCore.open knows its artifact"
         )
         self.dtype = engine_core.artifact.manifest.build["dtype"]
-        self.weight_formats = language_formats(
+        self.weight_formats = language_model_formats(
             engine_core.model, engine_core.artifact.manifest.weight_formats
         )
         layers = engine_core.model_runner.model.get_submodule("layers")
         self.specs = [layer_spec(layer) for layer in layers.children()]
         for spec, layer in zip(self.specs, layers.children(), strict=True):
             spec.check(layer)
-        self.depth = max(spec.depth for spec in self.specs) - 1
+        self.depth = max(spec.critical_path_length for spec in self.specs) - 1
         self.findings: list[Finding] = []
         self._streams: list[torch.Tensor] = []
         self._outside: OutsideTrace = {}
         self.routings: dict[int, list[torch.Tensor]] = {}
         self._router_logits: dict[int, torch.Tensor] = {}
-        self.static_ranges = StaticRangeUse(engine_core.model_runner.model)
+        self.static_ranges = OutOfRangeRowCounter(engine_core.model_runner.model)
 
     def check_modules(self, on_layer: Callable[[int], None] = lambda _: None) -> torch.Tensor:
         """Check every module on the reference's inputs.
@@ -110,14 +110,15 @@ class ModuleCheck:
         """
         own = self.reference.for_sequence(self.ids)
         others = [
-            OtherSequence.start(self.reference, ids, length) for ids, length in self.other_sequences
+            ReferenceSequence.start(self.reference, ids, length)
+            for ids, length in self.other_sequences
         ]
         state = ReferenceTrace(own, own.embed(torch.tensor(self.ids)), self.head_rows, others)
-        self._outside = own.outside_trace()
+        self._outside = own.non_layer_trace()
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
-            if layer is not None and self._is_first(layer, part):
+            if layer is not None and self._reads_layer_input(layer, part):
                 on_layer(layer)
             return self._replace_inputs(state, name, args)
 
@@ -135,7 +136,7 @@ class ModuleCheck:
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             layer, part = split_layer_path(name)
-            if name != "norm" and not (layer is not None and self._is_first(layer, part)):
+            if name != "norm" and not (layer is not None and self._reads_layer_input(layer, part)):
                 self._compare_router_logits(name, args)
                 return self._with_reference_routing(name, args)
             index = self.reference.num_layers if layer is None else layer
@@ -169,28 +170,28 @@ class ModuleCheck:
             return tiny(like.numel() // len(self.ids)).reshape(like.shape)
 
         def before(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            module = self._module(name)
+            module = self._module_spec(name)
             if name == "norm" or (isinstance(module, NormSpec) and len(module.reads) > 1):
                 return norm_args_summing_to(tiny(args[0].shape[1])[: len(args[0])], args)
-            if isinstance(module, NormSpec | QuerySpec):
+            if isinstance(module, NormSpec | QueryRopeSpec):
                 return cast_like(tiny(args[0].shape[1]), args[0]), *args[1:]
-            if self._is_outside_norm(name):
+            if self._is_norm_outside_layers(name):
                 return cast_like(tiny_rows(args[0]), args[0]), *args[1:]
             return None
 
         def after(name: str, args: tuple[Any, ...], output: Any) -> None:
             layer, part = split_layer_path(name)
-            module = self._module(name)
+            module = self._module_spec(name)
             if name == "norm" or isinstance(module, NormSpec):
                 canonical = module.reference[0] if module is not None else "final_norm"
                 normed = output[0] if isinstance(output, tuple) else output
                 x = tiny(args[0].shape[1])[: len(normed)]
                 expected = self.reference.run_norm(layer, canonical, x)
                 self._add_finding(f"{name}.eps", layer, f"{part}.eps", "norm", normed, expected)
-            elif self._is_outside_norm(name):
+            elif self._is_norm_outside_layers(name):
                 expected = self.reference.run_norm(None, name, tiny_rows(args[0]))
                 self._add_finding(f"{name}.eps", None, f"{part}.eps", "norm", output, expected)
-            elif isinstance(module, QuerySpec) and layer is not None:
+            elif isinstance(module, QueryRopeSpec) and layer is not None:
                 q = output.reshape(len(output), -1)
                 heads = self.reference.norm_and_rope_queries(
                     layer, tiny(args[0].shape[1])[:, : q.shape[1]]
@@ -216,22 +217,22 @@ class ModuleCheck:
         layer, part = split_layer_path(name)
         if name == "head":
             return cast_like(reference_trace.head_trace()["final_norm"].output, args[0]), *args[1:]
-        if layer is not None and self._is_first(layer, part):
-            previous = self._layer_outputs(reference_trace, layer - 1)
+        if layer is not None and self._reads_layer_input(layer, part):
+            previous = self._reference_layer_outputs(reference_trace, layer - 1)
             reference_trace.enter_layer(layer)
             if previous is None:
                 return norm_args_summing_to(reference_trace.stream, args)
-            return _with_values(previous, args)
+            return _with_layer_outputs(previous, args)
         if name == "norm":
-            previous = self._layer_outputs(reference_trace, self.reference.num_layers - 1)
+            previous = self._reference_layer_outputs(reference_trace, self.reference.num_layers - 1)
             reference_trace.finish_layer()
             if previous is None:
                 return None
-            return _with_values([value[self.head_rows] for value in previous], args)
+            return _with_layer_outputs([value[self.head_rows] for value in previous], args)
         if name in self._outside:
             inputs = self._outside[name].inputs
             return *map(cast_like, inputs, args), *args[len(inputs) :]
-        module, trace = self._module(name), reference_trace.layer_trace
+        module, trace = self._module_spec(name), reference_trace.layer_trace
         if module is None or trace is None or layer is None:
             return None
         values = [
@@ -250,10 +251,10 @@ class ModuleCheck:
         Near a tie rounding decides between two experts, and no bound holds.
         """
         layer, _ = split_layer_path(name)
-        module = self._module(name)
+        module = self._module_spec(name)
         if layer not in self.routings or module is None:
             return None
-        chosen = {each.writes[0] for each in self.specs[layer].of_type(RoutingSpec)}
+        chosen = {each.writes[0] for each in self.specs[layer].modules_of_type(RoutingSpec)}
         if not chosen & set(module.reads):
             return None
         return (
@@ -271,26 +272,26 @@ class ModuleCheck:
         nowhere else.
         """
         layer, _ = split_layer_path(name)
-        module = self._module(name)
+        module = self._module_spec(name)
         if layer in self._router_logits and isinstance(module, RoutingSpec):
             label = self.specs[layer].writers[module.reads[0]].path
             expected = self._router_logits[layer]
             self._add_finding(f"layers.{layer}.{label}", layer, label, "layer", args[0], expected)
 
-    def _is_outside_norm(self, name: str) -> bool:
+    def _is_norm_outside_layers(self, name: str) -> bool:
         """Return whether a module is a norm outside the layers, beside the last one."""
         return name in self._outside and self._outside[name].arithmetic == "norm"
 
-    def _is_first(self, layer: int, part: str) -> bool:
+    def _reads_layer_input(self, layer: int, part: str) -> bool:
         """Return whether a module is the one that reads a layer's (branch, residual)."""
         return part == self.specs[layer].modules[0].path
 
-    def _module(self, name: str) -> ModuleSpec | None:
+    def _module_spec(self, name: str) -> ModuleSpec | None:
         """Return what a layer's spec says of a module by its path in the model."""
         layer, part = split_layer_path(name)
-        return None if layer is None else self.specs[layer].by_path.get(part)
+        return None if layer is None else self.specs[layer].modules_by_path.get(part)
 
-    def _layer_outputs(
+    def _reference_layer_outputs(
         self, reference_trace: ReferenceTrace, layer: int
     ) -> list[torch.Tensor] | None:
         """Return the reference's (branch, residual) of the layer that it has entered last."""
@@ -310,16 +311,16 @@ class ModuleCheck:
         if layer is None:
             self._compare_outside_layers(reference_trace, name, output)
             return
-        module, trace = self._module(name), reference_trace.layer_trace
+        module, trace = self._module_spec(name), reference_trace.layer_trace
         if module is None or trace is None:
             return
-        if isinstance(module, CacheSpec):
+        if isinstance(module, RopeCacheSpec):
             self._compare_rope_and_cache(layer, name, args, output, trace)
             return
         if isinstance(module, NormSpec) and len(module.writes) > 1:
             normed, stream = output
-            if self._is_first(layer, part) and layer > 0:
-                self._compare_stream(layer - 1, stream, reference_trace.stream)
+            if self._reads_layer_input(layer, part) and layer > 0:
+                self._compare_residual_stream(layer - 1, stream, reference_trace.stream)
             if module.stream_reference:
                 where = module.writes[1]
                 expected = reference_output(trace, (module.stream_reference,))
@@ -327,12 +328,12 @@ class ModuleCheck:
                     f"layers.{layer}.{where}", layer, where, "residual", stream, expected
                 )
             output = normed
-        self._compare_parts(layer, module, name, output, trace)
+        self._compare_fused_parts(layer, module, name, output, trace)
         if isinstance(module, RoutingSpec):
             router = self.specs[layer].writers[module.reads[0]]
             self._router_logits[layer] = reference_output(trace, router.reference)
         if isinstance(module, RecurrenceSpec):
-            self._compare_state(layer, module, name, args[-1], trace)
+            self._compare_recurrent_state(layer, module, name, args[-1], trace)
 
     def _compare_outside_layers(
         self, reference_trace: ReferenceTrace, name: str, output: Any
@@ -342,7 +343,7 @@ class ModuleCheck:
             self._add_finding(name, None, "embed", "embedding", output, reference_trace.stream)
         elif name == "norm":
             expected = reference_trace.stream[self.head_rows]
-            self._compare_stream(self.reference.num_layers - 1, output[1], expected)
+            self._compare_residual_stream(self.reference.num_layers - 1, output[1], expected)
             expected = reference_trace.head_trace()["final_norm"].output
             self._add_finding(name, None, "norm", "norm", output[0], expected)
         elif name == "head":
@@ -352,11 +353,11 @@ class ModuleCheck:
             _, expected, arithmetic = self._outside[name]
             self._add_finding(name, None, name, arithmetic, output, expected)
 
-    def _compare_stream(self, layer: int, output: Any, expected: Any) -> None:
+    def _compare_residual_stream(self, layer: int, output: Any, expected: Any) -> None:
         """Compare the residual stream after a layer."""
         self._add_finding(f"layers.{layer}.output", layer, "output", "residual", output, expected)
 
-    def _compare_parts(
+    def _compare_fused_parts(
         self, layer: int, module: ModuleSpec, name: str, output: Any, trace: LayerTrace
     ) -> None:
         """Compare a module's output, of a fused linear each part."""
@@ -378,10 +379,10 @@ class ModuleCheck:
         self, layer: int, name: str, args: tuple[Any, ...], q: torch.Tensor, trace: LayerTrace
     ) -> None:
         """Compare the returned q, and k and v as stored in the KV pages."""
-        spec, step, tokens = self._module(name), args[-1], q.shape[0]
-        assert isinstance(spec, CacheSpec), f"{name} writes to the KV cache"
+        spec, step, tokens = self._module_spec(name), args[-1], q.shape[0]
+        assert isinstance(spec, RopeCacheSpec), f"{name} writes to the KV cache"
         slots, size = step.slots, step.kv.page_size
-        cache = sum(any(each.of_type(CacheSpec)) for each in self.specs[:layer])
+        cache = sum(any(each.modules_of_type(RopeCacheSpec)) for each in self.specs[:layer])
         k = step.kv.k[cache][slots // size, :, slots % size]
         v = step.kv.v[cache][slots // size, :, slots % size]
         compared = (
@@ -394,7 +395,7 @@ class ModuleCheck:
             where, module = f"{name}.{label}", f"{spec.path}.{label}"
             self._add_finding(where, layer, module, arithmetic, ours.reshape(tokens, -1), expected)
 
-    def _compare_state(
+    def _compare_recurrent_state(
         self, layer: int, spec: RecurrenceSpec, name: str, step: Any, trace: LayerTrace
     ) -> None:
         """Compare the recurrent state behind the last token, as it is in the sequence's slot."""
@@ -419,13 +420,13 @@ class ModuleCheck:
         recipe = (
             weight_format
             if weight_format in act_quant_formats()
-            or (weight_format in whole_formats() and not self.uses_engine_weights)
+            or (weight_format in jointly_checked_formats() and not self.uses_engine_weights)
             else "none"
         )
         if arithmetic == "layer":
             coarse = sorted(
                 set(self.weight_formats.values())
-                & (act_quant_formats() if self.uses_engine_weights else whole_formats())
+                & (act_quant_formats() if self.uses_engine_weights else jointly_checked_formats())
             )
             bound = layer_bound(
                 self.dtype, coarse[0] if coarse else "none", len(self.ids), self.depth
@@ -437,7 +438,7 @@ class ModuleCheck:
         )
 
 
-def _with_values(values: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_layer_outputs(values: Sequence[torch.Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a norm's (x, residual, …) with a layer's outputs: both, or the stream alone."""
     return *map(cast_like, values, args), *args[len(values) :]
 

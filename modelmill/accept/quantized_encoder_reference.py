@@ -17,11 +17,11 @@ from modelmill.accept.finding import Finding
 from modelmill.accept.quantized_reference import input_quantizer
 from modelmill.accept.reference import Affine
 from modelmill.accept.tolerances import block_bound, weight_bound
-from modelmill.nn.layer_stack import image_linears
+from modelmill.nn.layer_stack import vision_encoder_linears
 from modelmill.nn.linear import Linear
 
 
-class EngineMatrices(Mapping[str, Affine]):
+class DequantizedMatrices(Mapping[str, Affine]):
     """The dequantized matrices of an encoder's quantized linear layers by path.
 
     On the CPU in float32. Each is dequantized when it is read, since ViT-H's together are 2.5 GB.
@@ -32,7 +32,7 @@ class EngineMatrices(Mapping[str, Affine]):
         """Find the quantized linear layers of the encoder's layers."""
         self._linears: dict[str, Linear] = {}
         self.places: dict[str, tuple[int, str]] = {}
-        for path, layer, spec in image_linears(model):
+        for path, layer, spec in vision_encoder_linears(model):
             linear = model.get_submodule(path)
             assert isinstance(linear, Linear), f"{path} is declared as a linear layer"
             if linear.weight.format != "dense":
@@ -59,7 +59,7 @@ class EngineMatrices(Mapping[str, Affine]):
 
 
 def check_encoder_weights(
-    engine_matrices: EngineMatrices, dtype: str, checkpoint_matrix: Callable[[str], Tensor]
+    engine_matrices: DequantizedMatrices, dtype: str, checkpoint_matrix: Callable[[str], Tensor]
 ) -> Iterator[Finding]:
     """Compare every quantized matrix with the checkpoint's, including its worst row and tile.
 

@@ -22,7 +22,7 @@ from modelmill.accept.quantized_reference import (
     with_engine_weights,
 )
 from modelmill.accept.reference import LayerWeights, ReferenceModel
-from modelmill.accept.reference_trace import OtherSequence
+from modelmill.accept.reference_trace import ReferenceSequence
 from modelmill.nn.layer_spec import layer_spec
 
 
@@ -34,8 +34,8 @@ class QuantizedLayersCheck:
         folded_scales: a recipe's scales by layer.
         findings: the engine's weights against the checkpoint's.
         quantization_errors: the result of ``accept.quantization_error``, if requested.
-        streams: the checkpoint's residual streams [T, H]; after the run those behind the last
-            layer.
+        residual_streams: the checkpoint's residual streams [T, H]; after the run those behind
+            the last layer.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class QuantizedLayersCheck:
         self.dtype = dtype
         self.uses_engine_weights, self._has_stored_errors = uses_engine_weights, has_stored_errors
         self._folded_scales = {
-            layer: _to_device(scales, checkpoint_reference.device)
+            layer: _scales_to_device(scales, checkpoint_reference.device)
             for layer, scales in folded_scales.items()
         }
         # without this split, the reference in use is the checkpoint's
         followed = sequences if uses_engine_weights else [] if has_stored_errors else sequences[:1]
         self._followed = [
-            OtherSequence.start(checkpoint_reference, ids, prompt) for ids, prompt in followed
+            ReferenceSequence.start(checkpoint_reference, ids, prompt) for ids, prompt in followed
         ]
         self.findings: list[Finding] = []
         self.quantization_errors: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ class QuantizedLayersCheck:
         return made
 
     @property
-    def streams(self) -> list[torch.Tensor]:
+    def residual_streams(self) -> list[torch.Tensor]:
         """The checkpoint's residual streams of the sequences."""
         return [each.stream for each in self._followed]
 
@@ -113,7 +113,7 @@ class QuantizedLayersCheck:
         if index == self._layers_done:
             self._layers_done += 1
             self._compare_weights(index, plain, engine_weights)
-            self._advance_streams(index, plain, engine_weights)
+            self._advance_residual_streams(index, plain, engine_weights)
         return with_engine_weights(plain, engine_weights) if self.uses_engine_weights else plain
 
     def _compare_weights(
@@ -131,7 +131,7 @@ class QuantizedLayersCheck:
         ):
             self.findings.append(Finding(path, index, module, row, bound))
 
-    def _advance_streams(
+    def _advance_residual_streams(
         self, index: int, checkpoint_weights: LayerWeights, engine_weights: LayerWeights
     ) -> None:
         for number, each in enumerate(self._followed):
@@ -147,5 +147,5 @@ class QuantizedLayersCheck:
                 )
 
 
-def _to_device(scales: Scales, device: torch.device) -> Scales:
+def _scales_to_device(scales: Scales, device: torch.device) -> Scales:
     return {site: vector.to(device) for site, vector in scales.items()}

@@ -24,9 +24,9 @@ from modelmill.accept.reference.base import no_tf32
 from modelmill.accept.tolerances import (
     ErrorBound,
     block_bound,
-    scales_columns,
+    compares_with_folded_scales,
+    jointly_checked_formats,
     weight_bound,
-    whole_formats,
 )
 from modelmill.nn.layer_spec import LayerSpec, NormSpec, RowProducer, layer_spec
 from modelmill.nn.layer_stack import find_layer
@@ -89,7 +89,7 @@ def read_engine_weights(
     """
     layer, device = model.layers[index], next(iter(weights.values())).weight.device
     spec = layer_spec(layer)
-    _check_declared(spec, weights)
+    _check_matches_spec(spec, weights)
     for norm in weighted_norms(spec):
         yield norm.reference[0], _norm_weights(layer, norm.path, device)
     for each in spec.linears:
@@ -109,7 +109,7 @@ def weighted_norms(spec: LayerSpec) -> list[NormSpec]:
     return [norm for norm in spec.norms if norm.tensors]
 
 
-def _check_declared(spec: LayerSpec, weights: LayerWeights) -> None:
+def _check_matches_spec(spec: LayerSpec, weights: LayerWeights) -> None:
     """Compare the reference's weights of a layer with its spec.
 
     Raises:
@@ -147,7 +147,7 @@ def compare_layer_weights(
         where = f"layers.{index}.{module}.weight"
         right = checkpoint_weights[name].weight
         # where columns are scaled, the weights are compared as they are multiplied
-        smoothed = scales_columns(weight_format) and site in folded_scales
+        smoothed = compares_with_folded_scales(weight_format) and site in folded_scales
         ours = unfold_scales(name, "" if smoothed else site, engine_weight, folded_scales, spec)
         fits = ours.weight.shape == right.shape
         right = right * folded_scales[site] if fits and smoothed else right
@@ -184,7 +184,7 @@ def unfold_scales(name: str, site: str, affine: Affine, scales: Scales, spec: La
         factor = scales[produced]
         if isinstance(producer, RowProducer) and producer.part == name:
             if producer.groups is not None:  # one vector for all query heads of a KV head
-                factor = producer.groups.by_group(factor)[:, 0].reshape(-1)
+                factor = producer.groups.reshape_by_group(factor)[:, 0].reshape(-1)
         elif not (isinstance(producer, NormSpec) and producer.reference[0] == name):
             continue
         weight = weight * (factor[:, None] if weight.dim() == 2 else factor)
@@ -215,7 +215,7 @@ def input_quantizer(weight: Any) -> Callable[[Tensor], Tensor] | None:
     return weight.fake_quantize if weight.QUANTIZES_INPUT else None
 
 
-def language_formats(model: nn.Module, weight_formats: Mapping[str, str]) -> dict[str, str]:
+def language_model_formats(model: nn.Module, weight_formats: Mapping[str, str]) -> dict[str, str]:
     """Return the weight formats of the language model.
 
     Those of the vision encoder are checked separately (accept.vision_encoder).
@@ -225,6 +225,6 @@ def language_formats(model: nn.Module, weight_formats: Mapping[str, str]) -> dic
     return {name: each for name, each in weight_formats.items() if name not in read_images}
 
 
-def is_low_bit(weight_formats: Mapping[str, str]) -> bool:
+def needs_separate_weight_check(weight_formats: Mapping[str, str]) -> bool:
     """Return whether some weights are too coarse to check with the arithmetic, so: apart."""
-    return bool(set(weight_formats.values()) - {"dense"} - whole_formats())
+    return bool(set(weight_formats.values()) - {"dense"} - jointly_checked_formats())

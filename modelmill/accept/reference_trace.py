@@ -16,7 +16,7 @@ ROUTING = "routing"
 
 
 @dataclass
-class OtherSequence:
+class ReferenceSequence:
     """A sequence that is only computed along.
 
     Attributes:
@@ -30,10 +30,12 @@ class OtherSequence:
     prompt_length: int
 
     @staticmethod
-    def start(reference: ReferenceModel, ids: Sequence[int], prompt_length: int) -> OtherSequence:
+    def start(
+        reference: ReferenceModel, ids: Sequence[int], prompt_length: int
+    ) -> ReferenceSequence:
         """Embed a sequence."""
         own = reference.for_sequence(ids)
-        return OtherSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
+        return ReferenceSequence(own, own.embed(torch.tensor(list(ids))), prompt_length)
 
     def run_layer(self, index: int, weights: LayerWeights) -> LayerTrace:
         """Run a layer with weights read before; the stream becomes its output."""
@@ -56,7 +58,7 @@ class ReferenceTrace:
         reference: ReferenceModel,
         x: torch.Tensor,
         rows: Sequence[int],
-        others: Sequence[OtherSequence] = (),
+        others: Sequence[ReferenceSequence] = (),
     ) -> None:
         self.reference = reference
         self.stream = x

@@ -19,12 +19,12 @@ from modelmill.accept.embedding_and_head import check_embedding_tables, check_qu
 from modelmill.accept.finding import Finding
 from modelmill.accept.module_check import ModuleCheck
 from modelmill.accept.quantized_layers import QuantizedLayersCheck
-from modelmill.accept.quantized_reference import is_low_bit, language_formats
+from modelmill.accept.quantized_reference import language_model_formats, needs_separate_weight_check
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.reference_device import PlacedReference, cpu_reference, place_reference
-from modelmill.accept.sequences import check_amplified, check_sequences
+from modelmill.accept.sequences import check_amplified_rounding, check_sequences
 from modelmill.accept.stage_check import make_report, round_digits
-from modelmill.accept.static_ranges import range_report
+from modelmill.accept.static_ranges import static_range_report
 from modelmill.accept.unused_tensors import unused_language_tensors, with_unused_tensors
 from modelmill.artifact.store import Artifact, open_artifact
 from modelmill.checkpoint.open import Checkpoint
@@ -68,10 +68,10 @@ def accept(
         kernels=artifact.manifest.build["kernels"],
     )
     loop = EngineCore.open(artifact, config)
-    return compare_engine(loop, checkpoint, sample_ids(artifact), on_progress=on_progress)
+    return compare_engine(loop, checkpoint, acceptance_token_ids(artifact), on_progress=on_progress)
 
 
-def sample_ids(artifact: Artifact) -> list[list[int]]:
+def acceptance_token_ids(artifact: Artifact) -> list[list[int]]:
     """Return the sequences to check with: the built-in text, or seeded ids without a tokenizer."""
     limit = min(SEQUENCE_LENGTH, artifact.manifest.max_model_len)
     files = artifact.tokenizer_files()
@@ -146,10 +146,10 @@ def _compare(
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest, model = engine_core.artifact.manifest, engine_core.model_runner.model
-    weight_formats = language_formats(engine_core.model, manifest.weight_formats)
+    weight_formats = language_model_formats(engine_core.model, manifest.weight_formats)
     # matrices kept from the checkpoint are not rounded here: the reference expands them itself
     kept = manifest.build["quantization"] == "keep"
-    uses_engine_weights = is_low_bit(weight_formats) and not kept
+    uses_engine_weights = needs_separate_weight_check(weight_formats) and not kept
     rounded = not kept and bool(set(weight_formats.values()) - {"dense"})
     sequences = [list(s) for s in ids]
     # the first is the probe, all prompt; of the others the last quarter is decoded token by token
@@ -191,7 +191,7 @@ def _compare(
     }
     if rounding is not None and not report["quantization_errors"]:
         report["quantization_errors"] = rounding.quantization_errors
-    report |= range_report(module_check.static_ranges, report["quantization_errors"])
+    report |= static_range_report(module_check.static_ranges, report["quantization_errors"])
     on_stage("done", 1)
     return with_unused_tensors(report, unused_language_tensors(checkpoint_reference))
 
@@ -219,7 +219,7 @@ def _check_whole_sequences(
         rounding.finish()
         checkpoint_reference = rounding.checkpoint_reference
         if rounding.uses_engine_weights:
-            exact = (checkpoint_reference, rounding.streams)
+            exact = (checkpoint_reference, rounding.residual_streams)
     ids, starts = (list(each) for each in zip(*split, strict=True))
     whole = check_sequences(
         engine_core, reference, ids, starts, streams, exact, module_check.routings
@@ -229,7 +229,7 @@ def _check_whole_sequences(
     if rounding is not None and exact is None:
         # the rounding of the weights is compared by itself: here it is left out
         reference, exact = rounding.engine_reference(), (checkpoint_reference, streams)
-    return check_amplified(engine_core, reference, split, exact)
+    return check_amplified_rounding(engine_core, reference, split, exact)
 
 
 def _stored_quantization_errors(engine_core: EngineCore) -> list[dict[str, Any]]:
@@ -294,7 +294,8 @@ def _first_failure(failures: list[Finding]) -> Finding | None:
     if (
         first is not None
         and eps is not None
-        and eps.bound.excess(eps.metrics) > 3 * first.bound.excess(first.metrics)
+        and eps.bound.error_to_bound_ratio(eps.metrics)
+        > 3 * first.bound.error_to_bound_ratio(first.metrics)
     ):
         return eps
     return first

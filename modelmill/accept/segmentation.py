@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
-from modelmill.accept.reference.sam import SamReference, check_names
+from modelmill.accept.quantized_encoder_reference import DequantizedMatrices, check_encoder_weights
+from modelmill.accept.reference.sam import SamReference, check_is_sam
 from modelmill.accept.reference.sam_decoder import SamDecoderReference
 from modelmill.accept.reference.stage import ReferenceStage
 from modelmill.accept.stage_check import StageCheck, make_report, round_digits
@@ -73,8 +73,8 @@ def compare_segmentation(
             on_progress(f"acceptance: {name}", step, len(STAGE_NAMES))
 
     checkpoint_reference = SamReference(checkpoint)
-    check_names(checkpoint_reference)
-    engine_matrices = EngineMatrices(sam_model.model)
+    check_is_sam(checkpoint_reference)
+    engine_matrices = DequantizedMatrices(sam_model.model)
     reference = (
         SamReference(checkpoint, engine_matrices) if engine_matrices else checkpoint_reference
     )
@@ -83,7 +83,7 @@ def compare_segmentation(
         sam_model.model, sam_model.vision, str(sam_model.device), artifact.manifest
     )
     stage_check.findings += check_encoder_weights(
-        engine_matrices, build["dtype"], checkpoint_reference.engine_matrix
+        engine_matrices, build["dtype"], checkpoint_reference.matrix_for_engine_path
     )
     picture = sample_image(sam_model.image_size)
     on_stage(0)
@@ -96,23 +96,23 @@ def compare_segmentation(
     points, labels = prompt_tensors(prompts, size, size)
     generator = torch.Generator().manual_seed(5)
     mask = torch.randn(1, 1, 4 * reference.grid, 4 * reference.grid, generator=generator) * 8
-    stage_check.check_stages(decoder.prompt_stages(points[:1], labels[:1], mask))
+    stage_check.check_stages(decoder.prompt_encoder_stages(points[:1], labels[:1], mask))
     sparse, dense, places = stage_check.check_stages(
-        decoder.prompt_stages(points, labels, None), num_outputs=3
+        decoder.prompt_encoder_stages(points, labels, None), num_outputs=3
     )
     logits, scores = stage_check.check_stages(
-        decoder.decoder_stages(embedding, places, sparse, dense), num_outputs=2
+        decoder.mask_decoder_stages(embedding, places, sparse, dense), num_outputs=2
     )
     on_stage(1)
     stage_check.check_norms(reference.norms)
-    stage_check.check_declared()
+    stage_check.check_layer_specs()
     on_stage(3)
     if engine_matrices:
         normalized = checkpoint_reference.normalize_image(picture)
         embedding = _last_output(checkpoint_reference.encoder_stages(normalized))[0]
         exact_decoder = SamDecoderReference(checkpoint_reference)
         logits, scores = _last_output(
-            exact_decoder.decoder_stages(embedding, places, sparse, dense)
+            exact_decoder.mask_decoder_stages(embedding, places, sparse, dense)
         )
     expected = embedding, logits, scores
     whole = _check_whole_model(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from modelmill.accept.metrics import compare_logits
 from modelmill.accept.reference import Affine, LayerWeights, ReferenceModel
-from modelmill.accept.reference_trace import ROUTING, OtherSequence
+from modelmill.accept.reference_trace import ROUTING, ReferenceSequence
 
 NOISE_PER_BOUND = 1 / 3
 """The bounds are three times the worst honest rounding (accept/tolerances.py)."""
@@ -46,19 +46,21 @@ class Sensitivity(NamedTuple):
 
 
 @dataclass
-class _Perturbed:
+class _PerturbedSequence:
     """A sequence with and without noise in the weights; both choose the same experts."""
 
-    plain: OtherSequence
-    noisy: OtherSequence
+    plain: ReferenceSequence
+    noisy: ReferenceSequence
     routing: Tensor | None = None
 
     @staticmethod
-    def start(reference: ReferenceModel, ids: Sequence[int], prompt_length: int) -> _Perturbed:
+    def start(
+        reference: ReferenceModel, ids: Sequence[int], prompt_length: int
+    ) -> _PerturbedSequence:
         """Embed a sequence twice."""
-        return _Perturbed(
-            OtherSequence.start(reference, ids, prompt_length),
-            OtherSequence.start(reference, ids, prompt_length),
+        return _PerturbedSequence(
+            ReferenceSequence.start(reference, ids, prompt_length),
+            ReferenceSequence.start(reference, ids, prompt_length),
         )
 
     def run_layer(self, index: int, weights: LayerWeights, noisy_weights: LayerWeights) -> None:
@@ -84,7 +86,7 @@ def measure_sensitivity(
     depth = math.sqrt(reference.num_layers + 2)
     noise = NOISE_PER_BOUND * bound / depth
     generator = torch.Generator().manual_seed(23)
-    pairs = [_Perturbed.start(reference, *each) for each in sequences]
+    pairs = [_PerturbedSequence.start(reference, *each) for each in sequences]
     routings: dict[int, list[Tensor]] = {}
     for index in range(reference.num_layers):
         weights = reference.layer_weights(index)

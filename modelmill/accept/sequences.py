@@ -21,11 +21,16 @@ from modelmill.accept.metrics import (
     perplexity,
     top1_agreement,
 )
-from modelmill.accept.quantized_reference import language_formats
+from modelmill.accept.quantized_reference import language_model_formats
 from modelmill.accept.reference import ReferenceModel
 from modelmill.accept.sensitivity import Sensitivity, measure_sensitivity
 from modelmill.accept.token_scorer import TokenScorer
-from modelmill.accept.tolerances import LogitsBound, act_quant_formats, logits_bound, whole_formats
+from modelmill.accept.tolerances import (
+    LogitsBound,
+    act_quant_formats,
+    jointly_checked_formats,
+    logits_bound,
+)
 from modelmill.nn.layer_spec import RoutingSpec, layer_spec
 from modelmill.runtime.engine_core import EngineCore
 
@@ -74,11 +79,11 @@ def check_sequences(
     ]
     right = _reference_logits(reference, streams, rows)
     scorer = TokenScorer(engine_core)
-    with reference_routing(scorer, routings or {}):
+    with use_reference_routing(scorer, routings or {}):
         actual = _engine_logits(scorer, ids, prompt_lengths, rows).to(right.device)
     row = compare_logits("logits", actual, right)
     amplification = 1.0 if sensitivity is None else sensitivity.amplification
-    bound = published_bound(
+    bound = published_logits_bound(
         engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
     ).amplified(amplification)
     agreed = top1_agreement(actual, right, bound.margin)
@@ -165,7 +170,7 @@ def _uneven_errors(
     }
 
 
-def check_amplified(
+def check_amplified_rounding(
     engine_core: EngineCore,
     reference: ReferenceModel,
     split: Sequence[tuple[list[int], int]],
@@ -185,7 +190,7 @@ def check_amplified(
     Returns:
         As check_sequences.
     """
-    bound = published_bound(
+    bound = published_logits_bound(
         engine_core, reference.num_layers, uses_engine_weights=checkpoint_reference is not None
     )
     measured = measure_sensitivity(reference, split, bound.rel_l2)
@@ -197,7 +202,9 @@ def check_amplified(
 
 
 @contextmanager
-def reference_routing(scorer: TokenScorer, routings: Mapping[int, list[Tensor]]) -> Iterator[None]:
+def use_reference_routing(
+    scorer: TokenScorer, routings: Mapping[int, list[Tensor]]
+) -> Iterator[None]:
     """Within the block, layers with experts take those that the reference chose.
 
     Args:
@@ -208,7 +215,7 @@ def reference_routing(scorer: TokenScorer, routings: Mapping[int, list[Tensor]])
     layers = scorer.runner.model.get_submodule("layers") if routings else nn.ModuleList()
     for index, layer in enumerate(layers.children()):
         if index in routings:
-            for module in layer_spec(layer).of_type(RoutingSpec):
+            for module in layer_spec(layer).modules_of_type(RoutingSpec):
                 hook = _routing_hook(scorer, routings[index])
                 handles.append(layer.get_submodule(module.path).register_forward_hook(hook))
     try:
@@ -242,7 +249,7 @@ def _reference_logits(
     return reference.head(selected)["logits"].output
 
 
-def published_bound(
+def published_logits_bound(
     engine_core: EngineCore, layers: int, *, uses_engine_weights: bool
 ) -> LogitsBound:
     """Return the bound of the logits, of models that do not amplify rounding.
@@ -254,9 +261,13 @@ def published_bound(
         "an engine core made by EngineCore.open knows its artifact"
     )
     manifest = engine_core.artifact.manifest
-    weight_formats = set(language_formats(engine_core.model, manifest.weight_formats).values())
+    weight_formats = set(
+        language_model_formats(engine_core.model, manifest.weight_formats).values()
+    )
     kept = manifest.build["quantization"] == "keep"
-    whole = [] if kept or uses_engine_weights else sorted(weight_formats & whole_formats())
+    whole = (
+        [] if kept or uses_engine_weights else sorted(weight_formats & jointly_checked_formats())
+    )
     recipe = next(iter([*sorted(weight_formats & act_quant_formats()), *whole]), "none")
     return logits_bound(manifest.build["dtype"], recipe, num_layers=layers)
 

@@ -19,7 +19,7 @@ from modelmill.artifact.store import Artifact
 from modelmill.core.model_family import family_options
 from modelmill.core.registry import find_module
 from modelmill.nn.layer_spec import LinearSpec, layer_spec
-from modelmill.nn.layer_stack import find_layer, image_stacks
+from modelmill.nn.layer_stack import find_layer, vision_encoder_stacks
 from modelmill.nn.linear import Linear
 from modelmill.nn.vision_context import VisionContext
 
@@ -43,11 +43,11 @@ class StageCheck:
         self._linears: dict[str, str] = {}
         self._declared: dict[str, str] = {}
         self._wholes: set[str] = set()
-        for stack in image_stacks(model):
+        for stack in vision_encoder_stacks(model):
             for index, layer in enumerate(model.get_submodule(stack.path).children()):
-                self._add_declared(f"{stack.path}.{index}", layer)
+                self._record_declared_modules(f"{stack.path}.{index}", layer)
 
-    def _add_declared(self, path: str, layer: nn.Module) -> None:
+    def _record_declared_modules(self, path: str, layer: nn.Module) -> None:
         """Note what a layer's spec says about the reference."""
         spec = layer_spec(layer)
         spec.check(layer)
@@ -59,11 +59,11 @@ class StageCheck:
         self._declared |= wholes
         self._wholes |= wholes.keys()
 
-    def is_whole(self, finding: Finding) -> bool:
+    def contains_compared_modules(self, finding: Finding) -> bool:
         """Return whether a finding is of a module that contains others that are compared."""
         return finding.name in self._wholes
 
-    def check_declared(self) -> None:
+    def check_layer_specs(self) -> None:
         """Compare what was compared inside the layers with what their specs declare.
 
         Linear layers may be compared as parts of a whole only.

@@ -20,7 +20,7 @@ from modelmill.nn.linear import Linear
 MIN_RATIO, MIN_DIFFERENCE = 3.0, 0.02
 
 
-class StaticRangeUse:
+class OutOfRangeRowCounter:
     """Counts, by linear module, the rows of its input outside of its static range.
 
     Attributes:
@@ -40,12 +40,12 @@ class StaticRangeUse:
         if outside is not None:
             self.counts[name] = (int(outside.sum()), len(outside))
 
-    def share(self) -> float:
+    def out_of_range_share(self) -> float:
         """Return the share of rows outside over all modules; 0 without static ranges."""
         rows = sum(count for _, count in self.counts.values())
         return sum(outside for outside, _ in self.counts.values()) / rows if rows else 0.0
 
-    def worst(self) -> tuple[str, float]:
+    def worst_module(self) -> tuple[str, float]:
         """Return the module with the largest share of rows outside, and the share."""
         return max(
             ((name, outside / rows) for name, (outside, rows) in self.counts.items()),
@@ -53,13 +53,15 @@ class StaticRangeUse:
         )
 
 
-def calibration_share(facts: Sequence[Mapping[str, Any]]) -> float:
+def calibration_out_of_range_share(facts: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of calibration rows outside of static ranges, over all matrices."""
     shares = [float(each["outside_range"]) for each in facts if "outside_range" in each]
     return sum(shares) / len(shares) if shares else 0.0
 
 
-def range_report(use: StaticRangeUse, facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def static_range_report(
+    use: OutOfRangeRowCounter, facts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return what the acceptance report says of static ranges; nothing without any.
 
     Args:
@@ -68,8 +70,8 @@ def range_report(use: StaticRangeUse, facts: Sequence[Mapping[str, Any]]) -> dic
     """
     if not use.counts:
         return {}
-    name, most = use.worst()
-    share, calibration = use.share(), calibration_share(facts)
+    name, most = use.worst_module()
+    share, calibration = use.out_of_range_share(), calibration_out_of_range_share(facts)
     ranges = {
         "calibration": round_digits(calibration),
         "acceptance": round_digits(share),

@@ -91,7 +91,7 @@ class TokenScorer:
         while todo:
             seqs, todo = self._start_sequences(ids, starts, todo)
             try:
-                with self.runner.guard_ranks():
+                with self.runner.translate_rank_errors():
                     self._prefill(seqs, on_logits, row_filter)
                     self._decode(seqs, ids, on_logits, row_filter)
             finally:
@@ -147,7 +147,7 @@ class TokenScorer:
                     "a sequence must have between 1 and "
                     f"{tables.table.shape[1] * size} tokens here, not {len(ids[index])}"
                 )
-            in_use = self.scheduler.limits.pages_in_use(len(ids[index]))
+            in_use = self.scheduler.limits.max_pages_in_use(len(ids[index]))
             if in_use > available or not tables.num_free_rows:
                 break
             available -= in_use
@@ -185,7 +185,7 @@ class TokenScorer:
             work: list[tuple[Sequence, int]] = []
             left = min(self.max_tokens, max_rows)
             for seq in seqs:
-                count = min(seq.remaining, left)
+                count = min(seq.num_uncomputed, left)
                 if count:
                     work.append((seq, count))
                     left -= count
@@ -240,7 +240,7 @@ class TokenScorer:
         logits = self.runner.forward_all_ranks(batch)
         for seq, count in work:
             seq.advance(count)
-            self.scheduler.free_behind_window(seq)
+            self.scheduler.free_outside_window(seq)
         if on_logits is not None:
             for index, first, at, n in runs:
                 on_logits(index, first, logits[at : at + n])

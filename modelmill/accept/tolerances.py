@@ -95,7 +95,7 @@ from modelmill.accept.metrics import CHANCE_DEVIATIONS, ErrorMetrics
 from modelmill.core.errors import UsageError
 from modelmill.core.recipe_declaration import (
     ActQuantTolerances,
-    WholeTolerances,
+    CombinedTolerances,
     format_tolerances,
 )
 
@@ -123,7 +123,7 @@ class ErrorBound:
             if not value <= limit
         ]
 
-    def excess(self, metrics: ErrorMetrics) -> float:
+    def error_to_bound_ratio(self, metrics: ErrorMetrics) -> float:
         """Return the largest error relative to its bound; above 1 it is out of bounds."""
         return max(
             metrics.rel_l2 / self.rel_l2,
@@ -196,7 +196,7 @@ def block_bound(weight_format: str) -> ErrorBound | None:
     return None if tolerances is None else ErrorBound(*tolerances.block)
 
 
-def scales_columns(weight_format: str) -> bool:
+def compares_with_folded_scales(weight_format: str) -> bool:
     """Return whether a format's columns are compared with the folded scales, not without them."""
     tolerances = format_tolerances().get(weight_format)
     return tolerances is not None and tolerances.scaled_columns
@@ -207,7 +207,7 @@ def act_quant_formats() -> set[str]:
     return {name for name, each in format_tolerances().items() if each.act_quant is not None}
 
 
-def whole_formats() -> set[str]:
+def jointly_checked_formats() -> set[str]:
     """Return the weight formats whose arithmetic and rounding are checked together."""
     return {name for name, each in format_tolerances().items() if each.whole is not None}
 
@@ -223,7 +223,7 @@ def _act_quant_tolerances(weight_format: str) -> ActQuantTolerances | None:
     return None if tolerances is None else tolerances.act_quant
 
 
-def _whole_tolerances(weight_format: str) -> WholeTolerances | None:
+def _whole_tolerances(weight_format: str) -> CombinedTolerances | None:
     tolerances = format_tolerances().get(weight_format)
     return None if tolerances is None else tolerances.whole
 

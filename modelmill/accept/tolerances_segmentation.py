@@ -63,7 +63,7 @@ WHOLE_MODEL_BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 def act_quant_stage_formats() -> set[str]:
     """Return the weight formats of encoders whose modules round activations."""
-    return {name for name, images in _image_tolerances().items() if images.module}
+    return {name for name, images in _encoder_tolerances().items() if images.module}
 
 
 def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
@@ -71,7 +71,7 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
     weight_format: the format that rounds its activations.
     """
-    images = _image_tolerances().get(weight_format)
+    images = _encoder_tolerances().get(weight_format)
     if images is None or not images.module:
         return STAGE_BOUNDS[dtype]
     return ErrorBound(*images.module[dtype])
@@ -79,19 +79,19 @@ def stage_bound(dtype: str, weight_format: str = "none") -> ErrorBound:
 
 def embedding_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of an image embedding to the checkpoint's own."""
-    images = _image_tolerances()
+    images = _encoder_tolerances()
     bounds = [images[each].embedding for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
 def mask_logits_bound(dtype: str, weight_formats: Iterable[str] = ()) -> float:
     """Return the bound on rel_l2 of the whole engine's mask logits to the checkpoint's own."""
-    images = _image_tolerances()
+    images = _encoder_tolerances()
     bounds = [images[each].mask_logits for each in weight_formats if each in images]
     return max([WHOLE_MODEL_BOUNDS[dtype], *bounds])
 
 
-def _image_tolerances() -> dict[str, ImageTolerances]:
+def _encoder_tolerances() -> dict[str, ImageTolerances]:
     """Return what the recipes of encoders declare, by weight format."""
     tolerances = format_tolerances().items()
     return {name: each.images for name, each in tolerances if each.images is not None}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modelmill.accept.finding import Finding
 from modelmill.accept.metrics import compare_tensors
-from modelmill.accept.quantized_encoder_reference import EngineMatrices, check_encoder_weights
+from modelmill.accept.quantized_encoder_reference import DequantizedMatrices, check_encoder_weights
 from modelmill.accept.reference.minigpt4_vision import MiniGpt4VisionReference
 from modelmill.accept.stage_check import StageCheck, finding_to_json, round_digits
 from modelmill.accept.tolerances_segmentation import embedding_bound
@@ -48,7 +48,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     )
     manifest = engine_core.artifact.manifest
     dtype = manifest.build["dtype"]
-    engine_matrices = EngineMatrices(engine_core.model)
+    engine_matrices = DequantizedMatrices(engine_core.model)
     checkpoint_reference = reference = MiniGpt4VisionReference(checkpoint)
     if engine_matrices:
         reference = MiniGpt4VisionReference(checkpoint, engine_matrices)
@@ -56,12 +56,12 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
         engine_core.model, VisionContext(engine_core.ops), engine_core.device, manifest
     )
     stage_check.findings += check_encoder_weights(
-        engine_matrices, dtype, checkpoint_reference.engine_matrix
+        engine_matrices, dtype, checkpoint_reference.matrix_for_engine_path
     )
     picture = square_sample_image(reference.image_size)
     [expected] = stage_check.check_stages(reference.stages(reference.normalize_image(picture)))
     stage_check.check_norms(reference.norms)
-    stage_check.check_declared()
+    stage_check.check_layer_specs()
     if engine_matrices:  # the effect of quantization is measured against the checkpoint's own
         for stage in checkpoint_reference.stages(checkpoint_reference.normalize_image(picture)):
             [expected] = stage.expected
@@ -69,7 +69,7 @@ def check_vision_encoder(engine_core: EngineCore, checkpoint: Checkpoint) -> dic
     encode_images: Callable[..., torch.Tensor] = engine_core.model.encode_images  # type: ignore[assignment]
     whole = compare_tensors("embeddings", encode_images(batch, engine_core.ops)[0], expected)
     bound = embedding_bound(dtype, engine_matrices.weight_formats.values())
-    first = stage_check.first_failure(stage_check.is_whole)
+    first = stage_check.first_failure(stage_check.contains_compared_modules)
     verdict, reason = _verdict(first, whole.rel_l2, bound)
     return {
         "ok": verdict == "numerical noise",

@@ -122,7 +122,7 @@ class Artifact:
         return sum(int(entry["bytes"]) for entry in self.manifest.files.values())
 
 
-def facts_path(layer: int) -> str:
+def quantization_facts_path(layer: int) -> str:
     """Return the path of a layer's quantization facts inside the engine."""
     return f"{FACTS_FOLDER}/layer-{layer:04d}.json"
 
@@ -196,7 +196,7 @@ class Staging:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = (self.target.parent / f".{self.target.name}.lock").open("w")
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise self._unwritable_error(error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a build that has just ended may have unlinked the file between open and lock
@@ -213,9 +213,9 @@ class Staging:
             self._resume()
         except OSError as error:
             self.close()
-            raise self._unwritable(error) from None
+            raise self._unwritable_error(error) from None
 
-    def _unwritable(self, error: OSError) -> ArtifactError:
+    def _unwritable_error(self, error: OSError) -> ArtifactError:
         return ArtifactError(
             f"cannot write beside {self.target}: {error.strerror}; {other_target_hint(self.target)}"
         )
@@ -259,7 +259,7 @@ class Staging:
             for site, s in scales.items()
         }
         text = json.dumps({"facts": facts, "scales": encoded}, indent=1, sort_keys=True) + "\n"
-        self.write(facts_path(layer), text.encode())
+        self.write(quantization_facts_path(layer), text.encode())
 
     def write_unhashed(self, name: str, data: bytes) -> None:
         """Write a file outside the hashes."""

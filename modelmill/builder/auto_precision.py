@@ -156,13 +156,13 @@ class LayerStreamer:
             if not buffer.is_meta:
                 self._set_tensor(name, buffer.to(device))
         for part in EMBEDDING_PARTS:
-            self.load_prefix(f"{part}.")
+            self.load_submodules(f"{part}.")
 
     def layers(self) -> Iterator[QuantizableLayer]:
         """Yield the layers; each is freed before the next is read."""
         for index in range(self.model_config.layers):
             module = self.model.layers[index]
-            self.load_prefix(f"layers.{index}.")
+            self.load_submodules(f"layers.{index}.")
             yield QuantizableLayer(module)
             for linear in module.modules():
                 if isinstance(linear, Linear):
@@ -170,8 +170,8 @@ class LayerStreamer:
 
     def load_head(self) -> None:
         """Load the final norm and the projection to the vocabulary."""
-        self.load_prefix("norm.")
-        self.load_prefix("head.")
+        self.load_submodules("norm.")
+        self.load_submodules("head.")
         if self.model_config.tied:
             self.model.head.weight = Dense(self.model.embed.weight)
 
@@ -195,7 +195,7 @@ class LayerStreamer:
                 self.model.head.weight = whole
                 yield logits
 
-    def load_prefix(self, prefix: str) -> None:
+    def load_submodules(self, prefix: str) -> None:
         """Load the modules below the prefix, in float32."""
         for resolved in self.renames:
             if not resolved.target.startswith(prefix):
@@ -266,7 +266,7 @@ def search_bit_choices(
     sequences = [sample.ids for sample in samples]
     report_progress = on_progress or (lambda *_: None)
     ops = registry.select_backends(streamer.device, config.kernels)
-    shown = embed_images(samples, streamer.model, streamer.load_prefix, ops)
+    shown = embed_images(samples, streamer.model, streamer.load_submodules, ops)
     start = CalibrationState.from_ids(streamer.model, sequences, ops, streamer.device, shown)
     count = SINGLE_LAYER_SEQUENCES
     few = CalibrationState.from_ids(
@@ -383,7 +383,7 @@ def measure_choice(
         pack("int8", streamer.model.head.weight.dense(), torch.float32) if quantize_head else None
     )
     kls, rises = [], []
-    targets = torch.cat([_next_ids(batch.step) for batch in unquantized.batches])
+    targets = torch.cat([_target_ids(batch.step) for batch in unquantized.batches])
     first = 0
     for a, b in zip(streamer.logits(unquantized), streamer.logits(other, rounded), strict=True):
         right, ours = a.double().log_softmax(-1), b.double().log_softmax(-1)
@@ -421,7 +421,7 @@ def _kl_divergence(
     return torch.cat(each)
 
 
-def _next_ids(step: Any) -> torch.Tensor:
+def _target_ids(step: Any) -> torch.Tensor:
     """Return the token after each token; −1 at the end of a sequence and before an image."""
     after = torch.cat([step.ids[1:], step.ids[:1]])
     ends = step.query_start[1:].long() - 1

@@ -33,7 +33,7 @@ from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import fill_random_weights, synthetic_step
 from modelmill.ops import registry
-from modelmill.ops.launch_configs import GemmKey, TunedConfigs, Tuning, format_key
+from modelmill.ops.launch_configs import GemmKey, TunedConfigs, TunedLaunchConfigs, format_key
 from modelmill.ops.timing import capture_graph, time_interleaved
 
 _log = log.get_logger(__name__)
@@ -88,7 +88,7 @@ def autotune(plan: BuildPlan, on_progress: Progress | None = None) -> AutotuneRe
 def _tune_row_buckets(
     plan: BuildPlan, deadline: float, on_progress: Progress | None
 ) -> dict[int, AutotuneOutcome]:
-    model = _sample_model(plan)
+    model = _build_truncated_model(plan)
     outcomes = {}
     buckets = row_buckets(plan.config.quantization)
     for number, rows in enumerate(buckets):
@@ -143,7 +143,7 @@ def _triton() -> str:
         return "absent"
 
 
-def _sample_model(plan: BuildPlan) -> nn.Module:
+def _build_truncated_model(plan: BuildPlan) -> nn.Module:
     """Build the first layers of the model with random weights on the GPU."""
     layers = plan.model_config.layers
     each = sum(p.nbytes for p in plan.tensors if p.module.startswith("layers.")) // layers
@@ -166,7 +166,7 @@ def _captured_step(
     model: nn.Module, step: Step, plan: BuildPlan, choices: TunedConfigs
 ) -> Callable[[], Any]:
     ops = registry.select_backends(
-        "cuda", plan.config.kernels, Tuning(torch.cuda.get_device_name(), choices)
+        "cuda", plan.config.kernels, TunedLaunchConfigs(torch.cuda.get_device_name(), choices)
     )
     tuned = replace(step, ops=ops)
 

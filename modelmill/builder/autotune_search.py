@@ -72,7 +72,7 @@ def search_launch_configs(
         if base is None or not ran:
             continue
         quickest, index = min(ran)
-        if is_clearly_faster(base, quickest, product.time_share) and _wins_again(
+        if is_clearly_faster(base, quickest, product.time_share) and _confirm_faster(
             time_steps, best, options[index], product.time_share
         ):
             best = options[index]
@@ -82,7 +82,7 @@ def search_launch_configs(
     return AutotuneOutcome(best, default, tuned, untried)
 
 
-def _wins_again(
+def _confirm_faster(
     time_steps: StepTimer, best: TunedConfigs, candidate: TunedConfigs, time_share: float
 ) -> bool:
     base, seconds = time_steps([best, candidate])

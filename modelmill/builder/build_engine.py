@@ -74,7 +74,7 @@ def build(
     plan.build_memory.check(str(plan.checkpoint.path), with_acceptance=accept is not None)
     files = plan.checkpoint.tokenizer_files() if plan.engine_type == LANGUAGE else {}
     if files:
-        load_tokenizer(files).check_against(plan.model_config.vocab)
+        load_tokenizer(files).check_ids_fit(plan.model_config.vocab)
     staging = Staging(out, plan.resume_key())
     staging.open()
     fingerprint = BackgroundFingerprint(plan.checkpoint)
@@ -181,14 +181,14 @@ def _write_tensor(
         return
     # the same bits on every device: the bytes of an engine do not depend on the machine
     quantized = planned.recipe.quantize(
-        tensor.to(_rounding_device(plan, tensor.numel())).float(), None
+        tensor.to(_quantization_device(plan, tensor.numel())).float(), None
     )
     for suffix, part in quantized.tensors().items():
         planned.check_stored(part)
         writer.add(f"{planned.module}.{suffix}", part.cpu())
 
 
-def _rounding_device(plan: BuildPlan, num_weights: int) -> str:
+def _quantization_device(plan: BuildPlan, num_weights: int) -> str:
     """Return the device for rounding: the target GPU if it has enough free memory, else the CPU."""
     if plan.device == "cpu":
         return "cpu"

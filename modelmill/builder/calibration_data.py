@@ -109,7 +109,7 @@ def calibration_samples(
         UsageError: if the data cannot be used.
     """
     vocab = int(model.config.vocab)
-    if reads_images(files):
+    if chat_supports_images(files):
         # imported here, because it reads lines and texts with this module
         from modelmill.builder.multimodal_calibration import load_samples
 
@@ -124,7 +124,10 @@ def calibration_samples(
 
 
 def embed_images(
-    samples: Sequence[CalibrationSample], model: Any, load_prefix: Callable[[str], None], ops: Ops
+    samples: Sequence[CalibrationSample],
+    model: Any,
+    load_submodules: Callable[[str], None],
+    ops: Ops,
 ) -> list[dict[int, torch.Tensor]]:
     """Return the embeddings of each sample's images by position (see ``encode_images``)."""
     pictures = [
@@ -134,11 +137,11 @@ def embed_images(
         return [{} for _ in samples]
     from modelmill.builder.multimodal_calibration import encode_images
 
-    embeddings = iter(encode_images(model, torch.stack(pictures), load_prefix, ops))
+    embeddings = iter(encode_images(model, torch.stack(pictures), load_submodules, ops))
     return [{position: next(embeddings) for position in sample.images} for sample in samples]
 
 
-def reads_images(files: Mapping[str, bytes]) -> bool:
+def chat_supports_images(files: Mapping[str, bytes]) -> bool:
     """Return whether the chat format of these files supports images."""
     return IMAGE_CHAT_FILE in files
 

@@ -24,7 +24,7 @@ from modelmill.checkpoint.prequantized import find_scheme
 from modelmill.checkpoint.quant_layout import QuantLayout
 from modelmill.checkpoint.rename import Rule
 from modelmill.checkpoint.side_files import read_json
-from modelmill.checkpoint.text_half import text_half_config
+from modelmill.checkpoint.text_half import language_model_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.model_family import LANGUAGE, family_options
 from modelmill.nn.linear import Linear
@@ -85,7 +85,7 @@ def checkpoint_of_config(folder: Path) -> Checkpoint:
         CheckpointError: for an unknown or wrong config, and for a model of images.
     """
     file = folder / "config.json"
-    config, left_out = text_half_config(read_json(file), file)
+    config, left_out = language_model_config(read_json(file), file)
     empty = ConfigContainer({}, file)
     checkpoint = Checkpoint(
         folder, "config.json", config, {}, raw=empty, view=empty, unread_config=left_out
@@ -195,7 +195,7 @@ def source_infos(
             shape = (shape[0] * int(argument.partition("/")[2]), *shape[1:])
         elif name == "expert":
             shape = (int(argument.partition("/")[2]), *shape)
-        elif name in ("ungate", "gates"):
+        elif name in ("drop_gates", "gates"):
             shape = (shape[0] + math.prod(map(int, argument.split("/"))), *shape[1:])
         elif name == "rows":
             shape = (int(argument.rpartition("/")[2]), *shape[1:])

@@ -117,7 +117,7 @@ class LayerQuantizer:
             self._load(parts, self._read)
             ops = registry.select_backends(self.device, self.plan.config.kernels)
             ids = [sample.ids for sample in self.samples]
-            shown = embed_images(self.samples, self.model, self._load_prefix, ops)
+            shown = embed_images(self.samples, self.model, self._load_submodules, ops)
             self._calibration = CalibrationState.from_ids(self.model, ids, ops, self.device, shown)
             for planned in parts:  # a table of layers' inputs may be the largest tensor
                 if planned.module.partition(".")[0] != "embed":
@@ -136,7 +136,7 @@ class LayerQuantizer:
     def _read_all(self, planned_tensors: Iterable[PlannedTensor]) -> list[dict[str, torch.Tensor]]:
         return [self._read(planned) for planned in planned_tensors]
 
-    def _load_prefix(self, prefix: str) -> None:
+    def _load_submodules(self, prefix: str) -> None:
         self._load(
             [planned for planned in self.plan.tensors if planned.rule.target.startswith(prefix)],
             self._read,

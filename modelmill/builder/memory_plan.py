@@ -81,21 +81,21 @@ class BuildMemory:
     Attributes:
         process_bytes: resident before the build, with later imports.
         mapped_bytes: pages of the checkpoint and of the engine.
-        writing_bytes: allocated by this stage; 0 for a stage that is skipped.
+        write_buffer_bytes: allocated by this stage; 0 for a stage that is skipped.
         calibration_bytes: likewise.
         acceptance_bytes: likewise.
     """
 
     process_bytes: int
     mapped_bytes: int
-    writing_bytes: int
+    write_buffer_bytes: int
     calibration_bytes: int
     acceptance_bytes: int
 
     @property
     def allocated_bytes(self) -> int:
         """Return the bytes that must be free when the build starts."""
-        return max(self.writing_bytes, self.calibration_bytes, self.acceptance_bytes)
+        return max(self.write_buffer_bytes, self.calibration_bytes, self.acceptance_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -105,7 +105,11 @@ class BuildMemory:
     def without_acceptance(self) -> BuildMemory:
         """Return the memory of the same build with --no-check."""
         return BuildMemory(
-            self.process_bytes, self.mapped_bytes, self.writing_bytes, self.calibration_bytes, 0
+            self.process_bytes,
+            self.mapped_bytes,
+            self.write_buffer_bytes,
+            self.calibration_bytes,
+            0,
         )
 
     def check(self, checkpoint_name: str, *, with_acceptance: bool) -> None:
@@ -138,10 +142,10 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
         process_bytes(),
         mapped_bytes(plan.checkpoint, plan.tensors),
     )
-    writing = writing_bytes(plan.checkpoint, plan.tensors)
+    writing = write_buffer_bytes(plan.checkpoint, plan.tensors)
     if plan.engine_type != LANGUAGE:
         encoder, itemsize = plan.model_config.encoder, plan.dtype.itemsize
-        encoding = encoding_bytes(encoder, _encoder_workspace(plan), itemsize)
+        encoding = encoder_acceptance_bytes(encoder, _encoder_workspace(plan), itemsize)
         return BuildMemory(*shared, writing, 0, encoding)
     judging = acceptance_bytes(
         plan.checkpoint, plan.tensors, plan.model_config.vocab, plan.model_config.hidden
@@ -163,7 +167,9 @@ def build_memory(plan: BuildPlan) -> BuildMemory:
             tokens,
             plan.model_config.hidden,
             plan.model_config.inner,
-            2 * kv.kv_heads * kv.head_dim + _widest_state(plan) + plan.layer_input_size,
+            2 * kv.kv_heads * kv.head_dim
+            + _widest_state_per_token(plan)
+            + plan.per_layer_input_size,
             needs_hessian=plan.recipe is not None and plan.recipe.needs_hessian,
         )
     return BuildMemory(*shared, writing, calibrating, judging)
@@ -243,7 +249,7 @@ def _run_memory(
             f"{format_bytes(total)}{_advice(plan)}"
         )
     else:
-        verdict = _sequences_that_fit(plan, memory.kv, full, tokens)
+        verdict = _describe_capacity(plan, memory.kv, full, tokens)
     return {
         "ranks": ranks,
         "device_total": total,
@@ -286,7 +292,7 @@ def _advice(plan: BuildPlan) -> str:
     return f"; try -q {smaller}" if smaller else "; split it over more GPUs (--tp)"
 
 
-def _sequences_that_fit(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> str:
+def _describe_capacity(plan: BuildPlan, kv: KVShape, full: int, tokens: int) -> str:
     """Say how many sequences fit: ``full`` of the longest, or ``tokens`` of one."""
     longest, state = plan.max_model_len, " with its recurrent state" if plan.state else ""
     if full < 1:
@@ -300,7 +306,7 @@ def _sequences_that_fit(plan: BuildPlan, kv: KVShape, full: int, tokens: int) ->
     return f"{full} sequences of {longest} tokens, or {tokens} tokens in any mixture"
 
 
-def _widest_state(plan: BuildPlan) -> int:
+def _widest_state_per_token(plan: BuildPlan) -> int:
     """Return the largest state of a layer, as elements of float32 per calibration token."""
     assert plan.calibration is not None, "a plan that calibrates"
     widest = max((each.nbytes(torch.float32) for each in plan.state.states), default=0)
@@ -338,7 +344,7 @@ def mapped_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor
     )
 
 
-def writing_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor]) -> int:
+def write_buffer_bytes(checkpoint: Checkpoint, planned_tensors: Sequence[PlannedTensor]) -> int:
     """Return the bytes while tensors are written: the most expensive tensor, and the next one."""
     reads = [read_buffer_bytes(checkpoint, planned) for planned in planned_tensors]
     packs = [
@@ -367,7 +373,7 @@ def read_buffer_bytes(checkpoint: Checkpoint, planned: PlannedTensor) -> int:
     infos = [checkpoint.tensor_info(name) for name in planned.rule.sources]
     if planned.kept_weight is not None:
         return planned.nbytes
-    if any(is_expanded(checkpoint, info.name) for info in infos):
+    if any(is_computed_on_read(checkpoint, info.name) for info in infos):
         return EXPAND_BYTES_PER_WEIGHT * count
     return count * infos[0].torch_dtype.itemsize if len(infos) > 1 else 0
 
@@ -381,7 +387,7 @@ def pack_buffer_bytes(planned: PlannedTensor, num_weights: int) -> int:
     )
 
 
-def is_expanded(checkpoint: Checkpoint, name: str) -> bool:
+def is_computed_on_read(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether reading a tensor computes new values, so that it is not mapped."""
     info = checkpoint.tensor_info(name)
     return info.nbytes < info.numel * info.torch_dtype.itemsize
@@ -400,7 +406,7 @@ def acceptance_bytes(
     head = next((p for p in planned_tensors if p.module == "head"), None) or next(
         p for p in planned_tensors if p.module == "embed"
     )
-    expanded = any(is_expanded(checkpoint, name) for name in head.rule.sources)
+    expanded = any(is_computed_on_read(checkpoint, name) for name in head.rule.sources)
     table = 4 * vocab_size * hidden_size if expanded else 0
     logits = int(
         LOGITS_TENSORS * 4 * ACCEPTANCE_ROWS * vocab_size
@@ -452,7 +458,7 @@ def calibration_bytes(
     )
 
 
-def encoding_bytes(encoder: Any, workspace_bytes: int, itemsize: int) -> int:
+def encoder_acceptance_bytes(encoder: Any, workspace_bytes: int, itemsize: int) -> int:
     """Return the bytes while an image engine is checked: one image through engine and reference.
 
     workspace_bytes: its widest layer in float32. itemsize: of the engine's activations, including

@@ -208,7 +208,7 @@ def read_model_config(checkpoint: Checkpoint, family: ModuleType) -> tuple[Any, 
     """
     view = ConfigView(checkpoint.config)
     sizes = family.config_from_hf(view)
-    view.ignore(checkpoint.unread_config)
+    view.mark_unread(checkpoint.unread_config)
     where = checkpoint.path.name if checkpoint.container.endswith("gguf") else "config.json"
     return sizes, check_unread_keys(view, family, where)
 

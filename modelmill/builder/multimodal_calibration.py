@@ -29,7 +29,7 @@ from modelmill.builder.calibration_data import (
 )
 from modelmill.core.errors import RequestError, UsageError
 from modelmill.core.quoting import quote
-from modelmill.nn.layer_stack import image_stacks
+from modelmill.nn.layer_stack import vision_encoder_stacks
 from modelmill.nn.vision_context import VisionContext
 from modelmill.ops.registry import Ops
 from modelmill.text.image_chat import ImageChat, ImagePart, load_image_chat
@@ -99,21 +99,21 @@ def load_samples(
 
 @torch.inference_mode()
 def encode_images(
-    model: Any, images: torch.Tensor, load_prefix: Callable[[str], None], ops: Ops
+    model: Any, images: torch.Tensor, load_submodules: Callable[[str], None], ops: Ops
 ) -> torch.Tensor:
     """Encode images [N, S, S, 3] uint8, with one block of the vision encoder in memory.
 
-    load_prefix: loads the modules below a prefix; ``model.image_embedder`` is empty afterwards.
+    load_submodules: loads the modules below a prefix; ``model.image_embedder`` is empty afterwards.
 
     Returns:
         Embeddings [N, 32, hidden] float32 on the CPU.
     """
     embedder, vision = model.image_embedder, VisionContext(ops)
     encoder = embedder.visual_encoder
-    blocks = image_stacks(model)[0].path
+    blocks = vision_encoder_stacks(model)[0].path
     path, _, list_name = blocks.rpartition(".")
     for name in child_prefixes(encoder, list_name):
-        load_prefix(f"{path}.{name}")
+        load_submodules(f"{path}.{name}")
     device = encoder.pos_embed.device
     batches = [
         model.normalize(some.to(device).permute(0, 3, 1, 2))
@@ -121,12 +121,12 @@ def encode_images(
     ]
     image_tokens = [encoder.embed_patches(some) for some in batches]
     for number, block in enumerate(encoder.blocks):
-        load_prefix(f"{blocks}.{number}.")
+        load_submodules(f"{blocks}.{number}.")
         image_tokens = [block(some, vision) for some in image_tokens]
         encoder.blocks[number] = nn.Identity()
     path, _, encoder_name = path.rpartition(".")
     for name in child_prefixes(embedder, encoder_name):
-        load_prefix(f"{path}.{name}")
+        load_submodules(f"{path}.{name}")
     embeddings = torch.cat([embedder.project(some, vision).float().cpu() for some in image_tokens])
     model.image_embedder = nn.Identity()
     return embeddings

@@ -18,7 +18,11 @@ import modelmill
 from modelmill.artifact.manifest import PACKING
 from modelmill.builder import memory_plan
 from modelmill.builder.auto_precision import AUTO, AutoPrecisionResult, resolve_auto_precision
-from modelmill.builder.calibration_data import CalibrationSource, find_calibration, reads_images
+from modelmill.builder.calibration_data import (
+    CalibrationSource,
+    chat_supports_images,
+    find_calibration,
+)
 from modelmill.builder.memory_plan import BuildMemory
 from modelmill.builder.model_config import (
     check_generation_config,
@@ -47,7 +51,7 @@ from modelmill.core.progress import Progress
 from modelmill.nn.kv import KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import layer_stacks, state_shape
 from modelmill.nn.model_kv import model_kv_shape
-from modelmill.nn.per_layer_input import layer_input_size
+from modelmill.nn.per_layer_input import per_layer_input_size
 from modelmill.nn.recurrent_state import NO_STATE, StateShape
 from modelmill.ops import registry
 from modelmill.quant.keep import EXPANDED, KEEP, has_scaled_fp8, resolve_keep
@@ -70,7 +74,7 @@ class BuildPlan:
         warnings: config values without effect, and other warnings about the checkpoint.
         kv: the KV cache of the layers that have one; None for a segmentation model.
         state: the recurrent state of a sequence, in the layers that keep one.
-        layer_input_size: channels that a token has beside the stream, for all layers together.
+        per_layer_input_size: channels that a token has beside the stream, for all layers together.
     """
 
     checkpoint: Checkpoint
@@ -88,7 +92,7 @@ class BuildPlan:
     warnings: tuple[str, ...] = ()
     kv: KVShape | None = None
     state: StateShape = NO_STATE
-    layer_input_size: int = 0
+    per_layer_input_size: int = 0
 
     @property
     def text_source(self) -> CalibrationSource | None:
@@ -164,7 +168,7 @@ class BuildPlan:
             )
         )
 
-    def _expert_share(self, module: str) -> float:
+    def _active_token_share(self, module: str) -> float:
         """Return the share of the tokens that a module multiplies: of an expert, less than all."""
         moe = getattr(self.model_config, "moe", None)
         if moe is None or re.search(r"\.experts\.\d", module) is None:
@@ -211,7 +215,7 @@ class BuildPlan:
             "layers": getattr(self.model_config, "layers", None),
             "tensors": len(self.tensors),
             "parameters": self.num_parameters(),
-            "active_parameters": self.num_parameters(self._expert_share),
+            "active_parameters": self.num_parameters(self._active_token_share),
             "tokenizer": bool(self.checkpoint.tokenizer_files()),
             "bytes_by_format": by_format,
             "auto": None if self.auto_result is None else self.auto_result.describe(),
@@ -327,7 +331,7 @@ def make_plan(
         raise UsageError(f"--max-model-len {length} must be at most {limit}, this model's limit")
     calibrated = recipe is not None and recipe.needs_calibration
     source = find_calibration(config, length) if calibrated or auto_result is not None else None
-    if source is not None and reads_images(checkpoint.tokenizer_files()):
+    if source is not None and chat_supports_images(checkpoint.tokenizer_files()):
         source = hash_images(source)
     config, resolved = resolve_options(checkpoint, config, recipe, source)
     if config.quantization == AUTO:
@@ -354,7 +358,7 @@ def make_plan(
     return BuildPlan(
         checkpoint, config, family, sizes, length, tensors, aliases, resolved | reasons, recipe,
         calibration, auto_result, chosen_on,
-        (*warnings, *tied_warnings), kv, state_shape(model.layers), layer_input_size(model),
+        (*warnings, *tied_warnings), kv, state_shape(model.layers), per_layer_input_size(model),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from modelmill.core.config import RunConfig
-from modelmill.core.window_pages import longest_sequence, pages_between_steps, pages_of_step
+from modelmill.core.window_pages import longest_sequence, max_pages_between_steps, max_pages_of_step
 from modelmill.nn.kv import KVShape
 
 STEP_TOKENS = 8192
@@ -45,7 +45,9 @@ class SequencePages:
         # without a page freed; or with those of the windows, and the tokens of one step beside them
         whole = self._page_bytes * len(windows) * -(-tokens // size)
         windowed = self._page_bytes * sum(self._pages(tokens, window) for window in windows)
-        step = self._page_bytes * sum(pages_of_step(STEP_TOKENS, size, each) for each in windows)
+        step = self._page_bytes * sum(
+            max_pages_of_step(STEP_TOKENS, size, each) for each in windows
+        )
         return max(
             room_bytes // max(whole + state_bytes, 1),
             (room_bytes - step) // max(windowed + state_bytes, 1),
@@ -74,4 +76,4 @@ class SequencePages:
         ]
 
     def _pages(self, tokens: int, window: int | None) -> int:
-        return pages_between_steps(tokens, self._page_size, window)
+        return max_pages_between_steps(tokens, self._page_size, window)

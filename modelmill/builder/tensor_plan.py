@@ -26,7 +26,7 @@ from modelmill.nn.layer_stack import (
     weight_file,
 )
 from modelmill.nn.linear import Linear
-from modelmill.quant.keep import KEEP, KeptWeight, find_kept_weight
+from modelmill.quant.keep import KEEP, PrequantizedWeight, find_prequantized_weight
 from modelmill.quant.recipe import Recipe
 from modelmill.quant.vision_encoder import W8A8NearestRecipe
 from modelmill.weights.base import PackedInfo, packed_info
@@ -54,7 +54,7 @@ class PlannedTensor:
     weight_format: str | None
     shape: tuple[int, ...]
     stored_info: PackedInfo
-    kept_weight: KeptWeight | None = None
+    kept_weight: PrequantizedWeight | None = None
     recipe: Recipe | None = None
     place: LayerPlace | None = None
     weight_file: str = WEIGHT_FILE
@@ -197,7 +197,7 @@ def plan_tensors(
         place = find_layer(model, module)
         dtype = torch.float32 if options.stays_float32(rule.target) else build_dtype
         if module not in linears or suffix != "weight":
-            planned = _plan_plain(checkpoint, rule, module, dtype)
+            planned = _plan_non_linear_tensor(checkpoint, rule, module, dtype)
         elif module not in quantized:
             planned = plan_weight(checkpoint, rule, module, dtype, None)
         elif place is not None and place.stack.recipe == "tower":
@@ -239,7 +239,7 @@ def plan_weight(
         TensorMismatch: if the weight contains integers.
     """
     info = _floating_info(checkpoint, rule)
-    kept = find_kept_weight(rule, checkpoint) if keep else None
+    kept = find_prequantized_weight(rule, checkpoint) if keep else None
     if kept is not None:
         weight_format, stored = kept.weight_format, kept.stored_info(checkpoint, dtype)
     else:
@@ -258,7 +258,7 @@ def plan_weight(
     )
 
 
-def _plan_plain(
+def _plan_non_linear_tensor(
     checkpoint: Checkpoint, rule: ResolvedRule, module: str, dtype: torch.dtype
 ) -> PlannedTensor:
     """Plan a tensor that is no linear's weight."""

@@ -31,7 +31,7 @@ NIBBLE_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight, that each nibble contains."""
 
 
-def make(settings: Mapping[str, Any], path: Path) -> AwqScheme:
+def parse_scheme(settings: Mapping[str, Any], path: Path) -> AwqScheme:
     """Parse a ``quantization_config``.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.minigpt4_parts import LANGUAGE_PREFIX, MODEL_TYPE, VISION_ENCODER_PREFIX
 from modelmill.core.config_view import ConfigView
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
@@ -100,11 +100,11 @@ class Blip2Container:
 
     def _locate(self, name: str) -> tuple[str, int | None]:
         if name not in self._sources:
-            raise no_such_tensor(self.files()[0], name)
+            raise no_such_tensor_error(self.files()[0], name)
         return self._sources[name]
 
 
-class PrefixedView:
+class PrefixStrippedView:
     """The tensors of a container whose names begin with ``prefix``, without it."""
 
     def __init__(self, container: Container, prefix: str) -> None:

@@ -38,7 +38,7 @@ ADVICE = "take the original checkpoint and build it with -q int4, int8 or fp8"
 STRATEGIES = ("group", "channel", "tensor")
 
 
-def make(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
+def parse_scheme(settings: Mapping[str, Any], path: Path) -> CompressedTensorsScheme:
     """Parse a ``quantization_config``.
 
     Raises:

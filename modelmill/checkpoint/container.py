@@ -116,6 +116,6 @@ def list_names(names: Collection[str]) -> str:
     return ", ".join(some) + (f" and {more} more" if more else "")
 
 
-def no_such_tensor(path: Path, name: str) -> TensorMismatch:
+def no_such_tensor_error(path: Path, name: str) -> TensorMismatch:
     """Return the error for a tensor name that the checkpoint lacks."""
     return TensorMismatch(f"{path}: holds no tensor named {quote(name)}")

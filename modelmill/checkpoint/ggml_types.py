@@ -54,7 +54,7 @@ def dequantize_ggml_blocks(ggml_type: GgmlType, data: torch.Tensor, out: torch.T
         values[start : start + step] = ggml_type.dequantize(blocks[start : start + step])
 
 
-def _fields(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
+def _unpack_bits(data: torch.Tensor, width: int, bits: int) -> torch.Tensor:
     """Unpack bit fields: uint8 [n, k] -> uint8 [n, k * 8 / bits].
 
     Bytes are in groups of `width`; of each group first the lowest field of every byte, then the
@@ -75,16 +75,16 @@ def _as_int8(data: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(b: torch.Tensor) -> torch.Tensor:
-    return _read_float16(b, 0) * (_fields(b[:, 2:], 16, 4).float() - 8)
+    return _read_float16(b, 0) * (_unpack_bits(b[:, 2:], 16, 4).float() - 8)
 
 
 def _q4_1(b: torch.Tensor) -> torch.Tensor:
-    return _read_float16(b, 0) * _fields(b[:, 4:], 16, 4).float() + _read_float16(b, 2)
+    return _read_float16(b, 0) * _unpack_bits(b[:, 4:], 16, 4).float() + _read_float16(b, 2)
 
 
 def _five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return 32 values of 5 bits: four bytes of fifth bits in order, 16 bytes of low halves."""
-    return (_fields(low, 16, 4) | (_fields(high, 1, 1) << 4)).float()
+    return (_unpack_bits(low, 16, 4) | (_unpack_bits(high, 1, 1) << 4)).float()
 
 
 def _q5_0(b: torch.Tensor) -> torch.Tensor:
@@ -105,17 +105,17 @@ def _split_groups(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _q2_k(b: torch.Tensor) -> torch.Tensor:
-    scales, quants = b[:, :16], _split_groups(_fields(b[:, 16:80], 32, 2).float(), 16)
+    scales, quants = b[:, :16], _split_groups(_unpack_bits(b[:, 16:80], 32, 2).float(), 16)
     scale = _read_float16(b, 80) * (scales & 15).float()
     low = _read_float16(b, 82) * (scales >> 4).float()
     return (scale[..., None] * quants - low[..., None]).flatten(1)
 
 
 def _q3_k(b: torch.Tensor) -> torch.Tensor:
-    high, low = _fields(b[:, :32], 32, 1).float(), _fields(b[:, 32:96], 32, 2).float()
+    high, low = _unpack_bits(b[:, :32], 32, 1).float(), _unpack_bits(b[:, 32:96], 32, 2).float()
     quants = _split_groups(low - 4 * (1 - high), 16)
     # 16 scales of 6 bits: low halves in 8 bytes, the two high bits of all in the last 4.
-    six = _fields(b[:, 96:104], 8, 4) | (_fields(b[:, 104:108], 4, 2) << 4)
+    six = _unpack_bits(b[:, 96:104], 8, 4) | (_unpack_bits(b[:, 104:108], 4, 2) << 4)
     scale = _read_float16(b, 108) * (six.float() - 32)
     return (scale[..., None] * quants).flatten(1)
 
@@ -132,23 +132,23 @@ def _k_scales_and_minima(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _q4_k(b: torch.Tensor) -> torch.Tensor:
     scale, low = _k_scales_and_minima(b)
-    return (scale * _split_groups(_fields(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
+    return (scale * _split_groups(_unpack_bits(b[:, 16:], 32, 4).float(), 8) - low).flatten(1)
 
 
 def _q5_k(b: torch.Tensor) -> torch.Tensor:
     scale, low = _k_scales_and_minima(b)
-    quants = _fields(b[:, 48:], 32, 4) | (_fields(b[:, 16:48], 32, 1) << 4)
+    quants = _unpack_bits(b[:, 48:], 32, 4) | (_unpack_bits(b[:, 16:48], 32, 1) << 4)
     return (scale * _split_groups(quants.float(), 8) - low).flatten(1)
 
 
 def _q6_k(b: torch.Tensor) -> torch.Tensor:
-    quants = _fields(b[:, :128], 64, 4) | (_fields(b[:, 128:192], 32, 2) << 4)
+    quants = _unpack_bits(b[:, :128], 64, 4) | (_unpack_bits(b[:, 128:192], 32, 2) << 4)
     scale = _read_float16(b, 208) * _as_int8(b[:, 192:208])
     return (scale[..., None] * _split_groups(quants.float() - 32, 16)).flatten(1)
 
 
 def _mxfp4(b: torch.Tensor) -> torch.Tensor:
-    codes = _fields(b[:, 1:], 16, 4)
+    codes = _unpack_bits(b[:, 1:], 16, 4)
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat((positive, -positive))[codes.long()]
     return torch.ldexp(values, b[:, :1].int() - 127)

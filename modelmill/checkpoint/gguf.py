@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.ggml_types import (
     CHUNK_VALUES,
     GGML_TYPES,
@@ -149,7 +149,7 @@ class GgufFile:
         stacked, _, number = name.rpartition(EXPERT_SEPARATOR)
         whole = self._tensors.get(stacked)
         if whole is None or len(whole.shape) != 3 or not 0 <= int(number) < whole.shape[0]:
-            raise no_such_tensor(self.path, name)
+            raise no_such_tensor_error(self.path, name)
         size = whole.nbytes // whole.shape[0]
         return replace(
             whole, shape=whole.shape[1:], offset=whole.offset + int(number) * size, nbytes=size

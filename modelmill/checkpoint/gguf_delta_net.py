@@ -129,19 +129,19 @@ def _delta_net_moe(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _grouped(groups: int, *sizes: int) -> list[list[int]]:
+def _rows_by_part(groups: int, *sizes: int) -> list[list[int]]:
     """Return of rows by group, each with some of every part, the places of each part's rows."""
     places = torch.arange(groups * sum(sizes)).view(groups, -1).split(sizes, 1)
     return [part.flatten().tolist() for part in places]
 
 
-def _grouped_by_key(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
+def _key_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
     """Return the rows of Qwen3-Next's matrices that are by head of keys."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     group = heads // keys
     dim, values = config["linear_key_head_dim"], group * config["linear_value_head_dim"]
-    b, a = _grouped(keys, group, group)
-    q, k, v, z = _grouped(keys, dim, dim, values, values)
+    b, a = _rows_by_part(keys, group, group)
+    q, k, v, z = _rows_by_part(keys, dim, dim, values, values)
     return {
         "blk.ssm_ba": (
             TensorPart(f"{STEM}.in_proj_b", 2 * heads, tuple(b)),
@@ -154,7 +154,7 @@ def _grouped_by_key(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ..
     }
 
 
-def _tiled(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
+def _value_head_reordering(config: Mapping[str, Any]) -> dict[str, tuple[TensorPart, ...]]:
     """Return the rows and columns of Qwen3.5 that are by head of values."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     dim, first = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
@@ -182,7 +182,7 @@ _QWEN35 = GgufArchitecture(
     norms_plus_one=True,
     model_type="qwen3_5_text",
     read_config=_delta_net,
-    parts=_tiled,
+    parts=_value_head_reordering,
     draft_prefix="mtp.",
 )
 _QWEN35_MOE = replace(
@@ -192,7 +192,7 @@ _QWEN35_MOE = replace(
     read_config=_delta_net_moe,
 )
 DELTA_NET_ARCHITECTURES = {
-    "qwen3next": replace(_QWEN35_MOE, names=QWEN3_NEXT_NAMES, parts=_grouped_by_key),
+    "qwen3next": replace(_QWEN35_MOE, names=QWEN3_NEXT_NAMES, parts=_key_head_reordering),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
 }

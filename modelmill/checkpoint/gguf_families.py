@@ -233,7 +233,7 @@ def read_rms_config(
     return {**_common(keys, partial=partial, inner=inner), "rms_norm_eps": eps}
 
 
-def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
+def _bias_config(keys: ArchitectureKeys) -> dict[str, Any]:
     return {
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_up.bias"),
@@ -241,7 +241,7 @@ def _biases(keys: ArchitectureKeys) -> dict[str, Any]:
 
 
 def _granite(keys: ArchitectureKeys) -> dict[str, Any]:
-    return {**read_rms_config(keys), **_biases(keys), **granite_factors(keys)}
+    return {**read_rms_config(keys), **_bias_config(keys), **granite_factors(keys)}
 
 
 def granite_factors(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _olmo2(keys: ArchitectureKeys) -> dict[str, Any]:
 
 def _smollm3(keys: ArchitectureKeys) -> dict[str, Any]:
     """Read SmolLM3: every fourth layer is not rotated, as llama.cpp has it fixed."""
-    return {**read_rms_config(keys), **_biases(keys), "no_rope_layer_interval": 4}
+    return {**read_rms_config(keys), **_bias_config(keys), "no_rope_layer_interval": 4}
 
 
 def _cohere2(keys: ArchitectureKeys) -> dict[str, Any]:
@@ -465,7 +465,7 @@ FURTHER_ARCHITECTURES = {
         LLAMA_NAMES,
         has_permuted_qk=True,
         model_type="llama",
-        read_config=lambda keys: {**read_rms_config(keys), **_biases(keys)},
+        read_config=lambda keys: {**read_rms_config(keys), **_bias_config(keys)},
     ),
     "starcoder2": GgufArchitecture(STARCODER2_NAMES, read_config=_starcoder2),
     "olmo2": GgufArchitecture(POST_NORM_NAMES, read_config=_olmo2),

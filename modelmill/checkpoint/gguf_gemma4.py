@@ -102,7 +102,7 @@ def _rope_parameters(keys: ArchitectureKeys, full_dim: int, dim: int) -> dict[st
     }
 
 
-def _inner(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
+def _mlp_sizes(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
     """Read the MLPs' channels: of layers without keys of their own perhaps twice as many."""
     sizes = _by_layer(keys, "feed_forward_length", layers)
     front, behind = set(sizes[: layers - shared]), set(sizes[layers - shared :])
@@ -114,7 +114,7 @@ def _inner(keys: ArchitectureKeys, layers: int, shared: int) -> dict[str, Any]:
     return {"intermediate_size": inner, "use_double_wide_mlp": behind == {2 * inner}}
 
 
-def _same(keys: ArchitectureKeys, what: str, values: Sequence[int]) -> int:
+def _require_equal(keys: ArchitectureKeys, what: str, values: Sequence[int]) -> int:
     if len(set(values)) != 1:
         raise UnknownArchitecture(f"{keys.raw.path}: {what} differ among layers of one type")
     return values[0]
@@ -131,7 +131,7 @@ def _experts(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def _layer_inputs(keys: ArchitectureKeys) -> dict[str, Any]:
+def _per_layer_input_sizes(keys: ArchitectureKeys) -> dict[str, Any]:
     width = keys.view.get(f"{keys.arch}.embedding_length_per_layer_input", 0)
     if width == 0:
         return {"hidden_size_per_layer_input": 0}
@@ -156,8 +156,12 @@ def read_gemma4(keys: ArchitectureKeys) -> dict[str, Any]:
     if sizes != [full_dim, dim]:
         raise UnknownArchitecture(f"{keys.raw.path}: heads of a gemma4 have keys as long as values")
     kv_heads = _by_layer(keys, "attention.head_count_kv", layers)
-    full_heads = _same(keys, "KV heads", [kv_heads[index] for index in full])
-    own = _same(keys, "KV heads", [kv_heads[index] for index in slides]) if slides else full_heads
+    full_heads = _require_equal(keys, "KV heads", [kv_heads[index] for index in full])
+    own = (
+        _require_equal(keys, "KV heads", [kv_heads[index] for index in slides])
+        if slides
+        else full_heads
+    )
     shared = keys.get_count("attention.shared_kv_layers", 0)
     has_values = [
         keys.has_tensor(f"blk.{index}.attn_v.weight") for index in full if index < layers - shared
@@ -182,9 +186,9 @@ def read_gemma4(keys: ArchitectureKeys) -> dict[str, Any]:
         "final_logit_softcapping": None
         if softcap is None
         else keys.get_positive_float("final_logit_softcapping"),
-        **_inner(keys, layers, shared),
+        **_mlp_sizes(keys, layers, shared),
         **_experts(keys),
-        **_layer_inputs(keys),
+        **_per_layer_input_sizes(keys),
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelmill.checkpoint.container import TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.gguf import EXPERT_SEPARATOR, GgufFile
 from modelmill.checkpoint.gguf_alibi_families import ALIBI_ARCHITECTURES
 from modelmill.checkpoint.gguf_config import read_config
@@ -157,7 +157,7 @@ class GgufAsHf:
             self.config["model_type"] = layout.model_type
         self._entries: dict[str, _HfTensor] = {}
         parts = {} if layout.parts is None else layout.parts(self.config)
-        drafts = _draft_layers(raw, str(arch), layout, self.config)
+        drafts = _mtp_layers(raw, str(arch), layout, self.config)
         for name in raw.names():
             if layout.joins_latent and ".attn_v_b." in name:
                 continue  # read with attn_k_b
@@ -170,7 +170,7 @@ class GgufAsHf:
             base = _hf_name(name, layout)[1]
             whole = f"{base}.{name.rpartition('.')[2]}"
             if base in parts or whole in parts:
-                self._add_parts(name, layout, parts.get(base) or parts[whole])
+                self._add_reordered_parts(name, layout, parts.get(base) or parts[whole])
                 continue
             self._add_tensor(name, layout)
 
@@ -220,7 +220,7 @@ class GgufAsHf:
 
     def _entry(self, name: str) -> _HfTensor:
         if name not in self._entries:
-            raise no_such_tensor(self._raw.path, name)
+            raise no_such_tensor_error(self._raw.path, name)
         return self._entries[name]
 
     def _add_tensor(self, name: str, architecture: GgufArchitecture) -> None:
@@ -239,7 +239,7 @@ class GgufAsHf:
             undo = _unpermute(heads)
         elif architecture.grouped_qkv and base == "blk.attn_qkv":
             heads = self.config["num_attention_heads"]
-            undo = _regroup(heads, self.config.get("num_kv_heads", heads))
+            undo = _interleave_qkv_by_kv_head(heads, self.config.get("num_kv_heads", heads))
         elif architecture.norms_plus_one and base.endswith("_norm"):
             undo = _minus_one
         elif architecture.transposed and base.startswith("blk.") and len(shape) == 2:
@@ -271,11 +271,11 @@ class GgufAsHf:
             self._add_entry(target, entry)
             return
         if base == "blk.attn_k_b":
-            self._add_latent(target, name, shape)
+            self._add_kv_b_proj(target, name, shape)
             return
         self._add_entry(target, _HfTensor(name, shape, undo, transposed))
 
-    def _add_parts(
+    def _add_reordered_parts(
         self, name: str, architecture: GgufArchitecture, parts: tuple[TensorPart, ...]
     ) -> None:
         """Add the tensors that a stored one is, in their own order of rows or columns."""
@@ -293,7 +293,7 @@ class GgufAsHf:
             restore: Callable[[torch.Tensor], torch.Tensor] = part.select
             if restored is not None:
                 own = restored.shape(own)
-                restore = _then(part.select, restored.values, own)
+                restore = _compose(part.select, restored.values, own)
             in_blocks = part.axis == 0 or shape[1] // part.units % BLOCK_COLUMNS == 0
             entry = _HfTensor(name, own, restore, is_kept=in_blocks and restored is None)
             self._add_entry(target.replace(stored, part.name), entry)
@@ -307,7 +307,7 @@ class GgufAsHf:
                 source = f"{name}{EXPERT_SEPARATOR}{expert}"
                 self._add_entry(own, _HfTensor(source, (rows // 2, columns), restore))
 
-    def _add_latent(self, target: str, name: str, shape: tuple[int, ...]) -> None:
+    def _add_kv_b_proj(self, target: str, name: str, shape: tuple[int, ...]) -> None:
         """Join the up-projections of latent attention: a head's keys, transposed, and values."""
         values = name.replace(".attn_k_b.", ".attn_v_b.")
         v_shape = self._raw.tensor_info(values).shape if values in self._raw.names() else ()
@@ -378,7 +378,7 @@ def _unpermute(heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return undo
 
 
-def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _interleave_qkv_by_kv_head(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Undo the converter's order of all q, all k, all v: by KV head its q, k and v."""
 
     def undo(tensor: torch.Tensor) -> torch.Tensor:
@@ -390,7 +390,7 @@ def _regroup(heads: int, kv_heads: int) -> Callable[[torch.Tensor], torch.Tensor
     return undo
 
 
-def _then(
+def _compose(
     first: Callable[[torch.Tensor], torch.Tensor],
     second: Callable[[torch.Tensor], torch.Tensor],
     shape: tuple[int, ...],
@@ -398,7 +398,7 @@ def _then(
     return lambda tensor: second(first(tensor)).reshape(shape)
 
 
-def _draft_layers(
+def _mtp_layers(
     raw: GgufFile, arch: str, layout: GgufArchitecture, config: Mapping[str, Any]
 ) -> range:
     """Return the layers that only predict: the last ones of those that the file counts."""

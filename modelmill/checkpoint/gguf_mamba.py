@@ -85,7 +85,7 @@ def _by_channel(shape: Shape) -> Shape:
     return (shape[0], 1, shape[1]) if len(shape) == 2 else shape
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _identity_transform(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -93,10 +93,10 @@ RESTORED_TENSORS: Mapping[str, RestoredTensor] = MappingProxyType(
     {
         # A itself, a column; a value that is no decay becomes NaN, which a build refuses
         "blk.ssm_a": RestoredTensor(_flat, lambda tensor: (-tensor.float()).log()),
-        "blk.ssm_d": RestoredTensor(_flat, _unchanged),
-        "blk.ssm_norm": RestoredTensor(_flat, _unchanged),
-        "blk.ssm_conv1d": RestoredTensor(_by_channel, _unchanged),
-        "blk.shortconv.conv": RestoredTensor(_by_channel, _unchanged),
+        "blk.ssm_d": RestoredTensor(_flat, _identity_transform),
+        "blk.ssm_norm": RestoredTensor(_flat, _identity_transform),
+        "blk.ssm_conv1d": RestoredTensor(_by_channel, _identity_transform),
+        "blk.shortconv.conv": RestoredTensor(_by_channel, _identity_transform),
     }
 )
 """By GGUF's name without the layer's number."""

@@ -35,7 +35,7 @@ FORMATS = ("gptq", "gptq_v2")
 BITS = (4, 8)
 
 
-def make(settings: Mapping[str, Any], path: Path) -> GptqScheme:
+def parse_scheme(settings: Mapping[str, Any], path: Path) -> GptqScheme:
     """Parse a ``quantization_config``.
 
     Raises:

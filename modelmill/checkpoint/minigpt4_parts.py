@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor_error
 from modelmill.checkpoint.pth import PthFiles
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.checkpoint.side_files import read_json
@@ -100,7 +100,7 @@ class MiniGpt4Container:
         if name.startswith(LANGUAGE_PREFIX):
             return self._language, name.removeprefix(LANGUAGE_PREFIX)
         if name not in self._vision_tensors:
-            raise no_such_tensor(self._files[0], name)
+            raise no_such_tensor_error(self._files[0], name)
         return self._vision_tensors[name]
 
 

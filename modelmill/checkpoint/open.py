@@ -34,7 +34,7 @@ from modelmill.checkpoint.quant_layout import PackedMatrix, QuantLayout
 from modelmill.checkpoint.safetensors import INDEX_FILE as SAFETENSORS_INDEX
 from modelmill.checkpoint.safetensors import SafetensorsFiles
 from modelmill.checkpoint.side_files import read_json, tokenizer_files
-from modelmill.checkpoint.text_half import text_half, text_half_config
+from modelmill.checkpoint.text_half import language_model_config, language_model_container
 from modelmill.core.errors import CheckpointError, UnknownArchitecture
 from modelmill.core.progress import Progress
 from modelmill.core.quoting import quote
@@ -210,7 +210,7 @@ def _as_minigpt4(checkpoint: Checkpoint) -> Checkpoint:
             f"{quote(depth, 40)}, "
             f"the weights have {view.num_blocks} layers"
         )
-    words = blip2.PrefixedView(view, LANGUAGE_PREFIX)
+    words = blip2.PrefixStrippedView(view, LANGUAGE_PREFIX)
     side = dict(checkpoint.side_files)
     language = replace(checkpoint, config=text, raw=words, view=words)
     if side:
@@ -300,8 +300,8 @@ def _with_config(folder: Path, path: Path, container: str, weights: Container) -
         raise UnknownArchitecture(
             f"{folder / 'config.json'}: names no model_type; add the family's name"
         )
-    config, left_out = text_half_config(config, folder / "config.json")
-    weights = text_half(config, weights)
+    config, left_out = language_model_config(config, folder / "config.json")
+    weights = language_model_container(config, weights)
     generation_file = folder / "generation_config.json"
     for name, method in SIDE_FILES.items():
         if not alone and "quantization_config" not in config and (folder / name).is_file():

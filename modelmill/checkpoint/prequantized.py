@@ -77,7 +77,7 @@ def find_scheme(settings: Any, path: Path) -> QuantScheme:
         raise CheckpointError(
             f"{path} is quantized by {named}, which is not supported (known are {known}); {ADVICE}"
         )
-    scheme: QuantScheme = module.make(settings, path)
+    scheme: QuantScheme = module.parse_scheme(settings, path)
     return scheme
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import ShardedFiles, TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import ShardedFiles, TensorInfo, no_such_tensor_error
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -54,7 +54,7 @@ class PthFiles(ShardedFiles):
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor by its name."""
         if name not in self._tensors:
-            raise no_such_tensor(self._paths[0], name)
+            raise no_such_tensor_error(self._paths[0], name)
         return self._tensors[name]
 
 

@@ -85,7 +85,7 @@ def pull(name: str, dest: Path, on_progress: Progress | None = None) -> Path:
             f"there is no model {name!r}; known are {', '.join(DEMOS)}, or give a hub's org/name"
         )
     path = _pull_hub(repository, file, dest)
-    note = _pulled_note(name, dest)
+    note = _pull_marker_path(name, dest)
     note.parent.mkdir(exist_ok=True)
     note.write_text(path.relative_to(dest).as_posix(), encoding="utf-8")
     return path
@@ -112,7 +112,7 @@ def pull_once(name: str, dest: Path, on_progress: Progress | None = None) -> Pat
     Raises:
         UsageError, CheckpointError, OSError, CorruptCheckpoint, MissingDependency: as ``pull``.
     """
-    note = _pulled_note(name, dest)
+    note = _pull_marker_path(name, dest)
     if note.is_file():
         path = dest / note.read_text(encoding="utf-8")
         if path.exists():
@@ -120,7 +120,7 @@ def pull_once(name: str, dest: Path, on_progress: Progress | None = None) -> Pat
     return pull(name, dest, on_progress)
 
 
-def _pulled_note(name: str, dest: Path) -> Path:
+def _pull_marker_path(name: str, dest: Path) -> Path:
     return dest / PULLED_FOLDER / name.replace("/", "--").replace(":", "--")
 
 

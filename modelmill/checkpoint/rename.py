@@ -49,7 +49,7 @@ class Rule:
         pair are half a head apart; of their dim channels the first ``turned`` rotate, stored as
         "neighbours" (2i, 2i + 1) or "halves" (i, i + turned/2)
         "deinterleave:groups/size/…"  rows stored by group, each with some of every part, as one part after another
-        "ungate:heads/dim"  of each of the first heads its rows of q, without those of its gate behind them
+        "drop_gates:heads/dim"  of each of the first heads its rows of q, without those of its gate behind them
         "gates:heads/dim"   of each head the rows of its gate
         "rows:a-b/c-d/…/n"  the rows a … b − 1, then c … d − 1, … of n
         "depthwise"   a convolution of each channel by itself as a matrix: [c, 1, w] -> [c, w]; a bias as it is
@@ -299,7 +299,9 @@ def _q0v_shape(shapes: Sequence[Shape], _: str) -> Shape:
     return (3 * shapes[0][0],)
 
 
-def _q0v(sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str) -> torch.Tensor:
+def _concat_q_zero_v(
+    sources: Iterator[torch.Tensor], shape: Shape, dtype: torch.dtype, _: str
+) -> torch.Tensor:
     query, value = sources
     return torch.cat((query, torch.zeros(shape[0] // 3), value)).to(dtype)
 
@@ -352,7 +354,7 @@ def _plus_one(sources: Iterator[torch.Tensor], _: Shape, __: torch.dtype, ___: s
     return next(sources).float() + 1
 
 
-def _unit_rows(
+def _l2_normalize_rows(
     sources: Iterator[torch.Tensor], _: Shape, dtype: torch.dtype, __: str
 ) -> torch.Tensor:
     return torch.nn.functional.normalize(next(sources).float()).to(dtype)
@@ -422,17 +424,17 @@ RENAME_STEPS: dict[str, RenameStep] = {
         _expert_shape,
         lambda sources, _, __, argument: next(sources)[_parse_part(argument)[0]],
     ),
-    "bias_q0v": RenameStep(_q0v_shape, _q0v),
+    "bias_q0v": RenameStep(_q0v_shape, _concat_q_zero_v),
     "fold_weight": RenameStep(_fold_shape, _fold_weight),
     "fold_bias": RenameStep(_fold_shape, _fold_bias),
     "plus_one": RenameStep(lambda shapes, _: _single_shape(shapes), _plus_one),
     "ones": RenameStep(_ones_shape, lambda _, shape, dtype, __: torch.ones(shape, dtype=dtype)),
-    "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _unit_rows),
+    "unit_rows": RenameStep(lambda shapes, _: _single_shape(shapes), _l2_normalize_rows),
     "scale_rows": RenameStep(row_order.scale_rows_shape, row_order.scale_rows),
     "ungroup": RenameStep(_ungroup_shape, _ungroup),
     "rope_rows": RenameStep(_rope_rows_shape, _rope_rows),
     "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),
-    "ungate": RenameStep(row_order.ungate_shape, row_order.ungate),
+    "drop_gates": RenameStep(row_order.drop_gates_shape, row_order.drop_gates),
     "gates": RenameStep(row_order.output_gate_shape, row_order.gates),
     "rows": RenameStep(row_order.rows_shape, row_order.rows),
     "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),

@@ -33,7 +33,7 @@ def deinterleave(sources: Sources, shape: Shape, _: torch.dtype, argument: str) 
     return torch.cat([part.reshape(-1, *shape[1:]) for part in rows.split(sizes, 1)])
 
 
-def ungate_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def drop_gates_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """The source without the rows of gates."""
     (shape,), (heads, dim) = shapes, map(int, argument.split("/"))
     if not shape or shape[0] < 2 * heads * dim:
@@ -43,7 +43,7 @@ def ungate_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (shape[0] - heads * dim, *shape[1:])
 
 
-def ungate(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
+def drop_gates(sources: Sources, shape: Shape, _: torch.dtype, argument: str) -> torch.Tensor:
     """Of each of the first heads, the rows of q; then the rows behind these heads."""
     heads, dim = map(int, argument.split("/"))
     tensor = next(sources)
@@ -104,7 +104,7 @@ def _ranges(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 def scale_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """The source's shape, whose rows are those of all ranges."""
-    (shape,), counts = shapes, [count for count, _ in _factors(argument)]
+    (shape,), counts = shapes, [count for count, _ in _row_factors(argument)]
     if not shape or shape[0] != sum(counts):
         raise TensorMismatch(f"shape {list(shape)} has not {sum(counts)} rows")
     return shape
@@ -113,11 +113,11 @@ def scale_rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
 def scale_rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
     """The rows times their factors; float32, so that a product is rounded once."""
     tensor = next(sources).float()
-    counts, factors = zip(*_factors(argument), strict=True)
+    counts, factors = zip(*_row_factors(argument), strict=True)
     by_row = torch.repeat_interleave(torch.tensor(factors), torch.tensor(counts))
     return tensor * by_row.view(-1, *[1] * (tensor.dim() - 1))
 
 
-def _factors(argument: str) -> list[tuple[int, float]]:
+def _row_factors(argument: str) -> list[tuple[int, float]]:
     parts = (part.split("*") for part in argument.split("/"))
     return [(int(count), float(factor)) for count, factor in parts]

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from modelmill.checkpoint.container import ShardedFiles, TensorInfo, list_names, no_such_tensor
+from modelmill.checkpoint.container import (
+    ShardedFiles,
+    TensorInfo,
+    list_names,
+    no_such_tensor_error,
+)
 from modelmill.core.errors import CheckpointError, CorruptCheckpoint
 from modelmill.core.quoting import quote
 
@@ -81,13 +86,13 @@ class SafetensorsFiles(ShardedFiles):
     def tensor_info(self, name: str) -> TensorInfo:
         """Return shape and dtype of a tensor without reading it."""
         if name not in self._infos:
-            raise no_such_tensor(self._paths[0].parent, name)
+            raise no_such_tensor_error(self._paths[0].parent, name)
         return self._infos[name]
 
     def get(self, name: str) -> torch.Tensor:
         """Return the tensor, backed by the mapped file."""
         if name not in self._file_by_tensor:
-            raise no_such_tensor(self._paths[0].parent, name)
+            raise no_such_tensor_error(self._paths[0].parent, name)
         path = self._file_by_tensor[name]
         try:
             if path not in self._open_files:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor
+from modelmill.checkpoint.container import Container, TensorInfo, no_such_tensor_error
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 
@@ -74,7 +74,7 @@ class _Source:
     parts: int = 1
 
 
-def text_half_config(
+def language_model_config(
     config: Mapping[str, Any], file: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config of the language model, and what it leaves out, for a warning.
@@ -91,7 +91,7 @@ def text_half_config(
             f"{file}: text_config must be an object with the language model's sizes, not "
             f"{quote(text, 60)}"
         )
-    text_type = _text_type(whole_type, text, file)
+    text_type = _language_model_type(whole_type, text, file)
     ties = [each.get("tie_word_embeddings") for each in (config, text)]
     tied = next((each for each in ties if each is not None), None)
     if {True, False} <= {each for each in ties if isinstance(each, bool)}:
@@ -112,7 +112,7 @@ def text_half_config(
     return {**text, **missing, **outer, "model_type": text_type}, left_out
 
 
-def _text_type(whole_type: str, text: Mapping[str, Any], file: Path) -> str:
+def _language_model_type(whole_type: str, text: Mapping[str, Any], file: Path) -> str:
     """The type of a checkpoint's language model.
 
     Raises:
@@ -130,7 +130,7 @@ def _text_type(whole_type: str, text: Mapping[str, Any], file: Path) -> str:
     return str(stated)
 
 
-class TextHalfContainer:
+class LanguageModelContainer:
     """The tensors of the language model, under the names of the text class."""
 
     def __init__(self, container: Container) -> None:
@@ -139,7 +139,7 @@ class TextHalfContainer:
         self._sources: dict[str, _Source] = {}
         for name in container.names():
             if not name.startswith(IMAGE_PREFIXES):
-                self._sources |= _text_sources(name, container)
+                self._sources |= _language_model_sources(name, container)
 
     def names(self) -> list[str]:
         """Return the names of all tensors of the language model."""
@@ -169,21 +169,21 @@ class TextHalfContainer:
 
     def _source(self, name: str) -> _Source:
         if name not in self._sources:
-            raise no_such_tensor(self.files()[0], name)
+            raise no_such_tensor_error(self.files()[0], name)
         return self._sources[name]
 
 
-def text_half(config: Mapping[str, Any], container: Container) -> Container:
+def language_model_container(config: Mapping[str, Any], container: Container) -> Container:
     """The container of a checkpoint whose names may be those of a vision-language model."""
     chosen = any(config.get("model_type") in types for types in CHOSEN_TEXT_TYPES.values())
     if config.get("model_type") in TEXT_TYPES.values() or (
         chosen and any(name.startswith(IMAGE_PREFIXES) for name in container.names())
     ):
-        return TextHalfContainer(container)
+        return LanguageModelContainer(container)
     return container
 
 
-def _text_sources(name: str, container: Container) -> dict[str, _Source]:
+def _language_model_sources(name: str, container: Container) -> dict[str, _Source]:
     """The language model's tensors that are in one of the files."""
     old = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
     text = TEXT_PREFIXES.get(old, "") + name.removeprefix(old)

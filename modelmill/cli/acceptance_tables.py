@@ -17,7 +17,7 @@ def show_acceptance(report: dict[str, Any]) -> None:
         print_facts([("acceptance", (report or {}).get("reason", "built without"))])
         return
     if "masks" in report:
-        show_masks(report)
+        show_segmentation_acceptance(report)
         return
     logits = report.get("logits") or {}
     agreed = f"{logits.get('agreed_rows')} of {logits.get('sure_rows')} where the reference is sure"
@@ -43,12 +43,12 @@ def show_acceptance(report: dict[str, Any]) -> None:
         title="Acceptance",
     )
     recipe = report.get("quantization_errors") or []
-    show_recipe(recipe, any(each["before"] != each["after"] for each in recipe))
+    show_recipe_errors(recipe, any(each["before"] != each["after"] for each in recipe))
     show_modules([_row_and_tile(row) for row in report.get("layers", [])])
     show_warnings(report)
 
 
-def show_masks(report: dict[str, Any]) -> None:
+def show_segmentation_acceptance(report: dict[str, Any]) -> None:
     """Print the acceptance report of a segmentation engine."""
     masks = report["masks"]
     print_facts(
@@ -152,7 +152,7 @@ def show_modules(layers: list[dict[str, Any]]) -> None:
     print_table(columns, [[row.get(key) for key in keys] for row in rows])
 
 
-def show_recipe(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
+def show_recipe_errors(layer_reports: list[dict[str, Any]], calibrated: bool = True) -> None:
     """Print each layer's output errors before (rounding to nearest) and after the recipe."""
     if not layer_reports:
         return
@@ -190,14 +190,14 @@ def worst_experts(layer_reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of the experts of a layer, the one with the largest error after the recipe, as "*"."""
     worst: dict[tuple[int, str], dict[str, Any]] = {}
     for each in layer_reports:
-        module = without_expert(each["module"])
+        module = with_expert_wildcard(each["module"])
         key = each["layer"], module
         if key not in worst or each["after"] > worst[key]["after"]:
             worst[key] = {**each, "module": module}
     return list(worst.values())
 
 
-def without_expert(module: str) -> str:
+def with_expert_wildcard(module: str) -> str:
     """A module's name with "*" in the place of an expert's number."""
     return re.sub(r"\bexperts\.\d+", "experts.*", module)
 
@@ -238,7 +238,7 @@ def worst_by_module(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each module the layer closest to its tolerance, in the order of the modules."""
     worst: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        module = without_expert(layer["module"])
+        module = with_expert_wildcard(layer["module"])
         current = worst.get(module)
         if current is None or tolerance_ratio(layer) > tolerance_ratio(current):
             worst[module] = {**layer, "module": module}

@@ -14,12 +14,12 @@ from modelmill.cli.bench_report import draw_plot, make_rows, show_table
 from modelmill.cli.bench_serve import check_serve, make_serve_rows, measure_serve, show_serve
 from modelmill.cli.engine_options import (
     ENGINE_HELP,
-    CacheBuildOptions,
-    local_model,
+    CheckpointBuildOptions,
     open_llm,
+    resolve_model_path,
     share_gpu_with_reference,
 )
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.core.config import DTYPES, RunConfig, non_default_fields, option
 from modelmill.core.errors import TokenizerError, UsageError
@@ -133,11 +133,13 @@ class Args(CommonArgs):
     reference_batch_size: int = option(8, "throughput: size of the reference's static batches")
     plot: Path | None = option(None, "draw the figures", metavar="FILE.png")
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    )
     enable_prefix_caching: bool = option(
         False, "reuse equal prompt beginnings: repeated runs then measure the cache"
     )
-    run: RunConfig = config(RunConfig, "Engine", exclude=("enable_prefix_caching",))
+    run: RunConfig = config_field(RunConfig, "Engine", exclude=("enable_prefix_caching",))
 
 
 def run(args: Args) -> int:
@@ -260,7 +262,7 @@ def _open_targets(args: Args, **options: Any) -> tuple[LLM, list[BenchTarget]]:
         from modelmill.checkpoint.open import open_checkpoint
         from modelmill.eval.hf_reference import load_reference
 
-        source = local_model(args.checkpoint or _engine_path(args))
+        source = resolve_model_path(args.checkpoint or _engine_path(args))
         if is_engine(source):
             raise UsageError(
                 "--reference hf needs --checkpoint CHECKPOINT, the one the engine was built from"
@@ -319,14 +321,19 @@ def _throughput(args: Args) -> dict[str, Any]:
 
 
 def _requests(args: Args, llm: LLM) -> list[BenchRequest]:
-    from modelmill.eval.datasets import MAX_TRACE_TOKENS, random_requests, read_dataset, read_trace
+    from modelmill.eval.datasets import (
+        MAX_TRACE_TOKENS,
+        random_requests,
+        read_dataset,
+        read_request_lengths,
+    )
 
     limit = llm.engine_core.max_model_len
     vocab = llm.engine_core.vocab
     seed = args.run.seed
     if args.trace is not None:
         return random_requests(
-            read_trace(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),
+            read_request_lengths(args.trace, args.num_prompts or 500, min(limit, MAX_TRACE_TOKENS)),
             vocab,
             seed,
         )

@@ -69,7 +69,7 @@ def show_table(bench_figures: Mapping[str, Any]) -> None:
     print_table(
         [*head, *names],
         rows,
-        title=f"{title}{bench_figures['device']}; {SPREAD_TEXT} of {_runs(results)} runs",
+        title=f"{title}{bench_figures['device']}; {SPREAD_TEXT} of {_num_runs(results)} runs",
     )
     firsts = results[0].get("first_token_ms")
     if bench_figures["what"] == "throughput" and firsts is not None:
@@ -81,7 +81,7 @@ def show_table(bench_figures: Mapping[str, Any]) -> None:
         print(f"the sweep ended before its last batch size: {bench_figures['ended']}")
 
 
-def _runs(results: Sequence[Mapping[str, Any]]) -> int:
+def _num_runs(results: Sequence[Mapping[str, Any]]) -> int:
     name = next(name for name in ("total_ms", "seconds", "total_s") if name in results[0])
     return results[0][name]["runs"]
 

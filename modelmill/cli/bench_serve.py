@@ -46,7 +46,7 @@ def check_serve(args: Any) -> None:
 
 def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     """Run one load; returns its figures and a function that plots them into a file."""
-    from modelmill.eval.datasets import read_trace
+    from modelmill.eval.datasets import read_request_lengths
     from modelmill.eval.openai_client import OpenAIClient
     from modelmill.eval.serving_load import ServingLoad, run_load, summarize_load
 
@@ -55,7 +55,7 @@ def measure_serve(args: Any) -> tuple[dict[str, Any], Callable[[Path], None]]:
     lengths = (
         [(args.input_len, args.output_len)] * count
         if args.trace is None
-        else read_trace(args.trace, count)
+        else read_request_lengths(args.trace, count)
     )
     load_options = {
         "seed": args.run.seed,

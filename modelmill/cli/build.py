@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from modelmill.builder.recipe_options import check_recipe_options
 from modelmill.cli.acceptance_tables import acceptance_summary, show_acceptance, show_warnings
-from modelmill.cli.engine_options import local_model
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import resolve_model_path
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, print_table, show_progress
 from modelmill.cli.plan_tables import show_plan
 from modelmill.cli.vision_flags import MiniGPT4Files
@@ -69,11 +69,11 @@ class Args(CommonArgs):
     tune: bool = option(
         True, "autotune the kernels' launch configs on this GPU and store the best in the engine"
     )
-    vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
-    build: BuildConfig = config(BuildConfig, "Build")
+    vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
+    build: BuildConfig = config_field(BuildConfig, "Build")
 
     @property
-    def progress_seconds(self) -> float | None:
+    def progress_interval(self) -> float | None:
         """Seconds between progress lines without a terminal; None: as usual."""
         return 60.0 if self.quiet else None
 
@@ -91,7 +91,7 @@ def run(args: Args) -> int:
         )
     _check_ranks(args)
     with show_progress(
-        "planning", quiet=args.json, lines=True, every=args.progress_seconds
+        "planning", quiet=args.json, lines=True, every=args.progress_interval
     ) as on_progress:
         # inside, since torch takes seconds to import
         from modelmill.artifact.store import check_target, is_engine
@@ -101,7 +101,7 @@ def run(args: Args) -> int:
         from modelmill.loader.device import compile_cpu_kernels
 
         source, vision = args.vision_files.split_checkpoint(args.checkpoint)
-        source = local_model(source)
+        source = resolve_model_path(source)
         if is_engine(source):
             raise UsageError(
                 f"{source} is an engine already; give the checkpoint that it was built from"
@@ -199,7 +199,7 @@ def _build(args: Args, source: Path, vision: Any, made: BuildPlan) -> int:
     began = time.perf_counter()
     try:
         with show_progress(
-            "building", lines=not args.json, every=args.progress_seconds
+            "building", lines=not args.json, every=args.progress_interval
         ) as on_progress:
             options: dict[str, Any] = {
                 "delta": args.delta,

@@ -10,12 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.chat_input import keep_history, pipe_line, read_message, terminal_line
+from modelmill.cli.chat_input import (
+    persist_history,
+    read_message,
+    read_pipe_line,
+    read_terminal_line,
+)
 from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChat
-from modelmill.cli.chat_tools import ask_results, call_message, read_tools, shown_tools
+from modelmill.cli.chat_tools import ask_tool_results, call_message, format_tools, read_tools
 from modelmill.cli.chat_writer import AnswerWriter
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note
 from modelmill.cli.run import (
     InterruptHandler,
@@ -88,9 +93,11 @@ class Args(CommonArgs):
     chat_template: str | None = option(
         None, "chat template, or a file with one, instead of the engine's own"
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
-    sampling: SamplingParams = config(SamplingParams, "Sampling", exclude=("n", "num_beams"))
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    )
+    sampling: SamplingParams = config_field(SamplingParams, "Sampling", exclude=("n", "num_beams"))
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
@@ -114,16 +121,18 @@ def run(args: Args) -> int:
         silent=args.json,
         explicit_options=args.sampling,
         settings=settings,
-        read_result=lambda prompt: read_message(terminal_line, prompt) if typed else pipe_line(),
+        read_result=lambda prompt: (
+            read_message(read_terminal_line, prompt) if typed else read_pipe_line()
+        ),
         open_engine=None if args.engine is None else lambda path: _open_local(args, path),
     )
     for image in args.image:
         talk.attach_image(image)
     if typed:
-        keep_history()
+        persist_history()
         if not args.json:
             print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
-    while talk.handle_line(read_message(terminal_line) if typed else pipe_line()):
+    while talk.handle_line(read_message(read_terminal_line) if typed else read_pipe_line()):
         pass
     if args.json:
         emit_json({"messages": talk.messages})
@@ -246,7 +255,7 @@ class ChatSession:
         """
         from modelmill.vision.image_input import to_data_url
 
-        if isinstance(self.llm, LocalChat) and not self.llm.reads_images:
+        if isinstance(self.llm, LocalChat) and not self.llm.supports_images:
             raise UsageError(f"{self.llm.llm.path} has no vision encoder: it takes text only")
         self._attached_images.append(to_data_url(image))
 
@@ -294,7 +303,7 @@ class ChatSession:
             return "(no tools)"
         if name:
             self.settings = replace(self.settings, tools=read_tools(Path(name).expanduser()))
-        return shown_tools(self.settings.tools)
+        return format_tools(self.settings.tools)
 
     def _set_think(self, rest: str) -> str:
         """Set whether and how long the model thinks, or show it."""
@@ -339,13 +348,13 @@ class ChatSession:
         content = [*shown, {"type": "text", "text": line}] if shown else line
         trial: list[dict[str, Any]] | None = [*self.messages, {"role": "user", "content": content}]
         while trial is not None:
-            answered = self._answer_fitting(trial)
+            answered = self._answer_with_truncation(trial)
             if answered is None:
                 return
             self.messages, results = answered
             trial = None if results is None else [*self.messages, *results]
 
-    def _answer_fitting(
+    def _answer_with_truncation(
         self, trial: list[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None] | None:
         """Answer a conversation, without its oldest turns if it is too long.
@@ -376,7 +385,7 @@ class ChatSession:
         if not answer.calls:
             return [*trial, {"role": "assistant", "content": answer.content}], None
         called = [*trial, call_message(answer.content, answer.calls)]
-        results = ask_results(answer.calls, self._read_result, print_note)
+        results = ask_tool_results(answer.calls, self._read_result, print_note)
         if results is None:
             print_note("the calls stay without results")
         return called, results

@@ -57,7 +57,7 @@ def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def terminal_line(prompt: str) -> str | None:
+def read_terminal_line(prompt: str) -> str | None:
     """Read a line at the terminal, with line editing; None at Ctrl-D.
 
     Ctrl-C only clears the line.
@@ -72,13 +72,13 @@ def terminal_line(prompt: str) -> str | None:
             print("\n(/exit or Ctrl-D leaves)")
 
 
-def pipe_line() -> str | None:
+def read_pipe_line() -> str | None:
     """Read a line from a pipe or a file: a message as it is; None at its end."""
     line = sys.stdin.readline()
     return line.rstrip("\n") if line else None
 
 
-def keep_history() -> None:
+def persist_history() -> None:
     """Give ``input`` the lines of earlier chats, and store this one's at the end.
 
     Where there is no readline, or the file cannot be read or written, there is no history.

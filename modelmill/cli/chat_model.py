@@ -60,9 +60,9 @@ class LocalChat:
         return self.llm.engine_core
 
     @property
-    def reads_images(self) -> bool:
+    def supports_images(self) -> bool:
         """Whether messages may have pictures."""
-        return self.llm.language.reads_images
+        return self.llm.language.supports_images
 
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings

@@ -48,7 +48,7 @@ def _check_tool(tool: Any, where: str) -> None:
         raise UsageError(f"{where}: parameters must be a JSON schema; write {FORM}")
 
 
-def shown_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+def format_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     """One line for each tool: its name, its parameters and what it does."""
     lines = []
     for tool in tools:
@@ -59,7 +59,7 @@ def shown_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) or "(none)"
 
 
-def shown_call(call: ParsedToolCall) -> str:
+def format_call(call: ParsedToolCall) -> str:
     """A call as a line."""
     return f"[call] {call.name}({call.arguments})"
 
@@ -70,7 +70,7 @@ def call_message(content: str, calls: Sequence[ParsedToolCall]) -> dict[str, Any
     return {"role": "assistant", "content": content, "tool_calls": written}
 
 
-def ask_results(
+def ask_tool_results(
     calls: Sequence[ParsedToolCall],
     read_line: Callable[[str], str | None],
     complain: Callable[[str], None],

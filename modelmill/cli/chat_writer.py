@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from modelmill.cli.chat_tools import shown_call
+from modelmill.cli.chat_tools import format_call
 from modelmill.cli.terminal_chat import WordWrapper, terminal_width
 from modelmill.text.answer_pieces import (
     AnswerPiece,
@@ -48,7 +48,7 @@ class AnswerWriter:
         if stopped:
             return ParsedAnswer(answer.content, (), answer.reasoning)
         for call in answer.calls:
-            self._write(shown_call(call) + "\n")
+            self._write(format_call(call) + "\n")
         return answer
 
     def _show(self, pieces: Sequence[AnswerPiece]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.acceptance_tables import show_acceptance, worst_by_module
-from modelmill.cli.engine_options import local_model
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import resolve_model_path
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_facts, print_table, show_progress
 from modelmill.cli.vision_flags import MiniGPT4Files
 from modelmill.core.config import RunConfig, non_default_fields, option
@@ -57,13 +57,13 @@ class Args(CommonArgs):
         False, "list every module of every layer, not only the worst", flags=("--all",)
     )
     plot: Path | None = option(None, "draw the errors by layer", metavar="FILE.png")
-    vision_files: MiniGPT4Files = config(MiniGPT4Files, "MiniGPT-4's parts")
-    run: RunConfig = config(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
+    vision_files: MiniGPT4Files = config_field(MiniGPT4Files, "MiniGPT-4's parts")
+    run: RunConfig = config_field(RunConfig, "Engine", exclude=EXCLUDED_OPTIONS)
 
 
 def run(args: Args) -> int:
     """Compare and print; exit code 0 if everything is within tolerance."""
-    from modelmill.accept.run import compare_engine, sample_ids
+    from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.artifact.store import open_artifact
     from modelmill.checkpoint.open import open_checkpoint
     from modelmill.eval.compare import compare_to_checkpoint, draw_errors
@@ -74,7 +74,7 @@ def run(args: Args) -> int:
         check_plot(args.plot)
     artifact = open_artifact(args.engine)
     source, vision = args.vision_files.split_checkpoint(args.checkpoint)
-    checkpoint = open_checkpoint(local_model(source), delta=args.delta, vision=vision)
+    checkpoint = open_checkpoint(resolve_model_path(source), delta=args.delta, vision=vision)
     if artifact.manifest.engine_type == "segmentation":
         return _compare_masks(args, artifact, checkpoint)
     check_sizes(artifact.manifest, checkpoint)
@@ -84,7 +84,7 @@ def run(args: Args) -> int:
     )
     with show_progress("comparing", lines=True) as on_progress:
         llm = LLM(args.engine, progress=on_progress, **non_default_fields(settings))
-        ids = sample_ids(artifact)
+        ids = acceptance_token_ids(artifact)
         result = compare_to_checkpoint(
             llm,
             checkpoint,
@@ -154,7 +154,7 @@ def _show(result: dict[str, Any], every: bool) -> None:
     checks = result["text"]
     if checks:
         rows = [
-            [c["what"], c["subject"].replace("\n", "⏎"), c["against"], _check_line(c)]
+            [c["what"], c["subject"].replace("\n", "⏎"), c["against"], _format_check(c)]
             for c in checks
         ]
         print_table(("checked", "text", "against", "equal"), rows, title="Template and tokens")
@@ -188,7 +188,7 @@ def _show(result: dict[str, Any], every: bool) -> None:
     )
 
 
-def _check_line(check: dict[str, Any]) -> str:
+def _format_check(check: dict[str, Any]) -> str:
     if check["equal"]:
         return "yes"
     if check["equal"] is None or check["note"]:

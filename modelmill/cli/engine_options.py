@@ -23,7 +23,7 @@ REFERENCE_GPU_FRACTION = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheBuildOptions:
+class CheckpointBuildOptions:
     """How to build a checkpoint that is passed instead of an engine."""
 
     dtype: str = inherit_option(BuildConfig, "dtype", help="for a checkpoint: dtype to build it in")
@@ -32,7 +32,7 @@ class CacheBuildOptions:
     )
 
 
-def local_model(model: Path) -> Path:
+def resolve_model_path(model: Path) -> Path:
     """Return an engine's or checkpoint's path; a hub's org/name is fetched into the cache first.
 
     Raises:
@@ -49,7 +49,7 @@ def local_model(model: Path) -> Path:
         return pull_once(name, env.cache_dir() / "models", on_progress)
 
 
-def open_llm(model: Path, build: CacheBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
+def open_llm(model: Path, build: CheckpointBuildOptions, run: RunConfig, **llm_options: Any) -> LLM:
     """Open an LLM for an engine; a checkpoint is built into the cache first, with a note on stderr.
 
     LLM rejects a dtype or recipe for an engine.
@@ -60,7 +60,7 @@ def open_llm(model: Path, build: CacheBuildOptions, run: RunConfig, **llm_option
         run: how to start the engine.
         llm_options: LLM's own options; those that are None are not passed.
     """
-    model = local_model(model)
+    model = resolve_model_path(model)
     with show_progress(f"opening {model.name}", lines=True) as on_progress:
         from modelmill.llm import LLM  # inside, since torch takes seconds to import
 

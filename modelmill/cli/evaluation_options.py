@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelmill.cli import engine_options
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.core.config import DTYPES, RunConfig, option
 from modelmill.core.packages import require
 
@@ -28,11 +28,13 @@ class EvaluationArgs(CommonArgs):
         None, "also run this checkpoint through transformers", metavar="CHECKPOINT"
     )
     reference_dtype: str = option("float32", "type of the reference", choices=DTYPES)
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    )
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
-def require_reference(args: EvaluationArgs) -> None:
+def require_transformers(args: EvaluationArgs) -> None:
     """Check that transformers is installed if a reference is requested.
 
     Raises:
@@ -66,5 +68,5 @@ def load_reference(args: EvaluationArgs, device: str) -> tuple[Checkpoint, HfRef
     from modelmill.eval import hf_reference
 
     assert args.reference is not None, "checked by the caller"
-    checkpoint = open_checkpoint(engine_options.local_model(args.reference))
+    checkpoint = open_checkpoint(engine_options.resolve_model_path(args.reference))
     return checkpoint, hf_reference.load_reference(checkpoint, args.reference_dtype, device)

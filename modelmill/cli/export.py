@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelmill.cli.engine_options import CacheBuildOptions
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import CheckpointBuildOptions
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
 from modelmill.core.errors import UsageError
@@ -52,15 +52,17 @@ class Args(CommonArgs):
     max_waiting: int = option(
         1024, "requests that may wait beyond --max-num-seqs; more are refused"
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in an engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in an engine's place"
+    )
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
     """Write it; 0 when it is there."""
     from modelmill.artifact.store import is_engine
     from modelmill.export.triton_repository import StartOptions, export_triton_repository
-    from modelmill.llm import cached_engine
+    from modelmill.llm import ensure_engine
 
     if args.form not in EXPORT_FORMATS:
         raise UsageError(
@@ -76,14 +78,14 @@ def run(args: Args) -> int:
         if not engine.exists():
             raise UsageError(f"{engine} does not exist; give an engine folder or a checkpoint")
         with show_progress(f"opening {engine.name}", lines=not args.json) as on_progress:
-            engine = cached_engine(engine, BuildConfig(**built), on_progress)
+            engine = ensure_engine(engine, BuildConfig(**built), on_progress)
     elif built:
         raise UsageError(
             f"{', '.join(built)}: decided when an engine is built, and {engine} is already built; "
             "leave it out, or give the checkpoint"
         )
     start = StartOptions(
-        non_default_fields(args.run), _read_template(args.chat_template), args.max_waiting
+        non_default_fields(args.run), _inline_template_file(args.chat_template), args.max_waiting
     )
     made = export_triton_repository(
         engine, args.out, name=args.name, copy=args.copy, start_options=start
@@ -101,7 +103,7 @@ def run(args: Args) -> int:
     return 0
 
 
-def _read_template(source: str | None) -> str | None:
+def _inline_template_file(source: str | None) -> str | None:
     """A file's text, since the server may run elsewhere; a shipped template's name stays a name."""
     if source is None or source.isidentifier() or "{" in source:
         return source

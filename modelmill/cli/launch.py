@@ -46,7 +46,7 @@ class LaunchCommand:
         return " ".join([*settings, shlex.join(self.words)])
 
 
-def claude(url: str, model: str, key: str) -> LaunchCommand:
+def claude_command(url: str, model: str, key: str) -> LaunchCommand:
     """Claude Code over Anthropic Messages; every model class is the one served."""
     classes = ("OPUS", "SONNET", "HAIKU")
     models = {f"ANTHROPIC_DEFAULT_{each}_MODEL": model for each in classes}
@@ -62,7 +62,7 @@ def claude(url: str, model: str, key: str) -> LaunchCommand:
     )
 
 
-def codex(url: str, model: str, key: str) -> LaunchCommand:
+def codex_command(url: str, model: str, key: str) -> LaunchCommand:
     """Codex over OpenAI Responses; values of -c are TOML."""
     provider = (
         f'{{name = "modelmill", base_url = "{url}/v1", wire_api = "responses", '
@@ -75,7 +75,7 @@ def codex(url: str, model: str, key: str) -> LaunchCommand:
     return LaunchCommand(words, {"MODELMILL_API_KEY": key})
 
 
-def opencode(url: str, model: str, key: str) -> LaunchCommand:
+def opencode_command(url: str, model: str, key: str) -> LaunchCommand:
     """OpenCode over OpenAI chat completions; its whole configuration is one variable."""
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -88,9 +88,9 @@ def opencode(url: str, model: str, key: str) -> LaunchCommand:
 
 
 CLIENTS: Mapping[str, Callable[[str, str, str], LaunchCommand]] = {
-    "claude": claude,
-    "codex": codex,
-    "opencode": opencode,
+    "claude": claude_command,
+    "codex": codex_command,
+    "opencode": opencode_command,
 }
 
 
@@ -112,13 +112,13 @@ def run(args: Args) -> int:
     if args.json:
         emit_json({"command": list(command.words), "env": dict(command.env)})
     elif args.run:
-        become(command)
+        exec_command(command)
     else:
         print(command.shell_text())
     return 0
 
 
-def become(command: LaunchCommand) -> NoReturn:
+def exec_command(command: LaunchCommand) -> NoReturn:
     """Replace this process by the agent. Raises ModelmillError if it is not installed."""
     program = shutil.which(command.words[0])
     if program is None:

@@ -101,7 +101,7 @@ class CliParameter:
         return self.metavar or self.name.upper() if self.positional else f"--{self.long}"
 
 
-def config(
+def config_field(
     cls: type[T],
     panel: str,
     *,

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from modelmill.core import env
 from modelmill.core.errors import ModelmillError
 from modelmill.core.progress import Progress
-from modelmill.progress import CompileAnnouncer, LogProgress, TerminalLine
+from modelmill.progress import CompileAnnouncer, LogProgress, TerminalProgress
 
 
 def emit_json(value: Any) -> None:
@@ -140,7 +140,7 @@ def show_progress(
         ):
             yield on_progress
         return
-    display = TerminalLine(label, delay)
+    display = TerminalProgress(label, delay)
     try:
         yield display.update
     finally:

@@ -10,7 +10,7 @@ from modelmill.cli.evaluation_options import (
     EvaluationArgs,
     load_reference,
     open_evaluated,
-    require_reference,
+    require_transformers,
 )
 from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import option
@@ -57,7 +57,7 @@ def run(args: Args) -> int:
     ):
         if value is not None and value < minimum:
             raise UsageError(f"{name} must be at least {minimum}, not {value}")
-    require_reference(args)
+    require_transformers(args)
     text = read_text(args.data)
     llm = open_evaluated(args)
     if llm.tokenizer is None:
@@ -82,14 +82,16 @@ def run(args: Args) -> int:
         )
     result: dict[str, Any] = {**asdict(measured), "max_length": length, "stride": stride}
     if args.reference is not None:
-        reference = _reference(args, ids, length, stride, llm.engine_core.device)
+        reference = _reference_perplexity(args, ids, length, stride, llm.engine_core.device)
         result["reference"] = {**asdict(reference), "dtype": args.reference_dtype}
         result["relative_difference"] = measured.perplexity / reference.perplexity - 1.0
     emit_json(result) if args.json else _show(result)
     return 0
 
 
-def _reference(args: Args, ids: list[int], length: int, stride: int, device: str) -> Perplexity:
+def _reference_perplexity(
+    args: Args, ids: list[int], length: int, stride: int, device: str
+) -> Perplexity:
     from modelmill.eval.perplexity import measure_perplexity
 
     _, reference = load_reference(args, device)

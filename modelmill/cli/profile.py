@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, print_table, show_progress
 from modelmill.core.config import RunConfig, option
 from modelmill.core.errors import UsageError
@@ -43,8 +43,10 @@ class Args(CommonArgs):
         None, "write a trace that Perfetto (ui.perfetto.dev) opens", metavar="FILE.json"
     )
     save: Path | None = option(None, "append the figures as rows", metavar="FILE.jsonl")
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    )
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:

@@ -45,10 +45,10 @@ def run(args: Args) -> int:
     else:
         rows = [
             (
-                model_list(each),
+                format_model_list(each),
                 each["url"],
                 each["state"],
-                duration(each["seconds"]),
+                format_duration(each["seconds"]),
                 format_bytes(each["memory_bytes"]),
                 str(each["pid"]),
             )
@@ -82,7 +82,7 @@ def server_facts(server: ServerRecord) -> dict[str, Any]:
     }
 
 
-def model_list(facts: Mapping[str, Any]) -> str:
+def format_model_list(facts: Mapping[str, Any]) -> str:
     """Return a server's models in one line; one that is not ready with its state."""
     states = facts["model_states"]
     names = (
@@ -108,7 +108,7 @@ def server_health(server: ServerRecord) -> dict[str, Any]:
     return health if isinstance(health, dict) else {}
 
 
-def duration(seconds: int) -> str:
+def format_duration(seconds: int) -> str:
     """Return 42 s, 12 min, 3 h 5 min or 2 d 4 h."""
     minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
     if days:

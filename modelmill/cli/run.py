@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, open_llm
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, open_llm
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import emit_json, print_note, show_progress, stdout_reader_gone
 from modelmill.cli.terminal_chat import WordWrapper, terminal_width
 from modelmill.core.config import RunConfig, option
@@ -79,9 +79,11 @@ class Args(CommonArgs):
         "write the prompt's intermediate tensors of all matching modules to a safetensors file",
         metavar="PATTERN FILE",
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
-    sampling: SamplingParams = config(SamplingParams, "Sampling")
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    )
+    sampling: SamplingParams = config_field(SamplingParams, "Sampling")
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
@@ -94,7 +96,7 @@ def run(args: Args) -> int:
         else [{"prompt": _read_prompt(args.prompt or "")}]
     )
     llm = open_llm(args.engine, args.build, args.run, chat_template=args.chat_template)
-    if args.image and (args.raw or not llm.language.reads_images):
+    if args.image and (args.raw or not llm.language.supports_images):
         why = "--raw continues a text" if args.raw else f"{args.engine} has no vision encoder"
         raise UsageError(
             f"--image: {why}; pictures need a multimodal engine (minigpt4) and a conversation"
@@ -105,7 +107,7 @@ def run(args: Args) -> int:
         _dump(llm, asks, *args.dump)
     if args.file is None and not args.json and params.n == 1:
         return _stream(llm, asks[0], params, args.sampling)
-    return _batch(args, llm, asks, params)
+    return _run_batch(args, llm, asks, params)
 
 
 def with_max_tokens(params: SamplingParams, llm: LLM) -> SamplingParams:
@@ -171,7 +173,7 @@ def _job_input(job: dict[str, Any], args: Args, llm: LLM) -> Any:
         )
         return {"prompt": text}
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": with_images(text, args.image)}]
+    return [*system, {"role": "user", "content": user_content(text, args.image)}]
 
 
 def _refuse_chat_flags(args: Args, what: str) -> None:
@@ -187,7 +189,7 @@ def _refuse_chat_flags(args: Args, what: str) -> None:
             )
 
 
-def with_images(text: str, images: Sequence[Path]) -> Any:
+def user_content(text: str, images: Sequence[Path]) -> Any:
     """Make the content of a user message: the images, if any, then the text."""
     if not images:
         return text
@@ -265,7 +267,7 @@ def _format_ids(llm: LLM, ids: tuple[int, ...]) -> str:
     return "".join(f"{id} " for id in ids) if llm.tokenizer is None else ""
 
 
-def _batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
+def _run_batch(args: Args, llm: LLM, asks: list[Any], params: SamplingParams) -> int:
     note_sampling_defaults(llm, params)
     began = time.perf_counter()
     answers: dict[int, RequestOutput] = {}

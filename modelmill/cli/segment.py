@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import ENGINE_HELP, CacheBuildOptions, local_model
-from modelmill.cli.options import CommonArgs, config, inherit_option
+from modelmill.cli.engine_options import ENGINE_HELP, CheckpointBuildOptions, resolve_model_path
+from modelmill.cli.options import CommonArgs, config_field, inherit_option
 from modelmill.cli.output import emit_json, print_note, show_progress
 from modelmill.cli.segment_output import SegmentOutputs, show_results, write_result
 from modelmill.core.config import RunConfig, non_default_fields, option
@@ -96,7 +96,9 @@ class Args(CommonArgs):
         False, "with --json: the masks' pixels as COCO run lengths", flags=("--rle",)
     )
     batch: int = option(4, "pictures that the encoder sees at a time")
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint in the engine's place")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint in the engine's place"
+    )
     device: str = inherit_option(RunConfig, "device")
     threads: int | None = inherit_option(RunConfig, "threads")
 
@@ -108,7 +110,7 @@ def run(args: Args) -> int:
     several = len(paths) > 1
     rough = () if args.mask is None else (args.mask,)
     outputs = SegmentOutputs(args.output, args.masks, (*paths, *rough), several)
-    engine = local_model(args.engine)
+    engine = resolve_model_path(args.engine)
     with show_progress(f"opening {engine.name}", lines=True) as on_progress:
         from modelmill.segmenter import Segmenter  # inside, since torch takes seconds to import
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelmill.cli.engine_options import CacheBuildOptions, local_model
-from modelmill.cli.options import CommonArgs, config
+from modelmill.cli.engine_options import CheckpointBuildOptions, resolve_model_path
+from modelmill.cli.options import CommonArgs, config_field
 from modelmill.cli.output import print_note
 from modelmill.cli.serve_keys import server_keys
 from modelmill.core.config import RunConfig, non_default_fields, option
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.core.packages import install_command, require
-from modelmill.core.server_records import recorded
+from modelmill.core.server_records import record_server
 
 if TYPE_CHECKING:
     from modelmill.serve.catalogue.entries import CatalogueEntry
@@ -168,8 +168,10 @@ class Args(CommonArgs):
     ray_address: str | None = option(
         None, "with --ray: a running Ray cluster (auto, HOST:PORT); default: start one"
     )
-    build: CacheBuildOptions = config(CacheBuildOptions, "A checkpoint instead of an engine")
-    run: RunConfig = config(RunConfig, "Engine")
+    build: CheckpointBuildOptions = config_field(
+        CheckpointBuildOptions, "A checkpoint instead of an engine"
+    )
+    run: RunConfig = config_field(RunConfig, "Engine")
 
 
 def run(args: Args) -> int:
@@ -187,7 +189,7 @@ def run(args: Args) -> int:
     place, names = _server_options(args), _model_names(args)
     aliases, on_demand = _aliases(args, names)
     entries = with_aliases(catalogue_entries(args, [*names, *aliases]), on_demand)
-    args = replace(args, engines=tuple(local_model(path) for path in args.engines))
+    args = replace(args, engines=tuple(resolve_model_path(path) for path in args.engines))
     if args.ray or args.replicas != 1 or args.ray_address is not None:
         from modelmill.cli.serve_ray import serve_replicas
 
@@ -215,7 +217,7 @@ async def _serve(
     from modelmill.serve.server import Server
     from modelmill.serve.standby_worker import StandbyLauncher
 
-    engines = {engine.name: engine for engine in _engines(args, names)}
+    engines = {engine.name: engine for engine in _make_engine_clients(args, names)}
     by_name = engines | {alias: engines[name] for alias, name in aliases.items()}
     manager, launcher, watch = None, None, None
     if entries:
@@ -248,7 +250,7 @@ def announce_address(
 
     record: keeps the server's record, for ``modelmill ps``, until it is closed.
     """
-    record.enter_context(recorded(url, names))
+    record.enter_context(record_server(url, names))
     print_note(f"listening on {url}; {doing}")
     if args.json:
         print(json.dumps({"url": url, "models": list(names)}), flush=True)
@@ -257,7 +259,7 @@ def announce_address(
 def _server_options(args: Args) -> ServerOptions:
     from modelmill.serve.server import ServerOptions
     from modelmill.serve.service import ServiceLimits
-    from modelmill.serve.traces import Traces, collector_url
+    from modelmill.serve.traces import RequestTracer, collector_url
 
     if not 0 <= args.port < 65536:
         raise UsageError(f"--port must be between 0 and 65535, not {args.port}")
@@ -304,7 +306,9 @@ def _server_options(args: Args) -> ServerOptions:
             require("--otlp-endpoint", "opentelemetry", "otel")
     # with Ray the replicas export the traces
     traces = (
-        None if args.otlp_endpoint is None or args.ray else Traces.export_to(args.otlp_endpoint)
+        None
+        if args.otlp_endpoint is None or args.ray
+        else RequestTracer.for_endpoint(args.otlp_endpoint)
     )
     return ServerOptions(args.host, args.port, args.shutdown_timeout, limits, traces)
 
@@ -378,7 +382,7 @@ def served_name(path: Path) -> str:
     return Path(os.path.abspath(path)).name.removesuffix(".engine")
 
 
-def _engines(args: Args, names: Sequence[str]) -> list[EngineClient]:
+def _make_engine_clients(args: Args, names: Sequence[str]) -> list[EngineClient]:
     from modelmill.serve.engine_client import EngineClient
 
     return [

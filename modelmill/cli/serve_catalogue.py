@@ -59,7 +59,7 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
     Raises:
         UsageError: it cannot be read, or does not go together with other flags.
     """
-    from modelmill.serve.catalogue.entries import check_names, read_file, read_folder
+    from modelmill.serve.catalogue.entries import check_entries, read_file, read_folder
 
     entries = [] if args.models_dir is None else read_folder(args.models_dir)
     entries += [] if args.catalogue is None else read_file(args.catalogue)
@@ -78,7 +78,7 @@ def catalogue_entries(args: Args, used_names: Sequence[str]) -> list[CatalogueEn
         raise UsageError(f"--sleep-memory must be at least 1, not {args.sleep_memory}")
     if args.memory_budget is not None and args.memory_budget < 1:
         raise UsageError(f"--memory-budget must be at least 1, not {args.memory_budget}")
-    check_names(entries, used_names)
+    check_entries(entries, used_names)
     return entries
 
 
@@ -147,12 +147,16 @@ def make_manager(
 
     loader = ModelLoader(budget, fixed_bytes=fixed_bytes, sleep_bytes=args.sleep_memory or 0)
     manager = ModelManager(
-        [make.model(entry) for entry in entries],
+        [make.make_managed_model(entry) for entry in entries],
         loader,
         args.max_waiting + args.run.max_num_seqs,
-        lambda model, manifest: make.engine(model.entry, manifest),
+        lambda model, manifest: make.make_client(model.entry, manifest),
     )
-    watch = FolderWatch(manager, args.models_dir, make.model) if args.watch_models else None
+    watch = (
+        FolderWatch(manager, args.models_dir, make.make_managed_model)
+        if args.watch_models
+        else None
+    )
     return manager, watch
 
 
@@ -199,7 +203,7 @@ class _ModelFactory:
         self._args, self._budget = args, budget
         self._keep_alive, self._launcher = keep_alive, launcher
 
-    def model(self, entry: CatalogueEntry) -> ManagedModel:
+    def make_managed_model(self, entry: CatalogueEntry) -> ManagedModel:
         """A model that is not loaded.
 
         Raises:
@@ -215,9 +219,9 @@ class _ModelFactory:
         if manifest.engine_type == SEGMENTATION:
             planned = segment_engine_bytes(manifest.weight_bytes, self._args.image_cache_bytes)
         idle = self._keep_alive if entry.idle_timeout is None else entry.idle_timeout
-        return ManagedModel(entry, self.engine(entry, manifest), idle, planned, entry.pinned)
+        return ManagedModel(entry, self.make_client(entry, manifest), idle, planned, entry.pinned)
 
-    def engine(self, entry: CatalogueEntry, manifest: Manifest) -> EngineClient:
+    def make_client(self, entry: CatalogueEntry, manifest: Manifest) -> EngineClient:
         """A client that is not loaded."""
         from modelmill.serve.engine_client import EngineClient
         from modelmill.serve.worker_process import launch_worker

@@ -78,14 +78,14 @@ def serve_replicas(
 def _make_portable(message: OpenEngine) -> OpenEngine:
     """Return ``message`` with absolute paths and an engine; a checkpoint is built now, once."""
     from modelmill.artifact.store import is_engine
-    from modelmill.llm import cached_engine
+    from modelmill.llm import ensure_engine
 
     path, template = Path(message.model), message.chat_template
     if not path.exists():
         raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
     if not is_engine(path):
         with show_progress("building") as on_progress:
-            path = cached_engine(path, BuildConfig(**message.build), on_progress)
+            path = ensure_engine(path, BuildConfig(**message.build), on_progress)
         message = replace(message, build={})
     if (
         template is not None

@@ -10,7 +10,7 @@ from modelmill.cli.evaluation_options import (
     EvaluationArgs,
     load_reference,
     open_evaluated,
-    require_reference,
+    require_transformers,
 )
 from modelmill.cli.output import emit_json, print_table, show_progress
 from modelmill.core.config import option
@@ -78,7 +78,7 @@ def run(args: Args) -> int:
 
     if args.check_accuracy is not None and args.reference is None:
         raise UsageError("--check-accuracy needs --reference CHECKPOINT to compare with")
-    require_reference(args)
+    require_transformers(args)
     if (args.num is not None and args.num < 1) or (
         args.batch_size is not None and args.batch_size < 1
     ):

@@ -59,7 +59,7 @@ class ConfigView(Mapping[str, Any]):
         self._sub_views.append(view)
         return view
 
-    def ignore(self, values: Mapping[str, Any]) -> None:
+    def mark_unread(self, values: Mapping[str, Any]) -> None:
         """Count these values as unread: by full name, values of an object that was read."""
         self._ignored.update(values)
 

@@ -57,7 +57,7 @@ def triton_interpret() -> bool:
     return os.environ.get("TRITON_INTERPRET", "") == "1"
 
 
-def cpu_kernels() -> str:
+def requested_cpu_kernels() -> str:
     """Which compiled CPU kernels are to be used; "auto" where MODELMILL_CPU_KERNELS is unset."""
     return os.environ.get("MODELMILL_CPU_KERNELS") or "auto"
 
@@ -67,7 +67,7 @@ def cxx_compiler() -> str | None:
     return os.environ.get("CXX")
 
 
-def set_defaults(**values: str) -> None:
+def set_env_defaults(**values: str) -> None:
     """Set variables that a library reads on import, unless the user has set them."""
     for name, value in values.items():
         os.environ.setdefault(name, value)

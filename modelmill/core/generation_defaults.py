@@ -231,7 +231,7 @@ def read_generation(
         RequestError: if a value is invalid; the message names the key.
     """
     processors = LogitsProcessors.from_config(raw)
-    lengths = {name: _check_count(name, raw.get(name)) for name in _LENGTH_KEYS}
+    lengths = {name: _checked_length(name, raw.get(name)) for name in _LENGTH_KEYS}
     draws = {name: raw[name] for name in DEFAULTED_FIELDS if raw.get(name) is not None}
     SamplingParams(**draws)
     greedy, source = raw.get("do_sample") is not True, CHECKPOINT_SOURCE
@@ -277,7 +277,7 @@ def _is_neutral(value: Any, neutral: Any) -> bool:
     return value in (neutral if isinstance(neutral, tuple) else (neutral,)) or value in ([], {})
 
 
-def _check_count(name: str, value: Any) -> int | None:
+def _checked_length(name: str, value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -99,13 +99,13 @@ PROCESSOR_FIELDS = tuple(each.name for each in fields(LogitsProcessors))
 _NEUTRAL = LogitsProcessors()
 
 
-def _flag(name: str, value: Any) -> bool:
+def _checked_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, not {quote(value, 60)}")
     return value
 
 
-def _integer(name: str, value: Any) -> int:
+def _checked_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_ID:
         raise RequestError(
             f"{name} must be an integer between 0 and {MAX_ID}, not {quote(value, 60)}"
@@ -113,29 +113,29 @@ def _integer(name: str, value: Any) -> int:
     return value
 
 
-def _number(name: str, value: Any) -> float:
+def _checked_number(name: str, value: Any) -> float:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or abs(value) > 1e9 or math.isnan(value):
         raise RequestError(f"{name} must be a finite number, not {quote(value, 60)}")
     return float(value)
 
 
-def _positive(name: str, value: Any) -> float:
-    number = _number(name, value)
+def _checked_positive_number(name: str, value: Any) -> float:
+    number = _checked_number(name, value)
     if number <= 0:
         raise RequestError(f"{name} must be above 0, not {quote(value, 60)}")
     return number
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _checked_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """Read a list of token ids; a single id is accepted, as in transformers."""
     listed = value if isinstance(value, list | tuple) else [value]
     if len(listed) > MAX_IDS:
         raise RequestError(f"{name} names more than {MAX_IDS} token ids")
-    return tuple(_integer(name, id) for id in listed)
+    return tuple(_checked_integer(name, id) for id in listed)
 
 
-def _token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+def _checked_token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     good = isinstance(value, list | tuple) and all(
         isinstance(word, list | tuple) and word for word in value
     )
@@ -143,38 +143,40 @@ def _token_sequences(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         raise RequestError(f"{name} must be a list of lists of token ids, not {quote(value, 60)}")
     if sum(map(len, value)) > MAX_IDS:
         raise RequestError(f"{name} names more than {MAX_IDS} token ids")
-    return tuple(_token_ids(name, word) for word in value)
+    return tuple(_checked_token_ids(name, word) for word in value)
 
 
-def _biases(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+def _checked_sequence_bias(name: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     good = isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
     )
     if not good:
         raise RequestError(f"{name} must be a list of [token ids, number], not {quote(value, 60)}")
-    words = _token_sequences(name, [pair[0] for pair in value])
+    words = _checked_token_sequences(name, [pair[0] for pair in value])
     # as in transformers, a later entry with the same ids replaces an earlier one
     return tuple(
-        {word: _number(name, pair[1]) for word, pair in zip(words, value, strict=True)}.items()
+        {
+            word: _checked_number(name, pair[1]) for word, pair in zip(words, value, strict=True)
+        }.items()
     )
 
 
-def _decay(name: str, value: Any) -> tuple[int, float]:
+def _checked_length_decay(name: str, value: Any) -> tuple[int, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise RequestError(f"{name} must be [tokens, factor], not {quote(value, 60)}")
-    return _integer(name, value[0]), _positive(name, value[1])
+    return _checked_integer(name, value[0]), _checked_positive_number(name, value[1])
 
 
 _PARSERS: dict[str, Any] = {
-    "sequence_bias": _biases,
-    "encoder_repetition_penalty": _positive,
-    "no_repeat_ngram_size": _integer,
-    "encoder_no_repeat_ngram_size": _integer,
-    "bad_words_ids": _token_sequences,
-    "forced_bos_token_id": _integer,
-    "forced_eos_token_id": _token_ids,
-    "exponential_decay_length_penalty": _decay,
-    "suppress_tokens": _token_ids,
-    "begin_suppress_tokens": _token_ids,
-    "renormalize_logits": _flag,
+    "sequence_bias": _checked_sequence_bias,
+    "encoder_repetition_penalty": _checked_positive_number,
+    "no_repeat_ngram_size": _checked_integer,
+    "encoder_no_repeat_ngram_size": _checked_integer,
+    "bad_words_ids": _checked_token_sequences,
+    "forced_bos_token_id": _checked_integer,
+    "forced_eos_token_id": _checked_token_ids,
+    "exponential_decay_length_penalty": _checked_length_decay,
+    "suppress_tokens": _checked_token_ids,
+    "begin_suppress_tokens": _checked_token_ids,
+    "renormalize_logits": _checked_flag,
 }

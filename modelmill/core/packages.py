@@ -71,7 +71,7 @@ def _packages_of(extra: str) -> Iterator[str]:
         marker = requirement.marker
         if marker is not None and marker.evaluate({"extra": extra}):
             parts = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-            yield f"{requirement.name}{parts}{sort_range(str(requirement.specifier))}"
+            yield f"{requirement.name}{parts}{sort_version_range(str(requirement.specifier))}"
 
 
 def untested_versions() -> list[UntestedVersion]:
@@ -82,11 +82,11 @@ def untested_versions() -> list[UntestedVersion]:
     untested: dict[str, UntestedVersion] = {}
     for name, version, tested in _installed_versions():
         if not _in_range(version, tested):
-            untested[name] = UntestedVersion(name, version, sort_range(tested))
+            untested[name] = UntestedVersion(name, version, sort_version_range(tested))
     return list(untested.values())
 
 
-def sort_range(tested: str) -> str:
+def sort_version_range(tested: str) -> str:
     """Sort a range to ``>=1,<2``: build tools write its parts in any order."""
     return ",".join(
         sorted(

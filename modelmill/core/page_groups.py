@@ -41,7 +41,7 @@ class PageGroup:
     per_place: int = 1
 
     @property
-    def places(self) -> int:
+    def num_places(self) -> int:
         """Places of a page that the layers take."""
         return -(-len(self.layers) // self.per_place)
 
@@ -77,7 +77,7 @@ def plan_page_groups(
     ]
     memory_and_groups = [
         (
-            place * page_places(groups) * sum(_kept_tokens(g.window, tokens) for g in groups),
+            place * places_per_page(groups) * sum(_kept_tokens(g.window, tokens) for g in groups),
             len(groups),
         )
         for groups in choices
@@ -92,9 +92,9 @@ def plan_page_groups(
     return choices[best]
 
 
-def page_places(groups: Sequence[PageGroup]) -> int:
+def places_per_page(groups: Sequence[PageGroup]) -> int:
     """Places of a page: those of the largest group."""
-    return max(group.places for group in groups)
+    return max(group.num_places for group in groups)
 
 
 def sum_by_window(windows: Iterable[int | None], counts: Iterable[int]) -> dict[int | None, int]:

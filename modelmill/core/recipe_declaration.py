@@ -54,7 +54,7 @@ class RecipeOption:
 
 
 @dataclass(frozen=True)
-class WholeTolerances:
+class CombinedTolerances:
     """Bounds of a format whose arithmetic and rounding are checked together.
 
     The reference computes with the checkpoint's own weights.
@@ -120,7 +120,7 @@ class FormatTolerances:
     weight: Bound
     block: Bound
     scaled_columns: bool = False
-    whole: WholeTolerances | None = None
+    whole: CombinedTolerances | None = None
     act_quant: ActQuantTolerances | None = None
     images: ImageTolerances | None = None
 
@@ -152,7 +152,7 @@ _DECLARATION_CLASSES = {
     cls.__name__: cls
     for cls in (
         RecipeOption,
-        WholeTolerances,
+        CombinedTolerances,
         ActQuantTolerances,
         ImageTolerances,
         FormatTolerances,
@@ -198,13 +198,13 @@ def _read_folders(folders: tuple[str, ...]) -> Mapping[str, RecipeDeclaration]:
         spec = finder.find_spec(name, None)
         loader = None if spec is None else spec.loader
         assert isinstance(loader, importlib.abc.InspectLoader), "a folder of source files"
-        declaration = _read_constant(loader.get_source(name) or "")
+        declaration = _read_declaration(loader.get_source(name) or "")
         if declaration is not None:
             found.append((declaration.position, declaration.name or name, declaration))
     return {name: declaration for _, name, declaration in sorted(found, key=lambda each: each[:2])}
 
 
-def _read_constant(source: str) -> RecipeDeclaration | None:
+def _read_declaration(source: str) -> RecipeDeclaration | None:
     """Return the value of ``DECLARATION`` in a file's source; None if it has none.
 
     Only the statement is parsed, since every start of the command line does it.

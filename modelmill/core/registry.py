@@ -10,12 +10,12 @@ from types import ModuleType
 
 def module_names(package: str) -> list[str]:
     """Return the names of a package's modules without private ones; imports none of them."""
-    return list(_listed(tuple(importlib.import_module(package).__path__)))
+    return list(_list_modules(tuple(importlib.import_module(package).__path__)))
 
 
 # opening an engine calls these thousands of times; folders of an installed package do not change
 @cache
-def _listed(folders: tuple[str, ...]) -> list[str]:
+def _list_modules(folders: tuple[str, ...]) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_"))
 
 

@@ -65,7 +65,7 @@ def records_dir() -> Path:
 
 
 @contextlib.contextmanager
-def recorded(url: str, models: Sequence[str]) -> Iterator[None]:
+def record_server(url: str, models: Sequence[str]) -> Iterator[None]:
     """Keep a record of this process's server.
 
     A folder that cannot be written is no reason not to serve: ``ps`` then does not list it.

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 
-def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
+def max_pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: int) -> int:
     """Most pages that a sequence of ``tokens`` tokens uses at once.
 
     Args:
@@ -22,11 +22,11 @@ def pages_in_use(tokens: int, page_size: int, window: int | None, step_tokens: i
     return min(pages, -(-(window + step_tokens + 1) // page_size) + 1)
 
 
-def pages_in_groups(
+def max_pages_in_groups(
     tokens: int, page_size: int, windows: Iterable[int | None], step_tokens: int
 ) -> int:
-    """As ``pages_in_use``, in all page groups together; windows: of each group."""
-    return sum(pages_in_use(tokens, page_size, window, step_tokens) for window in windows)
+    """As ``max_pages_in_use``, in all page groups together; windows: of each group."""
+    return sum(max_pages_in_use(tokens, page_size, window, step_tokens) for window in windows)
 
 
 def longest_sequence(
@@ -40,32 +40,34 @@ def longest_sequence(
 
     Args:
         max_tokens: The most that it may have.
-        page_size: As of ``pages_in_groups``.
-        windows: As of ``pages_in_groups``.
-        step_tokens: As of ``pages_in_groups``.
+        page_size: As of ``max_pages_in_groups``.
+        windows: As of ``max_pages_in_groups``.
+        step_tokens: As of ``max_pages_in_groups``.
         pages: Of all page groups together.
 
     Returns:
         At most ``max_tokens``; 0 where nothing fits.
     """
     lengths = range(0, max_tokens + 1, page_size)
-    # pages_in_groups grows with the length
+    # max_pages_in_groups grows with the length
     fits = bisect_right(
-        lengths, pages, key=lambda tokens: pages_in_groups(tokens, page_size, windows, step_tokens)
+        lengths,
+        pages,
+        key=lambda tokens: max_pages_in_groups(tokens, page_size, windows, step_tokens),
     )
     return lengths[fits - 1] if fits else 0
 
 
-def pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:
-    """Most pages that a sequence uses, apart from ``pages_of_step``.
+def max_pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:
+    """Most pages that a sequence uses, apart from ``max_pages_of_step``.
 
     Sequences that share a step share its tokens, so that n of them never use more pages than n
-    times as many and ``pages_of_step`` once.
+    times as many and ``max_pages_of_step`` once.
 
     Args:
         tokens: Its length.
         page_size: Tokens of a page.
-        window: As of ``pages_in_use``.
+        window: As of ``max_pages_in_use``.
     """
     pages = -(-tokens // page_size)
     if window is None:
@@ -74,7 +76,7 @@ def pages_between_steps(tokens: int, page_size: int, window: int | None) -> int:
     return min(pages, -(-(window + 1) // page_size) + 2)
 
 
-def pages_of_step(step_tokens: int, page_size: int, window: int | None) -> int:
+def max_pages_of_step(step_tokens: int, page_size: int, window: int | None) -> int:
     """Pages of a step's tokens, which windows let a sequence free once they are computed."""
     return 0 if window is None else -(-step_tokens // page_size)
 

@@ -53,7 +53,7 @@ class TokenizerCheck(BenchResult):
     note: str | None = None
 
 
-def check_text(llm: Any, checkpoint: Checkpoint) -> list[TokenizerCheck]:
+def check_tokenizer_and_chat(llm: Any, checkpoint: Checkpoint) -> list[TokenizerCheck]:
     """Compare chat rendering and tokens of sample texts with a reference.
 
     The reference is the transformers tokenizer if it can be loaded, else the checkpoint's own
@@ -215,7 +215,7 @@ def compare_to_checkpoint(
     (the template and token checks) and ``passed``. If the layers are accepted, a failed text check
     replaces the verdict.
     """
-    checks = check_text(llm, checkpoint) if checks is None else checks
+    checks = check_tokenizer_and_chat(llm, checkpoint) if checks is None else checks
     layer_result = compare_layers()
     result = {**layer_result, "text": [check.to_dict() for check in checks]}
     failed = next((check for check in checks if check.equal is False), None)

@@ -14,7 +14,7 @@ from typing import Any
 from modelmill.core.errors import UsageError
 
 MAX_TRACE_TOKENS = 4096
-"""Most prompt + output tokens of a request that ``read_trace`` keeps."""
+"""Most prompt + output tokens of a request that ``read_request_lengths`` keeps."""
 
 Encode = Callable[[str], list[int]]
 
@@ -175,7 +175,9 @@ def _turn_text(turn: Any) -> str | None:
     return turn if isinstance(turn, str) else None
 
 
-def read_trace(path: Path, count: int, limit: int = MAX_TRACE_TOKENS) -> list[tuple[int, int]]:
+def read_request_lengths(
+    path: Path, count: int, limit: int = MAX_TRACE_TOKENS
+) -> list[tuple[int, int]]:
     """Read the prompt and output lengths of ``count`` requests from a csv trace.
 
     The columns are ContextTokens and GeneratedTokens. Rows with at least 4 context tokens, at least

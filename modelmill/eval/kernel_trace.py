@@ -130,7 +130,7 @@ def label_graph_kernels(
     ]
 
 
-def timeline(kernels: Sequence[KernelRecord]) -> list[KernelRecord]:
+def with_gap_and_added_times(kernels: Sequence[KernelRecord]) -> list[KernelRecord]:
     """Compute the time that each kernel adds to the step, and the idle time before it.
 
     Kernels may overlap: a kernel is charged only from the end of the kernels before it.

@@ -72,7 +72,7 @@ def rope_cases(
     )
 
 
-def angle_cases(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
+def rope_angle_cases(tokens: int, half: int, device: str, dtype: torch.dtype) -> Iterator[Case]:
     """Cases of the rotary angles of a step, with one row of frequencies."""
     # large positions take longer: range reduction of the sine
     positions = torch.arange(tokens, device=device) % 65536
@@ -120,7 +120,7 @@ LARGE_CASES: dict[str, CaseMaker] = {
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(16384, 1280)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(16384, 1280)]),
     **recurrence_cases(STEP_LENGTHS),
-    "rope_cos_sin": partial(angle_cases, 524288, 64),
+    "rope_cos_sin": partial(rope_angle_cases, 524288, 64),
     "rope_cache": partial(rope_cases, 4096, 32, 128),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(4096, 11008)]),
     "silu_mul_quant": partial(silu_mul_quant.cases_for_shapes, [(4096, 11008)]),

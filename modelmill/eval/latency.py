@@ -10,7 +10,7 @@ from typing import Any
 from modelmill.core.errors import CapacityError, ModelmillError
 from modelmill.core.progress import Progress
 from modelmill.eval.datasets import random_requests
-from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.targets import BenchTarget, TargetRun
 
 
@@ -41,11 +41,11 @@ class Latency(BenchResult):
 
     subject: str
     shape: LatencyShape
-    first_token_ms: Spread
-    per_token_ms: Spread | None
-    total_ms: Spread
-    input_tokens_per_s: Spread
-    output_tokens_per_s: Spread | None
+    first_token_ms: MeasurementStats
+    per_token_ms: MeasurementStats | None
+    total_ms: MeasurementStats
+    input_tokens_per_s: MeasurementStats
+    output_tokens_per_s: MeasurementStats | None
 
 
 def measure_latency(
@@ -98,13 +98,13 @@ def _run_or_capacity_error(target: BenchTarget, requests: Any, shape: LatencySha
 
 
 def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Latency:
-    first = Spread.from_values([each.first_token_seconds for each in passes])
+    first = MeasurementStats.from_values([each.first_token_seconds for each in passes])
     per_token = output = None
     if shape.output > 1:
-        per_token = Spread.from_values(
+        per_token = MeasurementStats.from_values(
             [statistics.fmean(each.seconds_per_token) for each in passes]
         )
-        output = Spread.from_values(
+        output = MeasurementStats.from_values(
             [(each.total_seconds - each.first_token_seconds) / each.later_tokens for each in passes]
         ).inverse(1)
     return Latency(
@@ -112,7 +112,7 @@ def _summary(name: str, shape: LatencyShape, passes: Sequence[TargetRun]) -> Lat
         shape=shape,
         first_token_ms=first.scaled(1e3),
         per_token_ms=None if per_token is None else per_token.scaled(1e3),
-        total_ms=Spread.from_values([each.total_seconds for each in passes]).scaled(1e3),
+        total_ms=MeasurementStats.from_values([each.total_seconds for each in passes]).scaled(1e3),
         input_tokens_per_s=first.inverse(shape.batch * shape.input),
         output_tokens_per_s=output,
     )

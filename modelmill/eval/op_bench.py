@@ -18,7 +18,7 @@ import torch
 
 from modelmill.eval.op_cases import bench_cases
 from modelmill.eval.op_cost import act_8bit_dtype
-from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import Roofline
 from modelmill.ops import registry, timing
 from modelmill.ops.case import Case, nbytes
@@ -50,7 +50,7 @@ class OpTiming(BenchResult):
     variant: str
     chosen: bool
     how: str
-    us: Spread | None = None
+    us: MeasurementStats | None = None
     gbps: float | None = None
     tflops: float | None = None
     bound: str | None = None
@@ -126,7 +126,7 @@ def with_roofline(
     base: OpTiming, case: Case, seconds: Sequence[float], roofline: Roofline
 ) -> OpTiming:
     """Fill in the figures of a timing from the seconds of single calls."""
-    spread = Spread.from_values([each * 1e6 for each in seconds])
+    spread = MeasurementStats.from_values([each * 1e6 for each in seconds])
     best = spread.min if base.how == "host" else spread.median
     act_dtype = act_8bit_dtype(case.args)
     work = (
@@ -142,7 +142,7 @@ def with_roofline(
         us=spread,
         gbps=case.bytes_moved / best / 1e3 if counted else None,
         tflops=case.flops / best / 1e6 if case.flops else None,
-        bound=roofline.bound(*work) if counted else None,
+        bound=roofline.limiting_resource(*work) if counted else None,
         fraction=floor / best if counted else None,
     )
 
@@ -203,8 +203,8 @@ def _time_on_cpu(
             results[name] = _CallTimes("host", _one_line(error))
             continue
         ready[name] = lambda call=call, arg_cycle=arg_cycle: call(**next(arg_cycle))  # type: ignore[misc]
-    read, size = timing.memory_read()
-    multiply, operations = timing.square_matmul("cpu", dtype)
+    read, size = timing.make_memory_read()
+    multiply, operations = timing.make_square_matmul("cpu", dtype)
     all_calls = [*ready.values(), read, multiply]
     repeats = [timing.calls_for_duration(call, 1e-4) for call in all_calls]
     round_seconds = sum(

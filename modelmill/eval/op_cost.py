@@ -97,7 +97,7 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
 
 def rope_bytes(args: Mapping[str, Any], out: int) -> int:
     """Bytes of the angles, the queries (``out``), and the stored keys and values."""
-    stored = args["slots"].numel() * 2 * _token_bytes(args["k_cache"])
+    stored = args["slots"].numel() * 2 * _key_bytes_per_token(args["k_cache"])
     return nbytes(args.get("cos"), args.get("sin")) + out + stored
 
 
@@ -121,7 +121,7 @@ def attention_cost(args: Mapping[str, Any], out: int) -> OpCost:
     lengths = args["context_lens"].tolist()
     window = args.get("window")
     keys, pairs = attended_keys([b - a for a, b in itertools.pairwise(starts)], lengths, window)
-    read = (2 if value_dim is None else 1) * keys * _token_bytes(args["k_cache"])
+    read = (2 if value_dim is None else 1) * keys * _key_bytes_per_token(args["k_cache"])
     channels = q.shape[2] + (value_dim or q.shape[2])
     return OpCost(nbytes(q) + read + out, read, 2 * q.shape[1] * channels * pairs)
 
@@ -159,7 +159,7 @@ def decode_cost(
     queries = [b - a for a, b in itertools.pairwise(starts)]
     for layer, k in zip(stack.layers, tokens.k, strict=True):
         keys, pairs = attended_keys(queries, lengths, layer.window)
-        read = 2 * keys * _token_bytes(k)
+        read = 2 * keys * _key_bytes_per_token(k)
         total += OpCost(read, read, 4 * stack.heads * k.shape[3] * pairs)
         total += _layer_cost(layer, x)
     return total
@@ -177,7 +177,7 @@ def _matrix_cost(matrix: DecodeLinearWeights, rows: int) -> OpCost:
     return OpCost(weight_bytes, weight_bytes, 2 * rows * matrix.weight.numel())
 
 
-def _token_bytes(kv_cache: torch.Tensor) -> int:
+def _key_bytes_per_token(kv_cache: torch.Tensor) -> int:
     """Bytes of one token's keys in a cache [pages, kv_heads, page_size, dim].
 
     An 8-bit cache has a float32 scale per head.

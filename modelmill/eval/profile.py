@@ -21,7 +21,7 @@ from modelmill.eval.kernel_trace import (
     label_graph_kernels,
     profile_events,
     split_runs,
-    timeline,
+    with_gap_and_added_times,
 )
 from modelmill.eval.op_trace import TraceSlice, trace_ops
 from modelmill.eval.profile_lines import (
@@ -36,7 +36,7 @@ from modelmill.eval.profile_lines import (
     op_lines,
     with_shares,
 )
-from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.roofline import Roofline
 from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
@@ -66,7 +66,7 @@ class Profile(BenchResult):
     batch: int
     prompt: int
     how: str
-    step_us: Spread
+    step_us: MeasurementStats
     seen_us: float
     gap_us: float
     floor_us: float
@@ -170,12 +170,14 @@ def _profile_gpu(
         kernels_from_events(profile_events(lambda: [run() for _ in range(GRAPH_REPLAYS)])),
         GRAPH_REPLAYS,
     )
-    kernels = median_run([timeline(label_graph_kernels(python_kernels, each)) for each in runs])
+    kernels = median_run(
+        [with_gap_and_added_times(label_graph_kernels(python_kernels, each)) for each in runs]
+    )
     costs = costs_by_call(cost_trace.calls)
     lines = kernel_lines(kernels, costs, roofline, dtype)
     profile = Profile(
         case.phase, case.batch, case.prompt, how,
-        step_us=Spread.from_values([each * 1e6 for each in seconds]),
+        step_us=MeasurementStats.from_values([each * 1e6 for each in seconds]),
         seen_us=elapsed_us(kernels),
         gap_us=sum(each.gap_us for each in kernels),
         floor_us=min_step_us(costs.values(), roofline, dtype),
@@ -200,7 +202,7 @@ def _profile_cpu(
         inside = op_lines(
             _traced_runs(model, step)[1], costs_by_call(cost_trace.calls), roofline, dtype
         )
-    step_us = Spread.from_values([each * 1e6 for each in seconds])
+    step_us = MeasurementStats.from_values([each * 1e6 for each in seconds])
     ops_us = sum(line.us for line in lines)
     gap = max(0.0, step_us.median - ops_us)
     profile = Profile(

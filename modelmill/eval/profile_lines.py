@@ -86,7 +86,7 @@ def kernel_lines(
         if name in calls and name not in counted:
             counted.add(name)
             total = [costs.get(call, OpCost()) for call in calls[name]]
-            lines[index] = with_floor(line, total, totals[name], roofline, dtype)
+            lines[index] = with_roofline_time(line, total, totals[name], roofline, dtype)
     return lines
 
 
@@ -112,13 +112,13 @@ def op_lines(
         ProfileLine(*name, "", calls[name], statistics.median(each)) for name, each in times.items()
     ]
     lines = [
-        with_floor(line, costs_by_op[line.module, line.op], line.us, roofline, dtype)
+        with_roofline_time(line, costs_by_op[line.module, line.op], line.us, roofline, dtype)
         for line in lines
     ]
     return with_shares(lines, sum(line.us for line in lines))
 
 
-def with_floor(
+def with_roofline_time(
     line: ProfileLine, costs: Sequence[OpCost], us: float, roofline: Roofline, dtype: str
 ) -> ProfileLine:
     """Add the roofline time to a line: the sum over its calls."""

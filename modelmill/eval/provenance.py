@@ -37,17 +37,17 @@ def git_commit(root: Path = ROOT) -> str | None:
     # an installed package may lie inside a checkout of something else
     if not (root / ".git").exists():
         return None
-    commit = _output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
+    commit = _command_output(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"])
     if commit is None:
         return None
     changed = ["status", "--porcelain", "-uno", "--", ".", f":(exclude){RESULTS_FOLDER}"]
-    return f"{commit}-dirty" if _output(["git", "-C", str(root), *changed]) else commit
+    return f"{commit}-dirty" if _command_output(["git", "-C", str(root), *changed]) else commit
 
 
 def host_facts() -> dict[str, Any]:
     """Return the processor's name, its cores, the load of the last minute, and the ids of GPUs."""
     facts: dict[str, Any] = {
-        "host_cpu": _processor(),
+        "host_cpu": _processor_name(),
         "host_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
@@ -63,14 +63,14 @@ def _gpu_facts() -> dict[str, Any]:
     first = first_visible_gpu()
     selection = ["-i", first] if first else []
     query = ["--query-gpu=uuid,driver_version,power.limit", "--format=csv,noheader"]
-    gpus = _output(["nvidia-smi", *selection, *query])
+    gpus = _command_output(["nvidia-smi", *selection, *query])
     if not gpus:
         return {}
     uuid, driver, limit = (part.strip() for part in gpus.splitlines()[0].split(","))
     return {"device_id": uuid, "driver": driver, "power_limit": limit}
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -81,7 +81,7 @@ def _processor() -> str:
     )
 
 
-def _output(command: list[str]) -> str | None:
+def _command_output(command: list[str]) -> str | None:
     """What a command prints; None where there is no such command, or it fails."""
     try:
         return subprocess.run(

@@ -28,7 +28,7 @@ class BenchResult:
 
 
 @dataclass(frozen=True)
-class Spread:
+class MeasurementStats:
     """Statistics of several measurements of one quantity, in one unit."""
 
     median: float
@@ -40,12 +40,12 @@ class Spread:
     runs: int
 
     @staticmethod
-    def from_values(values: Sequence[float]) -> Spread:
+    def from_values(values: Sequence[float]) -> MeasurementStats:
         """Compute the statistics of ``values``. Raises ValueError if there are none."""
         if not values:
             raise ValueError("no measurement was made")
         ordered = sorted(values)
-        return Spread(
+        return MeasurementStats(
             median=statistics.median(ordered),
             min=ordered[0],
             max=ordered[-1],
@@ -55,11 +55,11 @@ class Spread:
             runs=len(ordered),
         )
 
-    def scaled(self, factor: float) -> Spread:
+    def scaled(self, factor: float) -> MeasurementStats:
         """Convert to another unit; factor > 0."""
         return self._transform(lambda value: value * factor)
 
-    def inverse(self, amount: float) -> Spread:
+    def inverse(self, amount: float) -> MeasurementStats:
         """Convert seconds per ``amount`` items to items per second.
 
         p99 is then the rate that 99 % of the runs reach.
@@ -67,7 +67,7 @@ class Spread:
         rate = self._transform(lambda value: amount / value if value else 0.0)
         return replace(rate, min=rate.max, max=rate.min, p25=rate.p75, p75=rate.p25)
 
-    def _transform(self, change: Callable[[float], float]) -> Spread:
+    def _transform(self, change: Callable[[float], float]) -> MeasurementStats:
         fields = {
             "median": self.median,
             "min": self.min,
@@ -75,7 +75,7 @@ class Spread:
             "p25": self.p25,
             "p75": self.p75,
         }
-        return Spread(
+        return MeasurementStats(
             **{name: change(value) for name, value in fields.items()},
             p99=change(self.p99),
             runs=self.runs,
@@ -107,7 +107,7 @@ def make_row(
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **provenance(),
         **{
-            name: asdict(each) if isinstance(each, Spread) else each
+            name: asdict(each) if isinstance(each, MeasurementStats) else each
             for name, each in details.items()
         },
     }

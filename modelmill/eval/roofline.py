@@ -55,7 +55,7 @@ class Roofline:
             seconds += max(0.0, operations - sum(ops_8bit.values())) / rate
         return max(nbytes / self.memory_bandwidth, seconds)
 
-    def bound(
+    def limiting_resource(
         self,
         nbytes: float,
         operations: float,

@@ -14,7 +14,7 @@ from typing import Any
 from modelmill.core.errors import ModelmillError
 from modelmill.core.progress import Progress
 from modelmill.eval.datasets import random_requests
-from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.targets import EngineTarget
 
 TIMEOUT_SECONDS = 1800
@@ -28,10 +28,10 @@ class StartupTimes(BenchResult):
     the process itself.
     """
 
-    total_s: Spread
-    import_s: Spread
-    load_s: Spread
-    first_s: Spread
+    total_s: MeasurementStats
+    import_s: MeasurementStats
+    load_s: MeasurementStats
+    first_s: MeasurementStats
 
 
 def measure_startup(
@@ -63,7 +63,7 @@ def measure_startup(
             on_progress("startup", number + 2, runs + 1)
     return StartupTimes(
         *[
-            Spread.from_values([each[name] for each in results])
+            MeasurementStats.from_values([each[name] for each in results])
             for name in ("total", "import", "load", "first")
         ]
     )

@@ -126,7 +126,7 @@ def make_task(
     stop_ids = tuple(llm.eos_ids)
     if llm.chat_format is not None:
         stop_ids = tuple(dict.fromkeys((*stop_ids, *llm.chat_format.stop_ids)))
-    encode = _encoder(llm)
+    encode = _article_encoder(llm)
     return SummaryTask(
         list(articles),
         [_fit_prompt(llm, encode, item.article, max_prompt_tokens) for item in articles],
@@ -135,7 +135,7 @@ def make_task(
     )
 
 
-def _encoder(llm: Any) -> Callable[[str], list[int]]:
+def _article_encoder(llm: Any) -> Callable[[str], list[int]]:
     if llm.chat_format is None:
         return lambda article: list(llm.tokenizer.encode(article + TLDR))
     return lambda article: list(
@@ -219,15 +219,19 @@ def engine_fingerprint(llm: Any) -> RunFingerprint:
         "run": to_dict(engine_core.config),
         "kernels": dict(engine_core.ops.backends),
     }
-    return facts | _machine(engine_core.device)
+    return facts | _machine_fingerprint(engine_core.device)
 
 
 def reference_fingerprint(checkpoint: Checkpoint, dtype: str, device: str) -> RunFingerprint:
     """Return the same facts of transformers; a modified checkpoint has other facts."""
-    return {"checkpoint": checkpoint.quick_fingerprint(), "dtype": dtype, **_machine(device)}
+    return {
+        "checkpoint": checkpoint.quick_fingerprint(),
+        "dtype": dtype,
+        **_machine_fingerprint(device),
+    }
 
 
-def _machine(device: str) -> RunFingerprint:
+def _machine_fingerprint(device: str) -> RunFingerprint:
     return {"device": [device, device_name(device)], "versions": versions()}
 
 

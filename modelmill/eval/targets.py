@@ -129,7 +129,7 @@ class EngineTarget:
                 f"{batch} sequences are more than --max-num-seqs "
                 f"{self.engine_core.config.max_num_seqs}"
             )
-        pages = self.engine_core.scheduler.limits.batch_pages(batch, length)
+        pages = self.engine_core.scheduler.limits.max_batch_pages(batch, length)
         if pages > self.engine_core.num_pages:
             capacity = self.engine_core.request_limits.kv_tokens
             return f"{batch} × {length} tokens do not fit: the KV cache holds {capacity} tokens"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from modelmill.core.progress import Progress
 from modelmill.eval.datasets import BenchRequest
-from modelmill.eval.report import BenchResult, Spread
+from modelmill.eval.report import BenchResult, MeasurementStats
 from modelmill.eval.targets import BenchTarget, TargetRun
 
 
@@ -19,11 +19,11 @@ class Throughput(BenchResult):
     requests: int
     input_tokens: int
     output_tokens: int
-    seconds: Spread
-    requests_per_s: Spread
-    input_tokens_per_s: Spread
-    output_tokens_per_s: Spread
-    first_token_ms: Spread
+    seconds: MeasurementStats
+    requests_per_s: MeasurementStats
+    input_tokens_per_s: MeasurementStats
+    output_tokens_per_s: MeasurementStats
+    first_token_ms: MeasurementStats
 
 
 def measure_throughput(
@@ -52,7 +52,7 @@ def measure_throughput(
 
 
 def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughput:
-    seconds = Spread.from_values([each.total_seconds for each in passes])
+    seconds = MeasurementStats.from_values([each.total_seconds for each in passes])
     last = passes[-1]
     return Throughput(
         subject=name,
@@ -63,5 +63,5 @@ def _summary(name: str, requests: int, passes: Sequence[TargetRun]) -> Throughpu
         requests_per_s=seconds.inverse(requests),
         input_tokens_per_s=seconds.inverse(last.input_tokens),
         output_tokens_per_s=seconds.inverse(last.output_tokens),
-        first_token_ms=Spread.from_values(last.all_first_token_seconds).scaled(1e3),
+        first_token_ms=MeasurementStats.from_values(last.all_first_token_seconds).scaled(1e3),
     )

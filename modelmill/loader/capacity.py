@@ -11,9 +11,9 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, UsageError
-from modelmill.core.window_pages import longest_sequence, pages_in_groups
+from modelmill.core.window_pages import longest_sequence, max_pages_in_groups
 from modelmill.loader.state_capacity import StateCapacity, state_capacity
-from modelmill.nn.expert_stack import dequantized_bytes
+from modelmill.nn.expert_stack import max_dequantized_expert_bytes
 from modelmill.nn.kv import KVCache, KVShape, kv_cache_dtype
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
@@ -21,7 +21,7 @@ from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import chunk_tokens
+from modelmill.ops.state_rows import chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
 CPU_MEMORY_FRACTION = 0.3
@@ -157,7 +157,7 @@ def kv_pages_for_bytes(
     size = shape.page_bytes(config.page_size, dtype)
     longest = -(-max_model_len // config.page_size) * len(shape.group_windows)
     groups = config.page_size, shape.group_windows, config.max_num_batched_tokens
-    per_seq = pages_in_groups(max_model_len, *groups)
+    per_seq = max_pages_in_groups(max_model_len, *groups)
     if not size:  # pages of a model without attention only number its tokens
         return min(per_seq * config.max_num_seqs, max(per_seq, MAX_PAGES_WITHOUT_KV))
     available = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
@@ -235,7 +235,7 @@ def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TP
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(index)
     # for graphs, the sampler's tables, fragmentation, and experts that only fused layers dequantize
-    reserve = _GIB // 2 + peak // 8 + dequantized_bytes(model, total)
+    reserve = _GIB // 2 + peak // 8 + max_dequantized_expert_bytes(model, total)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak - reserve
 
 
@@ -270,8 +270,8 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
             positions,
             activation_dtype(model),
             max_query=size,
-            chunk=chunk_tokens(size),
-            cache=RecurrentStateCache.scratch(
+            chunk=chunk_size_for_page(size),
+            cache=RecurrentStateCache.allocate_scratch(
                 model_state_shape(model), count + 1, activation_dtype(model), device
             ),
         ),

@@ -72,10 +72,10 @@ class CudaDriver:
         self._properties = _AllocationProperties(type=_PINNED, location=location)
         self._access = _AccessDescription(location, _READ_WRITE)
         self._context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        self._call_driver("cuCtxGetCurrent", ctypes.byref(self._context))
         granularity = ctypes.c_size_t()
         try:
-            self._call(
+            self._call_driver(
                 "cuMemGetAllocationGranularity",
                 ctypes.byref(granularity),
                 ctypes.byref(self._properties),
@@ -89,20 +89,20 @@ class CudaDriver:
 
     def make_current(self) -> None:
         """Use the device's context on this thread."""
-        self._call("cuCtxSetCurrent", self._context)
+        self._call_driver("cuCtxSetCurrent", self._context)
 
     def reserve(self, nbytes: int) -> int:
         """Reserve addresses without memory; returns the first."""
         address = ctypes.c_uint64()
         size, zero = ctypes.c_size_t(nbytes), ctypes.c_uint64(0)
-        self._call(
+        self._call_driver(
             "cuMemAddressReserve", ctypes.byref(address), size, ctypes.c_size_t(0), zero, zero
         )
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
         """Give reserved addresses back."""
-        self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+        self._call_driver("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def map(self, address: int, nbytes: int) -> None:
         """Back reserved addresses with memory, whose content is not defined.
@@ -112,17 +112,21 @@ class CudaDriver:
         """
         handle, size, zero = ctypes.c_uint64(), ctypes.c_size_t(nbytes), ctypes.c_uint64(0)
         where = ctypes.c_uint64(address)
-        self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), zero)
+        self._call_driver(
+            "cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), zero
+        )
         try:
-            self._call("cuMemMap", where, size, ctypes.c_size_t(0), handle, zero)
+            self._call_driver("cuMemMap", where, size, ctypes.c_size_t(0), handle, zero)
         finally:
             # the mapping keeps the memory until it is taken away
-            self._call("cuMemRelease", handle)
-        self._call("cuMemSetAccess", where, size, ctypes.byref(self._access), ctypes.c_size_t(1))
+            self._call_driver("cuMemRelease", handle)
+        self._call_driver(
+            "cuMemSetAccess", where, size, ctypes.byref(self._access), ctypes.c_size_t(1)
+        )
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Take the memory of addresses away, which stay reserved."""
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
+        self._call_driver("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def pin(self, address: int, nbytes: int) -> None:
         """Pin memory of the host, which the GPU then copies from and to by itself.
@@ -131,34 +135,34 @@ class CudaDriver:
             CapacityError: the host has not so much left.
         """
         size = ctypes.c_size_t(nbytes)
-        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(0))
+        self._call_driver("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(0))
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""
-        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+        self._call_driver("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def copy_to_host(self, host: int, address: int, nbytes: int) -> None:
         """Start a copy from the GPU to pinned memory."""
         size, stream = ctypes.c_size_t(nbytes), ctypes.c_void_p()
         where = ctypes.c_uint64(address)
-        self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), where, size, stream)
+        self._call_driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host), where, size, stream)
 
     def copy_to_device(self, address: int, host: int, nbytes: int) -> None:
         """Start a copy from pinned memory to the GPU."""
         size, stream = ctypes.c_size_t(nbytes), ctypes.c_void_p()
         where = ctypes.c_uint64(address)
-        self._call("cuMemcpyHtoDAsync_v2", where, ctypes.c_void_p(host), size, stream)
+        self._call_driver("cuMemcpyHtoDAsync_v2", where, ctypes.c_void_p(host), size, stream)
 
     def set_zero(self, address: int, nbytes: int) -> None:
         """Write zeros."""
         size = ctypes.c_size_t(nbytes)
-        self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), size)
+        self._call_driver("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), size)
 
     def synchronize(self) -> None:
         """Wait for all that was started on the device."""
-        self._call("cuCtxSynchronize")
+        self._call_driver("cuCtxSynchronize")
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call_driver(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code == _OUT_OF_MEMORY:
             where = "the host has no memory left to pin" if "Host" in name else "the GPU is full"

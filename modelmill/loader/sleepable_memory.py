@@ -66,7 +66,7 @@ class MemoryRegion(ABC):
         """Give the memory back, and forget the content."""
 
     @abstractmethod
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         """Take memory again, with zeros."""
 
 
@@ -103,7 +103,7 @@ class HostRegion(MemoryRegion):
         """As of MemoryRegion."""
         self._pages.madvise(mmap.MADV_DONTNEED)
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         """Nothing: pages that were given back are read as zeros."""
 
 
@@ -231,7 +231,7 @@ class CudaRegion(MemoryRegion):
         """As of MemoryRegion."""
         self._addresses.unmap()
 
-    def renew(self) -> None:
+    def reallocate(self) -> None:
         """As of MemoryRegion; what has no memory yet is mapped in one call."""
         addresses = self._addresses
         if addresses.mapped < addresses.nbytes:
@@ -267,11 +267,11 @@ class SleepableMemory:
     def zeros(self, size: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:  # noqa: ARG002
         """Zeros that sleep forgets: after waking up they are zeros again."""
         region = self._region(math.prod(size) * dtype.itemsize)
-        region.renew()
+        region.reallocate()
         self._caches.append(region)
         return region.bytes.view(dtype).view(size)
 
-    def adopt(self, roots: Iterable[object]) -> int:
+    def move_tensors_in(self, roots: Iterable[object]) -> int:
         """Move all tensors that modules hold into a region, which sleep offloads.
 
         The tensor objects stay, so that everything that holds one sees the new memory. Memory is
@@ -331,7 +331,7 @@ class SleepableMemory:
             for region in self._weights:
                 region.restore()
             for region in self._caches:  # while the weights are copied
-                region.renew()
+                region.reallocate()
         except CapacityError:
             self.sleep()
             raise

@@ -33,14 +33,14 @@ class StateCapacity:
     slot_bytes: int
 
     @property
-    def slots(self) -> int:
+    def num_slots(self) -> int:
         """All slots, with the last one, which is padding."""
         return self.sequences + self.snapshots + 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.slots * self.slot_bytes
+        return self.num_slots * self.slot_bytes
 
 
 def state_capacity(

@@ -10,7 +10,7 @@ import torch
 from modelmill.artifact.autotune_store import read_record, record_path, tuned_devices
 from modelmill.core import log
 from modelmill.ops import registry
-from modelmill.ops.launch_configs import GemmKey, Tuning, filter_supported, parse_key
+from modelmill.ops.launch_configs import GemmKey, TunedLaunchConfigs, filter_supported, parse_key
 
 _log = log.get_logger(__name__)
 
@@ -25,12 +25,12 @@ class TuningLookup:
         is_warning: Whether the user should know it.
     """
 
-    tuning: Tuning | None
+    tuning: TunedLaunchConfigs | None
     message: str
     is_warning: bool = False
 
 
-def load_tuning(engine: Path, device: str) -> Tuning | None:
+def load_tuning(engine: Path, device: str) -> TunedLaunchConfigs | None:
     """Load the engine's launch configs for ``device`` ("cuda:0") and log the result.
 
     None: the defaults; always so on a CPU.
@@ -66,7 +66,7 @@ def look_up_tuning(engine: Path, name: str) -> TuningLookup:
             bool(others),
         )
     supported = {op: _supported_configs(op, configs) for op, configs in choices.items()}
-    tuning = Tuning(name, {op: configs for op, configs in supported.items() if configs})
+    tuning = TunedLaunchConfigs(name, {op: configs for op, configs in supported.items() if configs})
     num_unsupported = sum(map(len, choices.values())) - tuning.count
     message = f"tuned for {name}: {tuning.count} products with tuned launch configs"
     if num_unsupported:

@@ -13,7 +13,7 @@ from torch import nn
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.models._eva_vit import BLOCK_SOURCES, EvaSpec, EvaVisionEncoder
-from modelmill.models._layer_rules import RuleSource, rules_outside_layers, stacked_rules
+from modelmill.models._layer_rules import RuleSource, layer_stack_rules, rules_outside_layers
 from modelmill.models._qformer import QFormer, QFormerSpec
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.linear import Linear
@@ -77,9 +77,9 @@ def rules(spec: Blip2VisionSpec) -> list[Rule]:
     blocks, layers = "visual_encoder.blocks", "qformer.layer"
     out = rules_outside_layers(embedder, (blocks, layers), CHECKPOINT_NAMES, QUERY_SOURCES)
     block_specs = [spec.vision_encoder.block_spec] * spec.vision_encoder.depth
-    out += stacked_rules(block_specs, {}, blocks, target=blocks, tensors=BLOCK_SOURCES)
+    out += layer_stack_rules(block_specs, {}, blocks, target=blocks, tensors=BLOCK_SOURCES)
     layer_specs = [spec.qformer.layer_spec(i) for i in range(spec.qformer.depth)]
-    out += stacked_rules(layer_specs, {}, "Qformer.bert.encoder.layer", target=layers)
+    out += layer_stack_rules(layer_specs, {}, "Qformer.bert.encoder.layer", target=layers)
     return sorted(out, key=lambda rule: rule.target)
 
 

@@ -26,7 +26,7 @@ from modelmill.models._moe_config import (
     SELECTION_BIAS,
     SHARED_EXPERT_NAMES,
     leading_dense_layers,
-    moe_with_shared,
+    moe_spec_with_shared_experts,
 )
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
@@ -98,13 +98,13 @@ def decoder_config(
     dense = leading_dense_layers(raw, config.layers, defaults["first_k_dense_replace"])
     return replace(
         config,
-        moe=moe_with_shared(config, router, inner, count),
+        moe=moe_spec_with_shared_experts(config, router, inner, count),
         dense_layers=dense,
-        latent_attention=_attention(raw, config, heads, rope_dim, neighbours),
+        latent_attention=_attention_spec(raw, config, heads, rope_dim, neighbours),
     )
 
 
-def _attention(
+def _attention_spec(
     raw: Mapping[str, Any], config: DecoderConfig, heads: int, rope_dim: int, neighbours: bool
 ) -> LatentAttentionSpec:
     """The latent attention; YaRN changes the factor of the scores."""

@@ -9,7 +9,7 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hybrid_config, _llama_common
-from modelmill.models._hf_config import attention_bias, check_multiple, positive_int
+from modelmill.models._hf_config import attention_bias, exact_quotient, positive_int
 from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.gated_delta_net import GatedDeltaNetSpec
@@ -41,7 +41,7 @@ GATED_ATTENTION = {"attn_output_gate": (True,)}
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 
-def text_rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_mrope_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config without how positions in images are divided: those of text are alike in all."""
     parameters = raw.get("rope_parameters")
     if not isinstance(parameters, Mapping):
@@ -64,12 +64,12 @@ def config_from_hf(raw: Mapping[str, Any], *, kv_heads: int) -> DecoderConfig:
     )  # fmt: skip
     return replace(
         config,
-        recurrence=gated_delta_net(raw, config.hidden, config.eps),
+        recurrence=gated_delta_net_spec(raw, config.hidden, config.eps),
         recurrent_layers=recurrent_layers(raw, config.layers),
     )
 
 
-def gated_delta_net(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDeltaNetSpec:
+def gated_delta_net_spec(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDeltaNetSpec:
     """The recurrence, from the keys that begin with ``linear_``.
 
     Raises:
@@ -77,7 +77,7 @@ def gated_delta_net(raw: Mapping[str, Any], hidden: int, eps: float) -> GatedDel
     """
     key_heads = positive_int(raw, "linear_num_key_heads", default=16)
     heads = positive_int(raw, "linear_num_value_heads", default=32)
-    check_multiple("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
+    exact_quotient("linear_num_value_heads", heads, "linear_num_key_heads", key_heads)
     key_dim, value_dim = (
         positive_int(raw, f"linear_{name}_head_dim", default=128, max_value=MAX_HEAD_DIM)
         for name in ("key", "value")

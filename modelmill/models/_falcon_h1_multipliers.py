@@ -52,11 +52,13 @@ def read_multipliers(raw: Mapping[str, Any]) -> Multipliers:
         for name in ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
     }
     return Multipliers(
-        **single, ssm=_factors(raw, "ssm_multipliers", 5), mlp=_factors(raw, "mlp_multipliers", 2)
+        **single,
+        ssm=_read_factors(raw, "ssm_multipliers", 5),
+        mlp=_read_factors(raw, "mlp_multipliers", 2),
     )
 
 
-def _factors(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+def _read_factors(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
     """A list of factors, 1 where the key is absent.
 
     Raises:
@@ -97,7 +99,7 @@ def _row_factors(config: FalconH1Config, *, of_input: bool) -> dict[str, list[tu
         "attn.qkv_proj": [(q, attention), (kv, attention * by.key), (kv, attention)],
         "attn.o_proj": [(config.hidden, by.attention_out)],
         "mamba.in_proj": [
-            (state.width, x), (state.shared_width, b), (state.shared_width, c), (state.width, z),
+            (state.width, x), (state.bc_width, b), (state.bc_width, c), (state.width, z),
         ],
         "mamba.rates": [(state.heads, dt)],
         "mamba.out_proj": [(config.hidden, by.ssm_out)],

@@ -13,9 +13,9 @@ from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     boolean,
-    check_multiple,
     check_rotary_pairs,
     config_object,
+    exact_quotient,
     positive_float,
     positive_int,
     rope_spec,
@@ -58,7 +58,7 @@ class Gemma4Config(DecoderConfig):
         full_kv_heads: KV heads of layers with full attention.
         full_head_dim: Channels of a head there.
         values_are_keys: Whether the values are the projection of the keys there.
-        shared_layers: So many last layers attend to the keys and values of earlier ones: the last
+        num_kv_shared: So many last layers attend to the keys and values of earlier ones: the last
             of their type that has some.
         double_wide: Whether their MLP is twice as wide.
         inputs: What layers read beside the stream, or None.
@@ -67,19 +67,19 @@ class Gemma4Config(DecoderConfig):
     full_kv_heads: int = 1
     full_head_dim: int = 512
     values_are_keys: bool = False
-    shared_layers: int = 0
+    num_kv_shared: int = 0
     double_wide: bool = False
     inputs: PerLayerInputConfig | None = None
 
     @property
-    def first_shared(self) -> int:
+    def first_kv_shared_layer(self) -> int:
         """The first layer without keys and values of its own."""
-        return self.layers - self.shared_layers
+        return self.layers - self.num_kv_shared
 
     @cached_property
-    def shared_caches(self) -> dict[bool, int]:
+    def kv_source_layers(self) -> dict[bool, int]:
         """By whether a layer has a window, the layer whose keys and values later ones read."""
-        return {self.windows[i] is not None: i for i in range(self.first_shared)}
+        return {self.windows[i] is not None: i for i in range(self.first_kv_shared_layer)}
 
     def attention_spec(self, layer: int) -> AttentionSpec | SharedKVAttentionSpec:
         """The attention of layer ``layer``."""
@@ -99,13 +99,13 @@ class Gemma4Config(DecoderConfig):
             local_rope=not full,
             value_norm=ValueNormConfig(self.eps, from_keys=self.values_are_keys and full),
         )
-        if layer < self.first_shared:
+        if layer < self.first_kv_shared_layer:
             return spec
-        return SharedKVAttentionSpec(spec, self.shared_caches[not full])
+        return SharedKVAttentionSpec(spec, self.kv_source_layers[not full])
 
     def mlp_spec(self, layer: int) -> MLPSpec:
         """The MLP of layer ``layer``."""
-        wide = self.double_wide and layer >= self.first_shared
+        wide = self.double_wide and layer >= self.first_kv_shared_layer
         inner = 2 * self.inner if wide else self.inner
         return MLPSpec(self.hidden, inner, activation=self.activation)
 
@@ -135,7 +135,7 @@ def layer_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]
     return (*windows[:-1], None)
 
 
-def full_layer_sizes(
+def full_attention_head_sizes(
     raw: Mapping[str, Any], windows: tuple[int | None, ...], own: tuple[int, int]
 ) -> tuple[int, int]:
     """KV heads and channels of a head in layers with full attention.
@@ -156,10 +156,10 @@ def full_layer_sizes(
     count = positive_int(raw, "num_global_key_value_heads", default=kv_heads)
     if overrides is None and boolean(raw, "attention_k_eq_v", False):
         return count, dim
-    ignore_keys(raw, "num_global_key_value_heads")  # as transformers does
+    report_ineffective_keys(raw, "num_global_key_value_heads")  # as transformers does
     if overrides is None:
         return kv_heads, dim
-    ignore_keys(raw, "global_head_dim")
+    report_ineffective_keys(raw, "global_head_dim")
     sizes = [
         _layer_size(overrides, layer, {"num_key_value_heads": kv_heads, "head_dim": head_dim})
         for layer in range(len(windows))
@@ -176,10 +176,10 @@ def full_layer_sizes(
     return full.pop()
 
 
-def ignore_keys(raw: Mapping[str, Any], *keys: str) -> None:
+def report_ineffective_keys(raw: Mapping[str, Any], *keys: str) -> None:
     """Have these keys named as being without effect, where the config has them."""
     if isinstance(raw, ConfigView):
-        raw.ignore({key: raw[key] for key in keys if raw.get(key) is not None})
+        raw.mark_unread({key: raw[key] for key in keys if raw.get(key) is not None})
 
 
 def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int, int]:
@@ -196,9 +196,11 @@ def _layer_size(overrides: Any, layer: int, own: Mapping[str, int]) -> tuple[int
     return positive_int(merged, "num_key_value_heads"), positive_int(merged, "head_dim")
 
 
-def check_full_heads(heads: int, kv_heads: int, head_dim: int, window_head_dim: int) -> None:
+def check_full_attention_heads(
+    heads: int, kv_heads: int, head_dim: int, window_head_dim: int
+) -> None:
     """Raise CheckpointError for heads of layers with full attention that do not fit."""
-    check_multiple("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
+    exact_quotient("num_attention_heads", heads, "num_global_key_value_heads", kv_heads)
     check_rotary_pairs("global_head_dim", head_dim, head_dim)
     if head_dim < window_head_dim:  # the rotation of both is padded to the windowed layers' heads
         raise CheckpointError(
@@ -248,12 +250,12 @@ def _proportional_rope(
     if isinstance(raw, ConfigView):
         read = {*scaling, "rope_theta"}
         name = f"rope_parameters.{layer_type}"
-        raw.ignore({f"{name}.{key}": value for key, value in own.items() if key not in read})
+        raw.mark_unread({f"{name}.{key}": value for key, value in own.items() if key not in read})
     base = positive_float(own, "rope_theta")
     return RopeSpec(head_dim, base, positions, scaling)
 
 
-def shared_layers(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> int:
+def num_kv_shared(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> int:
     """How many last layers have no keys and values of their own.
 
     Raises:
@@ -283,7 +285,7 @@ def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec
     """
     keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not boolean(raw, "enable_moe_block", False):
-        ignore_keys(raw, *keys)
+        report_ineffective_keys(raw, *keys)
         return None
     count, chosen, inner = (positive_int(raw, key, max_value=MAX_EXPERTS * 64) for key in keys)
     if chosen > count or count > MAX_EXPERTS:
@@ -295,7 +297,7 @@ def expert_spec(raw: Mapping[str, Any], hidden: int, activation: str) -> MoESpec
     return MoESpec(router, MLPSpec(hidden, inner, activation=activation))
 
 
-def layer_input_config(
+def per_layer_input_config(
     raw: Mapping[str, Any], layers: int, hidden: int, eps: float
 ) -> PerLayerInputConfig | None:
     """What layers read beside the stream; None for ``hidden_size_per_layer_input`` of 0.

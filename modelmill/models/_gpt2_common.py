@@ -8,7 +8,7 @@ from typing import Any
 from modelmill.models._hf_config import (
     MAX_SIZE,
     boolean,
-    check_multiple,
+    exact_quotient,
     key_in_file,
     non_negative_float,
     num_layers,
@@ -72,7 +72,7 @@ def config_from_hf(
         layers=num_layers(raw, *layers),
         heads=count,
         kv_heads=count,
-        head_dim=check_multiple(key_in_file(raw, hidden), width, key_in_file(raw, heads), count),
+        head_dim=exact_quotient(key_in_file(raw, hidden), width, key_in_file(raw, heads), count),
         vocab=positive_int(raw, "vocab_size"),
         eps=eps,
         max_len=max_len,

@@ -62,7 +62,7 @@ def positive_float(raw: Mapping[str, Any], *keys: str, default: float | None = N
     return value
 
 
-def check_multiple(key: str, value: int, divisor_key: str, divisor: int) -> int:
+def exact_quotient(key: str, value: int, divisor_key: str, divisor: int) -> int:
     """Return the quotient; raises CheckpointError where the division leaves a rest."""
     if value % divisor:
         raise CheckpointError(
@@ -83,10 +83,10 @@ def config_object(key: str, value: Any) -> Mapping[str, Any]:
 
 def head_size(hidden: int, heads: int) -> int:
     """Channels of a head where a config names no ``head_dim``."""
-    return check_multiple("hidden_size", hidden, "num_attention_heads", heads)
+    return exact_quotient("hidden_size", hidden, "num_attention_heads", heads)
 
 
-def derived_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Any]:
+def head_dim_override(raw: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Any]:
     """The override of a family whose heads always are ``hidden / heads`` channels wide.
 
     Raises:
@@ -135,7 +135,7 @@ def attention_bias(
     return dict.fromkeys(("qkv_bias", "out_bias"), boolean(raw, key, default))
 
 
-def all_biases(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
+def linear_bias_fields(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
     return dict.fromkeys(EVERY_BIAS, boolean(raw, key, default))
 
@@ -297,7 +297,9 @@ def rope_spec(
         read = {*ROPE_KEYS, *needed, *optional, *more}
         if partial is not None:
             read.add("partial_rotary_factor")
-        raw.ignore({f"{name}.{key}": value for key, value in scaling.items() if key not in read})
+        raw.mark_unread(
+            {f"{name}.{key}": value for key, value in scaling.items() if key not in read}
+        )
     if scaling_type == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
         raise CheckpointError(
             f"config.json: {name}: llama3 needs low_freq_factor below high_freq_factor"

@@ -15,7 +15,7 @@ from torch import nn
 from modelmill.checkpoint.rename import Rule
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.hybrid_layer import beside_attention
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
+from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM
 
@@ -67,14 +67,14 @@ def layer_rules(
         steps: Of modules, the steps behind the first ("ungroup:…").
     """
     rules = []
-    modules: tuple[ModuleSpec | WholeSpec, ...] = (*spec.modules, *spec.wholes)
-    for module in sorted(modules, key=_kind):
+    modules: tuple[ModuleSpec | CompositeSpec, ...] = (*spec.modules, *spec.wholes)
+    for module in sorted(modules, key=_module_sort_key):
         for leaf in module.tensors:
             made = _tensor_source(f"{module.path}.{leaf}", names, tensors)
             how = made.how
             if transposed and isinstance(module, LinearSpec) and leaf == "weight":
                 how = "transpose"
-            path, number = numbered_path(f"{module.path}.{leaf}".rpartition(".")[0])
+            path, number = split_expert_number(f"{module.path}.{leaf}".rpartition(".")[0])
             if steps and path in steps:
                 how = f"{how}+{steps[path].replace('*', number)}"
             sources = tuple(f"{source}.{name}" for name in made.names)
@@ -82,14 +82,14 @@ def layer_rules(
     return rules
 
 
-def numbered_path(path: str) -> tuple[str, str]:
+def split_expert_number(path: str) -> tuple[str, str]:
     """A module's path with ``*`` in the place of an expert's number, and the number."""
     parts = path.split(".")
     numbers = [part for part in parts if part.isdigit()]
     return ".".join("*" if part.isdigit() else part for part in parts), (*numbers, "")[0]
 
 
-def stacked_rules(
+def layer_stack_rules(
     specs: Iterable[LayerSpec],
     names: CheckpointNames,
     source: str,
@@ -134,7 +134,7 @@ def _tensor_source(path: str, names: CheckpointNames, tensors: RuleSources) -> R
     module, _, leaf = path.rpartition(".")
     named = names.get(module)
     if named is None:
-        key, number = numbered_path(module)
+        key, number = split_expert_number(module)
         named = tuple(name.replace("*", number) for name in names.get(key, (module,)))
     sources = tuple(f"{name}.{leaf}" for name in named)
     return RuleSource(sources, "cat0" if len(sources) > 1 else "copy")
@@ -204,7 +204,7 @@ class CheckpointLayout:
             out.append(Rule("head.weight", (f"{self.head}.weight",), how))
         if config.head_bias:
             out.append(Rule("head.bias", (f"{self.head}.bias",)))
-        steps = self._row_steps(config)
+        steps = self._row_rename_steps(config)
         for i in range(config.layers):
             places = f"layers.{i}", f"{self.layers}.{i}"
             out += layer_rules(
@@ -215,19 +215,19 @@ class CheckpointLayout:
                 tensors=self.tensors,
                 steps=steps,
             )
-        return [_with_expert_apart(rule) for rule in out] if self.experts_stacked else out
+        return [_with_unstacked_sources(rule) for rule in out] if self.experts_stacked else out
 
     def ignored_tensors(self, config: DecoderConfig) -> tuple[str, ...]:
         """Unused tensors: buffers, and the copy of a tied head."""
         copies = (self.head.replace(".", r"\.") + r"\.weight",) if config.tied else ()
         return (*self.ignored, *copies)
 
-    def _row_steps(self, config: DecoderConfig) -> dict[str, str]:
+    def _row_rename_steps(self, config: DecoderConfig) -> dict[str, str]:
         """The steps that order the rows of q, k and v."""
         steps = []
         heads, dim = config.heads + config.kv_heads, config.head_dim
         if config.output_gate:
-            steps.append(f"ungate:{config.heads}/{dim}")
+            steps.append(f"drop_gates:{config.heads}/{dim}")
         if self.grouped_qkv:
             steps.append(f"ungroup:{config.kv_heads}/{config.heads // config.kv_heads}/{dim}")
         rope = ""
@@ -239,10 +239,10 @@ class CheckpointLayout:
         if config.output_gate:
             out["attn.gate_proj"] = f"gates:{config.heads}/{dim}"
         if config.recurrence is not None:
-            out |= config.recurrence.row_steps(by_key_head=self.grouped_state)
+            out |= config.recurrence.row_rename_steps(by_key_head=self.grouped_state)
         if config.beside_attention is not None:
-            row_steps = config.beside_attention.row_steps()
-            out |= {beside_attention(path): step for path, step in row_steps.items()}
+            row_rename_steps = config.beside_attention.row_rename_steps()
+            out |= {beside_attention(path): step for path, step in row_rename_steps.items()}
         if self.experts_stacked and config.moe is not None:
             step = f"expert:*/{config.moe.router.experts}"
             out |= dict.fromkeys(
@@ -263,7 +263,7 @@ class CheckpointLayout:
         return out
 
 
-def _with_expert_apart(rule: Rule) -> Rule:
+def _with_unstacked_sources(rule: Rule) -> Rule:
     """The rule of one expert of a stack, for files that have each of them by itself."""
     step = re.fullmatch(r"copy\+expert:(\d+)/\d+", rule.how)
     if step is None:
@@ -273,5 +273,5 @@ def _with_expert_apart(rule: Rule) -> Rule:
     return replace(rule, apart=tuple(f"{stem}.{step[1]}.{part}{leaf}" for part in parts))
 
 
-def _kind(module: ModuleSpec | WholeSpec) -> int:
+def _module_sort_key(module: ModuleSpec | CompositeSpec) -> int:
     return 0 if isinstance(module, NormSpec) else 1 if isinstance(module, LinearSpec) else 2

@@ -11,7 +11,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
     boolean,
-    check_multiple,
+    exact_quotient,
     max_sequence_len,
     non_negative_float,
     num_layers,
@@ -76,7 +76,7 @@ def config_from_hf(
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
     kv_heads = positive_int(raw, "num_key_value_heads", default=heads)
     head_dim = positive_int(raw, "head_dim", default=max(hidden // heads, 1))
-    check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    exact_quotient("num_attention_heads", heads, "num_key_value_heads", kv_heads)
     if head_dim % 2:
         raise CheckpointError(
             f"config.json: head_dim={head_dim} is odd; rotary embeddings need pairs"
@@ -135,7 +135,7 @@ def refuse_sliding_layers(types: list[str] | None) -> None:
         )
 
 
-def with_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def with_sliding_window(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """Return the config with ``sliding_window``, if it is set, in every layer."""
     if raw.get("sliding_window") is None:
         return config
@@ -266,7 +266,7 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
     return types
 
 
-def refuse_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
+def refuse_sliding_windows(raw: Mapping[str, Any], config: DecoderConfig) -> DecoderConfig:
     """Return the sizes of a family without sliding windows.
 
     Runtimes treat these keys differently: transformers' cache keeps the window, its mask ignores

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
-from modelmill.models._hf_config import check_multiple, positive_int
+from modelmill.models._hf_config import exact_quotient, positive_int
 
 MAX_CONV_WIDTH, MAX_HEAD_DIM = 64, 1024
 
@@ -71,7 +71,7 @@ def state_heads(
             f"{inner_name} has {inner}; correct one"
         )
     count = positive_int(raw, keys[2], default=groups)
-    check_multiple(keys[0], heads, keys[2], count)
+    exact_quotient(keys[0], heads, keys[2], count)
     return heads, dim, count
 
 

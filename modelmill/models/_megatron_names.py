@@ -11,7 +11,7 @@ MLP_AND_NORM_NAMES = {
 }
 
 
-def layer_names(attention: str = "self_attention") -> dict[str, tuple[str, ...]]:
+def layer_checkpoint_names(attention: str = "self_attention") -> dict[str, tuple[str, ...]]:
     """Module of a layer → its names in the checkpoint; attention: the name of that module."""
     return {
         **MLP_AND_NORM_NAMES,

@@ -90,7 +90,7 @@ def router_config(
     return RouterConfig(count, chosen, renormalize=renormalize)
 
 
-def grouped_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConfig:
+def group_limited_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConfig:
     """The router of DeepSeek-V3 and GLM-4.5: sigmoids, groups of experts, a bias of the choice.
 
     Args:
@@ -130,7 +130,7 @@ def grouped_router(raw: Mapping[str, Any], defaults: RouterConfig) -> RouterConf
     )
 
 
-def moe_with_shared(
+def moe_spec_with_shared_experts(
     config: DecoderConfig, router: RouterConfig, inner: int, num_shared: int
 ) -> MoESpec:
     """Experts of ``inner`` channels, and shared ones as one MLP of ``num_shared`` times as many."""

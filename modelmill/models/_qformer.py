@@ -12,11 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.conv import PlainNorm
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, WholeSpec
+from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import TransformerSizes, affine_norm, biased_linear, read_sites
+from modelmill.nn.vit import (
+    TransformerSizes,
+    affine_norm_spec,
+    biased_linear_spec,
+    linear_input_sites,
+)
 from modelmill.ops.quant_types import QuantizedInput
 
 
@@ -32,40 +37,42 @@ class QFormerSpec(TransformerSizes):
     queries: int = 32
     eps: float = 1e-12
 
-    def looks_at_image(self, layer: int) -> bool:
+    def has_cross_attention(self, layer: int) -> bool:
         """Whether a layer has cross-attention."""
         return layer % self.cross_attention_frequency == 0
 
     def layer_spec(self, layer: int) -> LayerSpec:
         """What a layer is made of."""
-        wholes = [WholeSpec("attention", "qformer.attention")]
-        modules = _attention_modules("attention", "queries", "queries", self.width)
+        wholes = [CompositeSpec("attention", "qformer.attention")]
+        modules = _attention_module_specs("attention", "queries", "queries", self.width)
         x = "attention.output"
-        if self.looks_at_image(layer):
-            wholes.append(WholeSpec("crossattention", "qformer.crossattention"))
-            modules += _attention_modules("crossattention", x, "image_tokens", self.width)
+        if self.has_cross_attention(layer):
+            wholes.append(CompositeSpec("crossattention", "qformer.crossattention"))
+            modules += _attention_module_specs("crossattention", x, "image_tokens", self.width)
             x = "crossattention.output"
         modules += [
-            _linear("intermediate_query.dense", x, "qformer.up", self.inner),
-            *_output_modules("output_query", x, "qformer.down", "qformer.feed_forward", self.width),
+            _linear_spec("intermediate_query.dense", x, "qformer.up", self.inner),
+            *_output_module_specs(
+                "output_query", x, "qformer.down", "qformer.feed_forward", self.width
+            ),
         ]
         return LayerSpec(
             modules=tuple(modules),
-            sites=read_sites(modules, heavy_tailed="output_query.dense.in"),
+            sites=linear_input_sites(modules, heavy_tailed="output_query.dense.in"),
             outputs=("output_query",),
             partitions=REPLICATED,
-            wholes=(*wholes, WholeSpec("", "qformer.layer")),
+            wholes=(*wholes, CompositeSpec("", "qformer.layer")),
         )
 
 
 QFORMER_BASE = QFormerSpec(768, 12, 12, 3072)
 
 
-def _linear(path: str, reads: str, reference: str, rows: int) -> LinearSpec:
-    return biased_linear(path, reads, f"{path}.out", reference, rows)
+def _linear_spec(path: str, reads: str, reference: str, rows: int) -> LinearSpec:
+    return biased_linear_spec(path, reads, f"{path}.out", reference, rows)
 
 
-def _output_modules(
+def _output_module_specs(
     path: str, residual: str, dense: str, branch: str, width: int
 ) -> list[ModuleSpec]:
     """The modules of a ``QFormerOutput``, which write the value of its path.
@@ -73,20 +80,20 @@ def _output_modules(
     dense, branch: their names in the reference.
     """
     reads = (f"{path}.dense.out", residual)
-    norm = affine_norm(f"{path}.LayerNorm", reads, (path,), f"{branch}.norm")
-    return [_linear(f"{path}.dense", f"{path}.dense.in", dense, width), norm]
+    norm = affine_norm_spec(f"{path}.LayerNorm", reads, (path,), f"{branch}.norm")
+    return [_linear_spec(f"{path}.dense", f"{path}.dense.in", dense, width), norm]
 
 
-def _attention_modules(path: str, x: str, context: str, width: int) -> list[ModuleSpec]:
+def _attention_module_specs(path: str, x: str, context: str, width: int) -> list[ModuleSpec]:
     """The modules of a ``QFormerAttention`` of the value x to the value ``context``."""
     branch, reads = f"qformer.{path}", {"query": x, "key": context, "value": context}
     projections = [
-        _linear(f"{path}.self.{name}", value, f"{branch}.{name}", width)
+        _linear_spec(f"{path}.self.{name}", value, f"{branch}.{name}", width)
         for name, value in reads.items()
     ]
     return [
         *projections,
-        *_output_modules(f"{path}.output", x, f"{branch}.dense", branch, width),
+        *_output_module_specs(f"{path}.output", x, f"{branch}.dense", branch, width),
     ]
 
 
@@ -157,7 +164,7 @@ class QFormerLayer(nn.Module):
         self.spec = spec.layer_spec(index)
         self.attention = QFormerAttention(spec, spec.width)
         self.crossattention = (
-            QFormerAttention(spec, spec.image_width) if spec.looks_at_image(index) else None
+            QFormerAttention(spec, spec.image_width) if spec.has_cross_attention(index) else None
         )
         self.intermediate_query = QFormerIntermediate(spec.width, spec.inner)
         self.output_query = QFormerOutput(spec.inner, spec.width, spec.eps)
@@ -169,7 +176,7 @@ class QFormerLayer(nn.Module):
         x = self.attention(x, x, vision)
         if self.crossattention is not None:
             x = self.crossattention(x, image_tokens, vision)
-        inner = vision.gelu(self.intermediate_query.dense, x, self.output_query.dense)
+        inner = vision.apply_linear_gelu(self.intermediate_query.dense, x, self.output_query.dense)
         return self.output_query(inner, x, vision)
 
 

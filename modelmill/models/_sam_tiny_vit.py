@@ -16,11 +16,11 @@ from torch import nn
 from modelmill.models._layer_rules import RuleSource, RuleSources
 from modelmill.models._sam_vit import make_neck
 from modelmill.nn.conv import Conv2d, PlainNorm
-from modelmill.nn.layer_spec import LayerSpec, LinearSpec, ModuleSpec, NormSpec, WholeSpec
+from modelmill.nn.layer_spec import CompositeSpec, LayerSpec, LinearSpec, ModuleSpec, NormSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
 from modelmill.nn.vision_context import VisionContext
-from modelmill.nn.vit import affine_norm, biased_linear, read_sites
+from modelmill.nn.vit import affine_norm_spec, biased_linear_spec, linear_input_sites
 from modelmill.ops.image_attention import ImageAttentionInputs
 
 POINTWISE_CONVOLUTIONS = (".conv1", ".conv3")  # of a chain of three; linear layers here
@@ -49,36 +49,39 @@ class TinyVitSpec:
 
     def stage_spec(self, stage: int) -> LayerSpec:
         """What a stage is made of; the reference's names are the paths inside it."""
-        width, block = self.widths[stage], _conv_block if stage == 0 else _attention_block
+        width, block = (
+            self.widths[stage],
+            _conv_block_specs if stage == 0 else _attention_block_specs,
+        )
         blocks = [block(f"blocks.{i}", width) for i in range(self.depths[stage])]
         modules = [module for inner, _ in blocks for module in inner]
         wholes = [path for _, names in blocks for path in names]
         if stage + 1 < len(self.widths):
             out = self.widths[stage + 1]
-            modules += _convolutions("downsample", out, out)
+            modules += _convolution_specs("downsample", out, out)
             wholes.append("downsample")
         return LayerSpec(
             modules=tuple(modules),
-            sites=read_sites(modules),
+            sites=linear_input_sites(modules),
             outputs=("stage_out",),
             partitions=REPLICATED,
             wholes=tuple(
-                WholeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
+                CompositeSpec(path, path, ("attention_biases",) if path.endswith(".attn") else ())
                 for path in wholes
             ),
         )
 
 
-def _linear(path: str, rows: int) -> LinearSpec:
+def _linear_spec(path: str, rows: int) -> LinearSpec:
     """A linear layer that reads a site of its own."""
-    return biased_linear(path, f"{path}.in", f"{path}.out", path, rows)
+    return biased_linear_spec(path, f"{path}.in", f"{path}.out", path, rows)
 
 
-def _norm(path: str) -> NormSpec:
-    return affine_norm(path, (f"{path}.in",), (f"{path}.out",), path)
+def _norm_spec(path: str) -> NormSpec:
+    return affine_norm_spec(path, (f"{path}.in",), (f"{path}.out",), path)
 
 
-def _depthwise(path: str) -> ModuleSpec:
+def _depthwise_spec(path: str) -> ModuleSpec:
     """A convolution by channel."""
     return ModuleSpec(
         path=path,
@@ -89,30 +92,30 @@ def _depthwise(path: str) -> ModuleSpec:
     )
 
 
-def _convolutions(path: str, inner: int, out: int) -> list[ModuleSpec]:
+def _convolution_specs(path: str, inner: int, out: int) -> list[ModuleSpec]:
     """1×1, by channel, 1×1."""
     return [
-        _linear(f"{path}.conv1", inner),
-        _depthwise(f"{path}.conv2"),
-        _linear(f"{path}.conv3", out),
+        _linear_spec(f"{path}.conv1", inner),
+        _depthwise_spec(f"{path}.conv2"),
+        _linear_spec(f"{path}.conv3", out),
     ]
 
 
-def _conv_block(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+def _conv_block_specs(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
     """The modules of an ``MBConv`` and what is compared as a whole."""
-    return _convolutions(path, 4 * width, width), [path]
+    return _convolution_specs(path, 4 * width, width), [path]
 
 
-def _attention_block(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
+def _attention_block_specs(path: str, width: int) -> tuple[list[ModuleSpec], list[str]]:
     """The modules of a ``TinyVitBlock`` and what is compared as a whole."""
     modules = [
-        _norm(f"{path}.attn.norm"),
-        _linear(f"{path}.attn.qkv", 3 * width),
-        _linear(f"{path}.attn.proj", width),
-        replace(_depthwise(f"{path}.local_conv"), reference=(f"{path}.local_conv",)),
-        _norm(f"{path}.mlp.norm"),
-        _linear(f"{path}.mlp.fc1", 4 * width),
-        _linear(f"{path}.mlp.fc2", width),
+        _norm_spec(f"{path}.attn.norm"),
+        _linear_spec(f"{path}.attn.qkv", 3 * width),
+        _linear_spec(f"{path}.attn.proj", width),
+        replace(_depthwise_spec(f"{path}.local_conv"), reference=(f"{path}.local_conv",)),
+        _norm_spec(f"{path}.mlp.norm"),
+        _linear_spec(f"{path}.mlp.fc1", 4 * width),
+        _linear_spec(f"{path}.mlp.fc2", width),
     ]
     return modules, [f"{path}.attn", f"{path}.mlp"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import EVERY_BIAS, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._megatron_names import layer_names
+from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -18,7 +18,7 @@ LAYOUT = CheckpointLayout(
     embed="transformer.word_embeddings",
     embed_norm="transformer.word_embeddings_layernorm",
     norm="transformer.ln_f",
-    names=layer_names(),
+    names=layer_checkpoint_names(),
     grouped_qkv=True,
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors

@@ -10,8 +10,8 @@ from typing import Any
 
 from modelmill.models._hf_config import (
     boolean,
-    check_multiple,
     check_rotary_pairs,
+    exact_quotient,
     non_negative_float,
     num_layers,
     positive_float,
@@ -19,14 +19,14 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._megatron_names import layer_names
+from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
 
 CHECKPOINT_PREFIXES = ("transformer.",)
 LAYOUT = CheckpointLayout(
-    names=layer_names(),
+    names=layer_checkpoint_names(),
     layers="transformer.encoder.layers",
     embed="transformer.embedding.word_embeddings",
     norm="transformer.encoder.final_layernorm",
@@ -52,7 +52,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     grouped = boolean(raw, "multi_query_attention", False)
     kv_heads = positive_int(raw, "multi_query_group_num", default=1)
     if grouped:
-        check_multiple("num_attention_heads", heads, "multi_query_group_num", kv_heads)
+        exact_quotient("num_attention_heads", heads, "multi_query_group_num", kv_heads)
     dim = positive_int(raw, "kv_channels", default=hidden // heads)
     length = positive_int(raw, "seq_length", default=2048)
     base = 1e4 * positive_float(raw, "rope_ratio", default=1.0)

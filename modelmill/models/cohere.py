@@ -18,7 +18,7 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
-from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKVNormConfig
+from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -45,7 +45,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
-        qkv_norm=QKVNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
+        qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
     )
 
 

@@ -14,7 +14,7 @@ from modelmill.core.errors import CheckpointError
 from modelmill.models import _deepseek_common
 from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
 from modelmill.models._hf_config import positive_int, require_value
-from modelmill.models._moe_config import MAX_EXPERTS, grouped_router
+from modelmill.models._moe_config import MAX_EXPERTS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SOFTMAX, RouterConfig
 
@@ -48,7 +48,7 @@ def _router(raw: Mapping[str, Any]) -> RouterConfig:
     settings: dict[str, Any] = {"norm_topk_prob": False}
     if not grouped:
         settings |= {"n_group": 1, "topk_group": 1}
-    router = grouped_router(overlay_config(raw, {}, settings), RouterConfig(64, chosen))
+    router = group_limited_router(overlay_config(raw, {}, settings), RouterConfig(64, chosen))
     return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)
 
 

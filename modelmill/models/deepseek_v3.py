@@ -15,7 +15,7 @@ from modelmill.models._deepseek_common import (
     rules,
 )
 from modelmill.models._hf_config import boolean
-from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -31,7 +31,7 @@ FLOAT32_TENSORS = SELECTION_BIASES
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in DeepseekV3Config."""
-    router = grouped_router(raw, RouterConfig(256, 8, groups=8, top_groups=4, scale=2.5))
+    router = group_limited_router(raw, RouterConfig(256, 8, groups=8, top_groups=4, scale=2.5))
     return decoder_config(
         raw,
         router,

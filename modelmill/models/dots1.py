@@ -12,9 +12,9 @@ from modelmill.models._hf_config import activation, attention_bias, num_layers, 
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
-    grouped_router,
+    group_limited_router,
     leading_dense_layers,
-    moe_with_shared,
+    moe_spec_with_shared_experts,
 )
 from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -49,7 +49,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positive_int(raw, "num_experts_per_tok"),
         renormalize=False,
     )
-    moe = moe_with_shared(config, grouped_router(raw, defaults), inner, shared)
+    moe = moe_spec_with_shared_experts(config, group_limited_router(raw, defaults), inner, shared)
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, layers, 0))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, all_biases
+from modelmill.models._hf_config import activation, linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -28,7 +28,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         theta=500000.0,
         activation=activation(raw, "hidden_act", "silu"),
-        **all_biases(raw, "use_bias", False),
+        **linear_bias_fields(raw, "use_bias", False),
     )
 
 

@@ -9,7 +9,12 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, all_biases, non_negative_float, positive_int
+from modelmill.models._hf_config import (
+    activation,
+    linear_bias_fields,
+    non_negative_float,
+    positive_int,
+)
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
@@ -39,7 +44,7 @@ FLOAT32_TENSORS = SELECTION_BIASES
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Ernie4_5_MoeConfig."""
     raw = overlay_config(raw, {"num_key_value_heads": 4})
-    biases = all_biases(raw, "use_bias", False)
+    biases = linear_bias_fields(raw, "use_bias", False)
     act, biased = activation(raw, "hidden_act", "silu"), biases["mlp_bias"]
     config = _llama_common.config_from_hf(
         raw, positions=131072, eps=1e-5, tied=True, theta=500000.0, activation=act,

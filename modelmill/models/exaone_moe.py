@@ -17,9 +17,9 @@ from modelmill.models._moe_config import (
     EXPERT_NAMES,
     SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
-    grouped_router,
+    group_limited_router,
     leading_dense_layers,
-    moe_with_shared,
+    moe_spec_with_shared_experts,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -44,12 +44,12 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     inner = positive_int(raw, "moe_intermediate_size", default=1024)
     shared = positive_int(raw, "num_shared_experts", default=1, max_value=64)
     experts = positive_int(raw, "num_experts", default=64)
-    router = grouped_router(
+    router = group_limited_router(
         overlay_config(raw, {}, {"n_routed_experts": experts}), RouterConfig(experts, 8, scale=2.5)
     )
     return replace(
         config,
-        moe=moe_with_shared(config, router, inner, shared),
+        moe=moe_spec_with_shared_experts(config, router, inner, shared),
         dense_layers=_dense_layers(raw, config.layers),
     )
 

@@ -14,7 +14,13 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _hf_config, _llama_common, bloom
-from modelmill.models._hf_config import MAX_SIZE, activation, all_biases, boolean, positive_int
+from modelmill.models._hf_config import (
+    MAX_SIZE,
+    activation,
+    boolean,
+    linear_bias_fields,
+    positive_int,
+)
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
@@ -41,7 +47,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         "num_hidden_layers": positive_int(raw, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one_head else stored if new else heads,
         "intermediate_size": positive_int(raw, "ffn_hidden_size", default=4 * hidden),
-        **_hf_config.derived_head_dim(raw, hidden, heads),
+        **_hf_config.head_dim_override(raw, hidden, heads),
     }
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, sizes),
@@ -51,7 +57,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=_has_two_norms(raw, new, parallel),
         gated=False,
-        **all_biases(raw, "bias", False),
+        **linear_bias_fields(raw, "bias", False),
     )
     if not boolean(raw, "alibi", False):
         return config

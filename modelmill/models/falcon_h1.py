@@ -51,11 +51,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
         embedding_scale=factor(raw, "embedding_multiplier"),
         logit_scale=factor(raw, "lm_head_multiplier"),
     )
-    fields = vars(replace(config, beside_attention=_mamba(raw, config)))
+    fields = vars(replace(config, beside_attention=_mamba_spec(raw, config)))
     return FalconH1Config(**fields, multipliers=read_multipliers(raw))
 
 
-def _mamba(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     expanded = config.hidden * positive_int(raw, "mamba_expand", default=2)
     raw = overlay_config(raw, {"mamba_d_ssm": 1024})

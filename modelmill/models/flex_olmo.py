@@ -18,7 +18,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.post_norm import PostNormLayer
-from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -37,7 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=act,
         layer=PostNormLayer,
         **attention_bias(raw),
-        qkv_norm=QKVNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
+        qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps")),
     )
     router = router_config(
         raw, experts=7, top_k=5, renormalize=boolean(raw, "norm_topk_prob", False)

@@ -83,8 +83,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
         plain, positions=MAX_POSITIONS, tied=True, activation=act, **attention_bias(raw)
     )
     own = common.kv_heads, common.head_dim
-    full_kv_heads, full_head_dim = _gemma4_config.full_layer_sizes(raw, windows, own)
-    _gemma4_config.check_full_heads(common.heads, full_kv_heads, full_head_dim, own[1])
+    full_kv_heads, full_head_dim = _gemma4_config.full_attention_head_sizes(raw, windows, own)
+    _gemma4_config.check_full_attention_heads(common.heads, full_kv_heads, full_head_dim, own[1])
     shared = {each.name: getattr(common, each.name) for each in fields(common)}
     rope = _gemma4_config.layer_rope(raw, _llama_common.FULL_ATTENTION, full_head_dim, positions)
     local_rope = None
@@ -99,10 +99,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> Gemma4Config:
         "logit_softcap": optional_positive(raw, "final_logit_softcapping"),
         "full_kv_heads": full_kv_heads, "full_head_dim": full_head_dim,
         "values_are_keys": boolean(raw, "attention_k_eq_v", False),
-        "shared_layers": _gemma4_config.shared_layers(raw, windows),
+        "num_kv_shared": _gemma4_config.num_kv_shared(raw, windows),
         "double_wide": boolean(raw, "use_double_wide_mlp", False),
         "moe": _gemma4_config.expert_spec(raw, hidden, act),
-        "inputs": _gemma4_config.layer_input_config(raw, layers, hidden, common.eps),
+        "inputs": _gemma4_config.per_layer_input_config(raw, layers, hidden, common.eps),
     })  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def rules(config: Gemma4Config) -> list[Rule]:
         ]
     keys = {
         f"layers.{layer}.attn.qkv_proj.{leaf}": layer
-        for layer in range(config.first_shared)
+        for layer in range(config.first_kv_shared_layer)
         if config.windows[layer] is None and config.values_are_keys
         for leaf in linear_tensors(bias=True)
     }
@@ -128,7 +128,7 @@ def rules(config: Gemma4Config) -> list[Rule]:
 
 def ignored_tensors(config: Gemma4Config) -> tuple[str, ...]:
     """Unused tensors: buffers, a tied head's copy, keys and values of layers without their own."""
-    layers = range(config.first_shared, config.layers)
+    layers = range(config.first_kv_shared_layer, config.layers)
     unused = (
         rf"model\.layers\.{layer}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)"
         for layer in layers
@@ -143,8 +143,8 @@ class Model(Decoder):
         super().__init__(config)
         self.layer_inputs = None if config.inputs is None else PerLayerInputs(config.inputs)
 
-    def with_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
+    def with_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:
         """The step with what layers read beside the stream; x: the embeddings [T, H]."""
         if self.layer_inputs is None:
             return step
-        return self.layer_inputs.into_step(x, step)
+        return self.layer_inputs.attach_to_step(x, step)

@@ -19,9 +19,9 @@ from modelmill.models._moe_config import (
     SELECTION_BIAS,
     SELECTION_BIASES,
     SHARED_EXPERT_NAMES,
-    grouped_router,
+    group_limited_router,
     leading_dense_layers,
-    moe_with_shared,
+    moe_spec_with_shared_experts,
 )
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -51,7 +51,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     inner = positive_int(raw, "moe_intermediate_size", default=1408)
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    moe = moe_with_shared(config, grouped_router(raw, RouterConfig(128, 8)), inner, shared)
+    moe = moe_spec_with_shared_experts(
+        config, group_limited_router(raw, RouterConfig(128, 8)), inner, shared
+    )
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, config.layers, 1))
 
 

@@ -15,7 +15,7 @@ from modelmill.models._deepseek_common import (
     rules,
 )
 from modelmill.models._hf_config import boolean, num_layers, positive_int, require_value
-from modelmill.models._moe_config import SELECTION_BIASES, grouped_router
+from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
@@ -38,7 +38,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     require_value(raw, "head_dim", (turned, None), None)
     return decoder_config(
         raw,
-        grouped_router(raw, RouterConfig(64, 4, scale=1.8)),
+        group_limited_router(raw, RouterConfig(64, 4, scale=1.8)),
         positions=202752,
         neighbours=boolean(raw, "rope_interleave", True),
         defaults=DEFAULTS,

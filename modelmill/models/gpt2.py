@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import EVERY_BIAS, check_multiple, positive_int, require_value
+from modelmill.models._hf_config import EVERY_BIAS, exact_quotient, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
@@ -33,7 +33,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positive_int(raw, "n_embd", "hidden_size"),
         positive_int(raw, "n_head", "num_attention_heads"),
     )
-    check_multiple("n_embd", hidden, "n_head", heads)
+    exact_quotient("n_embd", hidden, "n_head", heads)
     length = positive_int(raw, "n_ctx", default=1024)  # where the others are silent
     return _gpt2_common.config_from_hf(
         raw,

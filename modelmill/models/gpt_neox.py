@@ -11,11 +11,11 @@ from modelmill.models._hf_config import (
     activation,
     attention_bias,
     boolean,
-    derived_head_dim,
+    head_dim_override,
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._megatron_names import layer_names
+from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
@@ -26,7 +26,7 @@ LAYOUT = CheckpointLayout(
     embed="gpt_neox.embed_in",
     norm="gpt_neox.final_layer_norm",
     head="embed_out",
-    names=layer_names(attention="attention"),
+    names=layer_checkpoint_names(attention="attention"),
     grouped_qkv=True,
     ignored=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )
@@ -36,7 +36,7 @@ rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; its own names of the rotation's base and share are read, too."""
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    sizes = {**derived_head_dim(raw, hidden, heads), "num_key_value_heads": None}
+    sizes = {**head_dim_override(raw, hidden, heads), "num_key_value_heads": None}
     raw = overlay_config(raw, {}, sizes)
     parallel = boolean(raw, "use_parallel_residual", True)
     return _llama_common.config_from_hf(

@@ -56,10 +56,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         config = replace(config, moe=MoESpec(router, expert, common))
     types = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * config.layers
     recurrent = recurrent_layers(types, config.layers)
-    return replace(config, recurrence=_mamba(raw, config), recurrent_layers=recurrent)
+    return replace(config, recurrence=_mamba_spec(raw, config), recurrent_layers=recurrent)
 
 
-def _mamba(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
+def _mamba_spec(raw: Mapping[str, Any], config: DecoderConfig) -> Mamba2Spec:
     """The recurrence, from the keys that begin with ``mamba_``."""
     inner = config.hidden * positive_int(raw, "mamba_expand", default=2)
     heads, dim, groups = state_heads(

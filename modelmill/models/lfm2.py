@@ -44,7 +44,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     raw = overlay_config(
         raw,
         {"num_key_value_heads": 8, "norm_eps": 1e-5},
-        {"tie_word_embeddings": _tied(raw), "intermediate_size": _inner(raw)},
+        {"tie_word_embeddings": _tied(raw), "intermediate_size": _intermediate_size(raw)},
     )
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": raw["norm_eps"]}),
@@ -66,7 +66,7 @@ def _tied(raw: Mapping[str, Any]) -> bool:
     return boolean(raw, key, True)
 
 
-def _inner(raw: Mapping[str, Any]) -> int:
+def _intermediate_size(raw: Mapping[str, Any]) -> int:
     """Channels of the MLP: two thirds of the config's, times a factor, rounded up."""
     older = raw.get("block_ff_dim")
     inner = positive_int(raw, "intermediate_size" if older is None else "block_ff_dim")

@@ -20,7 +20,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         **attention_bias(raw),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
-    return _llama_common.refuse_windows(raw, config)
+    return _llama_common.refuse_sliding_windows(raw, config)
 
 
 UNUSED_CONFIG_KEYS = ("max_window_layers",)  # there are no windows

@@ -24,7 +24,7 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -64,7 +64,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         theta=5000000.0,
         partial=1.0,
         activation=act,
-        qkv_norm=QKVNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),
+        qkv_norm=QKNormConfig(WIDE_RMS, non_negative_float(raw, "rms_norm_eps", default=1e-6)),
     )
     router = router_config(raw, experts=256, top_k=8, renormalize=True)
     router = replace(router, scores=SIGMOID, selection_bias=True)

@@ -11,7 +11,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
-from modelmill.nn.query_growth import QueryGrowth
+from modelmill.nn.query_growth import AttentionTemperature
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -34,14 +34,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         rope[TRAINED] = outside
     slope, trained = f"{key}.{SLOPE}", TRAINED if outside is not None else f"{key}.{TRAINED}"
     named = {slope: rope.get(SLOPE), trained: rope.get(TRAINED)}
-    growth = QueryGrowth(non_negative_float(named, slope), positive_int(named, trained))
+    growth = AttentionTemperature(non_negative_float(named, slope), positive_int(named, trained))
     # what the rotation itself does not read
     for idle in (SLOPE, "max_position_embeddings", *(() if scales else (TRAINED,))):
         rope.pop(idle, None)
     config = _llama_common.config_from_hf(
         overlay_config(raw, {}, {key: rope}), positions=262144, eps=1e-5
     )
-    return _llama_common.with_window(raw, replace(config, query_growth=growth))
+    return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))
 
 
 class Model(Decoder):

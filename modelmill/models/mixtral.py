@@ -37,7 +37,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
     router = router_config(raw, experts=8, top_k=2, renormalize=True)
     moe = MoESpec(router, MLPSpec(config.hidden, config.inner, activation=act))
-    return _llama_common.with_window(raw, replace(config, moe=moe))
+    return _llama_common.with_sliding_window(raw, replace(config, moe=moe))
 
 
 class Model(Decoder):

@@ -72,7 +72,7 @@ def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         _hf_config.require_value(named, f"attn_config.{key}", (supported,), supported)
     known = {*_ATTENTION_VALUES, *_UNREAD_ATTENTION_KEYS, "model_type"}
     if isinstance(raw, ConfigView):
-        raw.ignore({f"attn_config.{k}": each for k, each in value.items() if k not in known})
+        raw.mark_unread({f"attn_config.{k}": each for k, each in value.items() if k not in known})
     return value
 
 

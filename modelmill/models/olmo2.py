@@ -11,7 +11,7 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
-from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -35,7 +35,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=activation(raw, "hidden_act", "silu"),
         layer=PostNormLayer,
         **attention_bias(raw),
-        qkv_norm=QKVNormConfig(WIDE_RMS, eps),
+        qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )
 
 

@@ -20,7 +20,7 @@ from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-from modelmill.nn.qkv_norm import WIDE_RMS, QKVNormConfig
+from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -40,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         eps=1e-5,
         activation=act,
         **attention_bias(raw),
-        qkv_norm=QKVNormConfig(WIDE_RMS, eps),
+        qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )
     router = router_config(
         raw, experts=64, top_k=8, renormalize=boolean(raw, "norm_topk_prob", False)

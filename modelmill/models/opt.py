@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _gpt2_common
-from modelmill.models._hf_config import activation, all_biases, positive_int, require_value
+from modelmill.models._hf_config import activation, linear_bias_fields, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -47,7 +47,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         max_len=positive_int(raw, "max_position_embeddings", default=2048),
         first_position_row=2,
         activation=activation(raw, "activation_function", "relu"),
-        **all_biases(raw, "enable_bias", True),
+        **linear_bias_fields(raw, "enable_bias", True),
     )
     require_value(raw, "word_embed_proj_dim", (config.hidden, None), None)
     return config

@@ -10,7 +10,7 @@ from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, non_neg
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
-from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKVNormConfig
+from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
 
 CHECKPOINT_PREFIXES = ("model.",)
 LAYOUT = CheckpointLayout(
@@ -38,15 +38,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         gated=False,
         **EVERY_BIAS,
         head_bias=True,
-        qkv_norm=_qk_norm(raw),
+        qkv_norm=_qk_norm_config(raw),
     )
 
 
-def _qk_norm(raw: Mapping[str, Any]) -> QKVNormConfig | None:
+def _qk_norm_config(raw: Mapping[str, Any]) -> QKNormConfig | None:
     """The norm of q and k, one of each for all heads."""
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed = boolean(raw, "qk_layernorm", False)
-    return QKVNormConfig(SHARED_LAYER_NORM, eps) if normed else None
+    return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None
 
 
 class Model(Decoder):

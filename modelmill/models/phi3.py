@@ -34,7 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         rope_options={"longrope": True},
         activation=activation(raw, "hidden_act", "silu"),
     )
-    return _llama_common.with_window(raw, config)
+    return _llama_common.with_sliding_window(raw, config)
 
 
 class Model(Decoder):

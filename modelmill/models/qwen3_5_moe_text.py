@@ -42,7 +42,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positive_int(raw, key, default=512)
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size")
     )
-    raw = overlay_config(_delta_net_config.text_rope(raw), {}, {"intermediate_size": inner})
+    raw = overlay_config(
+        _delta_net_config.without_mrope_keys(raw), {}, {"intermediate_size": inner}
+    )
     config = _delta_net_config.config_from_hf(raw, kv_heads=2)
     router = router_config(raw, experts=256, top_k=8, renormalize=True)
     expert, common = MLPSpec(config.hidden, inner), MLPSpec(config.hidden, shared)

@@ -32,7 +32,7 @@ SUPPORTED_VALUES = GATED_ATTENTION
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in Qwen3_5TextConfig."""
-    return _delta_net_config.config_from_hf(_delta_net_config.text_rope(raw), kv_heads=4)
+    return _delta_net_config.config_from_hf(_delta_net_config.without_mrope_keys(raw), kv_heads=4)
 
 
 class Model(Decoder):

@@ -41,7 +41,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         dense_layers=dense_layers(raw, config.layers),
     )
     size = raw["sliding_window"]
-    return _llama_common.with_window(raw, config) if windowed and size is not None else config
+    return (
+        _llama_common.with_sliding_window(raw, config) if windowed and size is not None else config
+    )
 
 
 class Model(Decoder):

@@ -17,7 +17,7 @@ from torch import nn
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.errors import TensorMismatch
 from modelmill.models import _sam_transformers_names
-from modelmill.models._layer_rules import rules_outside_layers, stacked_rules
+from modelmill.models._layer_rules import layer_stack_rules, rules_outside_layers
 from modelmill.models._sam_config import EMBED_WIDTH, spec_from_hf, spec_from_sizes
 from modelmill.models._sam_mask_decoder import SamMaskDecoder
 from modelmill.models._sam_prompt_encoder import SamPromptEncoder
@@ -194,14 +194,14 @@ def rules(config: SamConfig) -> list[Rule]:
     if config.checkpoint_layout == "transformers":
         names = _sam_transformers_names
         out = rules_outside_layers(model, (stack.path,), names.NAMES, names.SOURCES)
-        out += stacked_rules(specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path)
+        out += layer_stack_rules(specs, names.BLOCK_NAMES, names.ENCODER_LAYERS, target=stack.path)
     elif isinstance(config.encoder, TinyVitSpec):
         out = rules_outside_layers(model, (stack.path,), {}, PATCH_EMBED_SOURCES)
         folded = folded_batch_norms(specs)
-        out += stacked_rules(specs, {}, stack.path, target=stack.path, tensors=folded)
+        out += layer_stack_rules(specs, {}, stack.path, target=stack.path, tensors=folded)
     else:  # the model has the original names
         out = rules_outside_layers(model, (stack.path,), {})
-        out += stacked_rules(specs, {}, stack.path, target=stack.path)
+        out += layer_stack_rules(specs, {}, stack.path, target=stack.path)
     return sorted(out, key=lambda rule: rule.target)
 
 

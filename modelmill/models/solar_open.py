@@ -10,7 +10,11 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
 from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models._moe_config import SELECTION_BIASES, grouped_router, moe_with_shared
+from modelmill.models._moe_config import (
+    SELECTION_BIASES,
+    group_limited_router,
+    moe_spec_with_shared_experts,
+)
 from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
@@ -40,8 +44,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         qkv_bias=boolean(raw, "attention_bias", False),
     )
     shared = positive_int(raw, "n_shared_experts", default=1, max_value=64)
-    router = grouped_router(raw, RouterConfig(128, 8))
-    return replace(config, moe=moe_with_shared(config, router, inner, shared))
+    router = group_limited_router(raw, RouterConfig(128, 8))
+    return replace(config, moe=moe_spec_with_shared_experts(config, router, inner, shared))
 
 
 class Model(Decoder):

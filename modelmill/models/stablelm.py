@@ -11,7 +11,7 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import (
     activation,
     boolean,
-    derived_head_dim,
+    head_dim_override,
     non_negative_float,
     positive_int,
 )
@@ -20,7 +20,7 @@ from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
-from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKVNormConfig
+from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
@@ -30,7 +30,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     eps = non_negative_float(raw, "layer_norm_eps", default=1e-5)
     normed, parallel = boolean(raw, "qk_layernorm", False), "use_parallel_residual"
     hidden, heads = positive_int(raw, "hidden_size"), positive_int(raw, "num_attention_heads")
-    raw = overlay_config(raw, {"num_key_value_heads": 32}, derived_head_dim(raw, hidden, heads))
+    raw = overlay_config(raw, {"num_key_value_heads": 32}, head_dim_override(raw, hidden, heads))
     return _llama_common.config_from_hf(
         raw,
         positions=4096,
@@ -39,7 +39,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         activation=activation(raw, "hidden_act", "silu"),
         layer=ParallelLayer if boolean(raw, parallel, False) else PreNormLayer,
         qkv_bias=boolean(raw, "use_qkv_bias", False),
-        qkv_norm=QKVNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
+        qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, all_biases
+from modelmill.models._hf_config import activation, linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
@@ -32,9 +32,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         tied=True,
         activation=activation(raw, "hidden_act", "gelu_pytorch_tanh"),
         gated=False,
-        **all_biases(raw, "use_bias", True),
+        **linear_bias_fields(raw, "use_bias", True),
     )
-    return _llama_common.with_window(raw, config)
+    return _llama_common.with_sliding_window(raw, config)
 
 
 class Model(Decoder):

@@ -23,8 +23,8 @@ class AlibiConfig:
         Otherwise that of the power of two below, then every second one of twice as many heads.
         """
         power = 1 << (heads.bit_length() - 1)
-        slopes = self._sequence(power)
-        return [*slopes, *self._sequence(2 * power)[0::2]][:heads]
+        slopes = self._geometric_slopes(power)
+        return [*slopes, *self._geometric_slopes(2 * power)[0::2]][:heads]
 
-    def _sequence(self, heads: int) -> list[float]:
+    def _geometric_slopes(self, heads: int) -> list[float]:
         return [self.scale * 2.0 ** (-self.bias_max * (head + 1) / heads) for head in range(heads)]

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from modelmill.nn.alibi import AlibiConfig
-from modelmill.nn.attention_parts import core_spec, input_projection, o_proj_spec
-from modelmill.nn.layer_spec import ROPE, CacheSpec, ModuleSpec, Part, RowProducer, SiteSpec
+from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
+from modelmill.nn.layer_spec import ROPE, ModuleSpec, RopeCacheSpec, RowPart, RowProducer, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadGroups, HeadPartition
-from modelmill.nn.qkv_norm import QKVNormConfig
+from modelmill.nn.qkv_norm import QKNormConfig
 from modelmill.nn.step import Step
 from modelmill.nn.value_norm import VALUE_NORM_SPEC, ValueNormConfig
 from modelmill.ops.binding import OpBinding
@@ -79,7 +79,7 @@ class AttentionSpec:
     window: int | None = None
     scale: float | None = None
     rotates: bool = True
-    qkv_norm: QKVNormConfig | None = None
+    qkv_norm: QKNormConfig | None = None
     local_rope: bool = False
     gated: bool = False
     softcap: float | None = None
@@ -99,21 +99,21 @@ class AttentionSpec:
         return self.value_norm is not None and self.value_norm.from_keys
 
     @property
-    def groups(self) -> HeadGroups:
+    def head_groups(self) -> HeadGroups:
         """The query heads, and the KV heads that they read."""
         return HeadGroups(self.heads, self.kv_heads, self.head_dim)
 
     @property
     def partition(self) -> HeadPartition:
         """How ranks divide the heads."""
-        return HeadPartition("attn", self.groups)
+        return HeadPartition("attn", self.head_groups)
 
     @property
     def quant_sites(self) -> tuple[SiteSpec, ...]:
         """The inputs of the two projections."""
         # v is not linear in its rows where it is clipped or normed
         is_linear = self.qkv_clip is None and self.value_norm is None
-        producer = RowProducer("attn.qkv_proj", "v", self.groups)
+        producer = RowProducer("attn.qkv_proj", "v", self.head_groups)
         return SiteSpec("qkv"), SiteSpec("o", producer if is_linear else None)
 
     def build_module(self, cache_index: int) -> Attention:
@@ -123,21 +123,21 @@ class AttentionSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``Attention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows: tuple[Part, ...] = (Part("q", q, "q_heads"), Part("k", kv, "kv_heads"))
+        rows: tuple[RowPart, ...] = (RowPart("q", q, "q_heads"), RowPart("k", kv, "kv_heads"))
         normed = self.qkv_norm is not None or self.value_norm is not None
         clipped = self.qkv_clip is not None
         steps = [self.qkv_norm, self.qkv_clip, self.value_norm]
         assert steps.count(None) > 1, "no family has two of them"
         changes = self.rotates or self.qk_norm or self.qkv_norm is not None
         values = "v_clipped" if clipped else "v" if self.value_norm is None else "v_normed"
-        rows += () if self.values_are_keys else (Part("v", kv, "kv_heads"),)
+        rows += () if self.values_are_keys else (RowPart("v", kv, "kv_heads"),)
         return (
-            input_projection("qkv_proj", "qkv", rows, bias=self.qkv_bias),
+            input_projection_spec("qkv_proj", "qkv", rows, bias=self.qkv_bias),
             *(gate_projection_specs(self) if self.gated else ()),
             *(() if self.qkv_norm is None else (self.qkv_norm.spec,)),
             *(() if self.value_norm is None else (VALUE_NORM_SPEC,)),
             *((QKV_CLIP_SPEC,) if clipped else ()),
-            CacheSpec(
+            RopeCacheSpec(
                 path="attn.rope_cache",
                 reads=("qkv_normed" if normed else "qkv_clipped" if clipped else "qkv", ROPE),
                 writes=("q",),
@@ -150,7 +150,7 @@ class AttentionSpec:
                 tensors=("q_norm.weight", "k_norm.weight") if self.qk_norm else (),
                 window=self.window,
             ),
-            core_spec(("sinks",) if self.sinks else ()),
+            attention_core_spec(("sinks",) if self.sinks else ()),
             *(OUTPUT_GATE_SPECS if self.gated else ()),
             o_proj_spec(
                 self.hidden,
@@ -163,8 +163,8 @@ class AttentionSpec:
 
 def gate_projection_specs(spec: AttentionSpec) -> tuple[ModuleSpec, ...]:
     """The projection to the gates of an attention's output."""
-    rows = Part("attn_gate", spec.heads * spec.head_dim, "q_heads")
-    return (input_projection("gate_proj", "attn_gate", (rows,), bias=spec.qkv_bias),)
+    rows = RowPart("attn_gate", spec.heads * spec.head_dim, "q_heads")
+    return (input_projection_spec("gate_proj", "attn_gate", (rows,), bias=spec.qkv_bias),)
 
 
 OUTPUT_GATE_SPECS = (
@@ -216,9 +216,9 @@ class Attention(nn.Module):
         width = (spec.heads + kv_parts * spec.kv_heads) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden, width, spec.qkv_bias)
         if spec.value_norm is not None:
-            self.value_norm = spec.value_norm.build_module(spec.groups)
+            self.value_norm = spec.value_norm.build_module(spec.head_groups)
         if spec.qkv_norm is not None:
-            self.qkv_norm = spec.qkv_norm.build_module(spec.groups)
+            self.qkv_norm = spec.qkv_norm.build_module(spec.head_groups)
         self.qkv_clip = None if spec.qkv_clip is None else QKVClip(spec.qkv_clip)
         self.rope_cache = RopeAndCache(spec, cache_index)
         self.core = AttentionCore(spec, cache_index)
@@ -242,14 +242,14 @@ class Attention(nn.Module):
             out = self.output_gate(out, self.gate_proj(x, step), step)
         return self.o_proj(out, step)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
         self.rope_cache.heads = heads[1] - heads[0]
-        self.core.take_heads(heads)
+        self.core.keep_local_heads(heads)
         if self.spec.qkv_norm is not None:
-            self.qkv_norm.take_heads(heads, kv_heads)
+            self.qkv_norm.keep_local_heads(heads, kv_heads)
         if self.spec.value_norm is not None:
-            self.value_norm.take_heads(heads, kv_heads)
+            self.value_norm.keep_local_heads(heads, kv_heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
 
 
@@ -331,7 +331,7 @@ class AttentionCore(nn.Module):
         )
         return self._op(step.ops.paged_attention, inputs)
 
-    def take_heads(self, heads: Range) -> None:
+    def keep_local_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
 

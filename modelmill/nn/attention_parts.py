@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, linear_tensors
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, linear_tensors
 
 
-def input_projection(name: str, writes: str, parts: tuple[Part, ...], *, bias: bool) -> LinearSpec:
+def input_projection_spec(
+    name: str, writes: str, parts: tuple[RowPart, ...], *, bias: bool
+) -> LinearSpec:
     """A projection of the attention's input."""
     return LinearSpec(
         path=f"attn.{name}",
@@ -17,7 +19,7 @@ def input_projection(name: str, writes: str, parts: tuple[Part, ...], *, bias: b
     )
 
 
-def core_spec(tensors: tuple[str, ...]) -> ModuleSpec:
+def attention_core_spec(tensors: tuple[str, ...]) -> ModuleSpec:
     """The attention of queries over the cached keys and values, with tensors of its own."""
     return ModuleSpec(
         path="attn.core",
@@ -37,7 +39,7 @@ def o_proj_spec(hidden: int, *, reads: str, split_columns: str, bias: bool) -> L
         reads=(reads,),
         writes=("attn_out",),
         site="o",
-        parts=(Part("o_proj", hidden),),
+        parts=(RowPart("o_proj", hidden),),
         split_columns=split_columns,
         tensors=linear_tensors(bias),
     )

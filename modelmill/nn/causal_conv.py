@@ -69,22 +69,27 @@ class CausalConv(nn.Module):
         count = sum(end - first for first, end in self.channels)
         return StateSpec("conv", (self.config.width - 1, count))
 
-    def take_channels(self, *channels: Range) -> None:
+    def keep_local_channels(self, *channels: Range) -> None:
         """Keep a rank's channels."""
         self.channels = channels
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, C'] → [T, C]."""
         assert step.state is not None, "a step of a model with recurrent state"
-        bias = None if self.bias is None else self._own(self.bias)
+        bias = None if self.bias is None else self._select_local_channels(self.bias)
         state = step.state.cache.states[self.state_index]
         return step.ops.causal_conv(
             CausalConvInputs(
-                x, state, self._own(self.weight), bias, step.state.rows, self.config.silu
+                x,
+                state,
+                self._select_local_channels(self.weight),
+                bias,
+                step.state.rows,
+                self.config.silu,
             )
         )
 
-    def _own(self, values: torch.Tensor) -> torch.Tensor:
+    def _select_local_channels(self, values: torch.Tensor) -> torch.Tensor:
         """The rows of this rank's channels."""
         return select_row_ranges(values, self.channels)
 

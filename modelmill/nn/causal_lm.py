@@ -33,14 +33,14 @@ class CausalLM(nn.Module):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self.run_layers(self.layers, step)
+        return self.hidden_states_with_layers(self.layers, step)
 
-    def run_layers(self, layers: nn.ModuleList, step: Step) -> torch.Tensor:
+    def hidden_states_with_layers(self, layers: nn.ModuleList, step: Step) -> torch.Tensor:
         """The same with these layers in the place of its own."""
         x: torch.Tensor = self.embed(step.ids, step)
         residual: torch.Tensor | None = None
-        rope, step = self.rope(step), self.with_layer_inputs(x, step)
-        for layer, layer_step in zip(layers, step.by_layer()):
+        rope, step = self.compute_rope_cos_sin(step), self.with_per_layer_inputs(x, step)
+        for layer, layer_step in zip(layers, step.steps_by_layer()):
             x, residual = layer(x, residual, rope, layer_step)
         if step.logit_rows is not None:
             x = x[step.logit_rows]
@@ -48,10 +48,10 @@ class CausalLM(nn.Module):
         x, _ = self.norm(x, residual, step)
         return x
 
-    def rope(self, step: Step) -> RopeCosSin:  # noqa: ARG002
+    def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:  # noqa: ARG002
         """The step's rotation; empty where positions are learned."""
         return RopeCosSin()
 
-    def with_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:  # noqa: ARG002
+    def with_per_layer_inputs(self, x: torch.Tensor, step: Step) -> Step:  # noqa: ARG002
         """The step with what layers read beside the stream; x: the embeddings [T, H]."""
         return step

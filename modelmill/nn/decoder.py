@@ -22,7 +22,7 @@ from modelmill.nn.embedding import (
 )
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.layer_parts import LayerParts, MixerSpec, RecurrenceConfig
-from modelmill.nn.layer_spec import CacheSpec, LayerSpec, RecurrenceSpec
+from modelmill.nn.layer_spec import LayerSpec, RecurrenceSpec, RopeCacheSpec
 from modelmill.nn.layer_stack import kv_shape, state_shape
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mixer_layer import MixerLayer
@@ -31,8 +31,8 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.norm import RMS_NORM, NormConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.pre_norm import PreNormLayer
-from modelmill.nn.qkv_norm import QKVNormConfig
-from modelmill.nn.query_growth import QueryGrowth
+from modelmill.nn.qkv_norm import QKNormConfig
+from modelmill.nn.query_growth import AttentionTemperature
 from modelmill.nn.rotary import RopeSpec, Rotary
 from modelmill.nn.shared_kv_attention import SharedKVAttentionSpec
 from modelmill.nn.step import Step
@@ -100,7 +100,7 @@ class DecoderConfig:
     gated: bool = True
     activation: str = "silu"
     mlp_norm: bool = False
-    qkv_norm: QKVNormConfig | None = None
+    qkv_norm: QKNormConfig | None = None
     head_bias: bool = False
     attention_scale: float | None = None
     embedding_scale: float | None = None
@@ -123,7 +123,7 @@ class DecoderConfig:
     recurrent_layers: frozenset[int] = frozenset()
     beside_attention: Mamba2Spec | None = None
     output_gate: bool = False
-    query_growth: QueryGrowth | None = None
+    query_growth: AttentionTemperature | None = None
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """The attention of layer ``layer``, or the recurrence in its place."""
@@ -192,10 +192,10 @@ class Decoder(CausalLM):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = _embedding(config)
+        self.embed = _make_embedding(config)
         self.rotary = None if config.rope is None else Rotary(config.rope)
         self.local_rotary = None if config.local_rope is None else Rotary(config.local_rope)
-        self.layers = nn.ModuleList(_layers(config))
+        self.layers = nn.ModuleList(_make_layers(config))
         self.kv, self.state = kv_shape(self.layers), state_shape(self.layers)
         self.norm = config.norm_config.build_module(reduces=not config.layer.returns_whole_branch)
         self.head = LMHead(
@@ -215,16 +215,16 @@ class Decoder(CausalLM):
         """The rope key for a deciding length."""
         return 0 if self.rotary is None else self.rotary.key(length)
 
-    def rope(self, step: Step) -> RopeCosSin:
+    def compute_rope_cos_sin(self, step: Step) -> RopeCosSin:
         """The step's rotation, and that of layers with a window where it is another one."""
         if self.rotary is None:
             return RopeCosSin()
-        rope = self._rope(self.rotary, step)
+        rope = self._rotary_cos_sin(self.rotary, step)
         if self.local_rotary is None:
             return rope
-        return replace(rope, local=self._rope(self.local_rotary, step))
+        return replace(rope, local=self._rotary_cos_sin(self.local_rotary, step))
 
-    def _rope(self, rotary: Rotary, step: Step) -> RopeCosSin:
+    def _rotary_cos_sin(self, rotary: Rotary, step: Step) -> RopeCosSin:
         """A rotation, with factors of queries by position in the activations' rounding.
 
         Channels beyond the rotated ones are turned by no angle.
@@ -239,7 +239,7 @@ class Decoder(CausalLM):
         return RopeCosSin(cos, sin, q_scale)
 
 
-def _layers(config: DecoderConfig) -> Iterator[nn.Module]:
+def _make_layers(config: DecoderConfig) -> Iterator[nn.Module]:
     """The layers; a mixer knows its place among the KV caches, or among the states."""
     caches = states = 0
     for number in range(config.layers):
@@ -247,10 +247,10 @@ def _layers(config: DecoderConfig) -> Iterator[nn.Module]:
         num_states = sum(isinstance(module, RecurrenceSpec) for module in modules)
         yield config.layer(config.layer_parts(number), states if num_states else caches)
         states += num_states
-        caches += sum(isinstance(module, CacheSpec) for module in modules)
+        caches += sum(isinstance(module, RopeCacheSpec) for module in modules)
 
 
-def _embedding(config: DecoderConfig) -> TokenEmbedding:
+def _make_embedding(config: DecoderConfig) -> TokenEmbedding:
     sizes = config.vocab, config.hidden
     if config.embedding_norm:
         return NormedEmbedding(*sizes, config.norm_config)

@@ -42,7 +42,7 @@ class NormedEmbedding(TokenEmbedding):
 
     def __init__(self, rows: int, width: int, norm: NormConfig) -> None:
         super().__init__(rows, width)
-        self.norm = norm.make_single()
+        self.norm = norm.make_without_residual()
 
     def forward(self, ids: torch.Tensor, step: Step) -> torch.Tensor:
         """[T] → [T, H]."""
@@ -96,9 +96,9 @@ class LMHead(Linear):
         logits = super().forward(x, step)
         if self.shard_widths:
             logits = step.tp_group.all_gather(logits, self.shard_widths)
-        return self.scale_logits(logits.float())
+        return self.scale_and_softcap_logits(logits.float())
 
-    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def scale_and_softcap_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """What follows the product, of float32 logits [R, V]."""
         if self.scale is not None:
             logits = logits * self.scale
@@ -114,4 +114,4 @@ class LMHead(Linear):
             "tokens of the vocabulary",
         )
         self.shard_widths = range_lengths(parts)
-        self.take_shard(Shard.from_rows(self.shape, parts[tp_group.rank]))
+        self.restrict_to_shard(Shard.from_rows(self.shape, parts[tp_group.rank]))

@@ -48,7 +48,10 @@ class ExpertBranchSpec:
             site
             if site.producer is None
             else replace(
-                site, producer=replace(site.producer, linear=_inside(site.producer.linear))
+                site,
+                producer=replace(
+                    site.producer, linear=_path_in_expert_branch(site.producer.linear)
+                ),
             )
             for site in self.moe.quant_sites()
         )
@@ -56,7 +59,7 @@ class ExpertBranchSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of a layer's ``experts``: "mlp_out" and the stream → "both_out"."""
         norm, stream = self.norm, "attn.residual"
-        experts = tuple(map(_nested, self.moe.module_specs("moe_input")))
+        experts = tuple(map(_nested_in_expert_branch, self.moe.module_specs("moe_input")))
         router, *rest = experts
         return (
             norm.spec("experts.mlp_post", ("mlp_out",), ("mlp_normed",), "mlp_post_1"),
@@ -72,15 +75,15 @@ class ExpertBranchSpec:
         )  # fmt: skip
 
 
-def _inside(path: str) -> str:
+def _path_in_expert_branch(path: str) -> str:
     """A path of a mixture that is a layer's ``mlp``, in ``ExpertBranch``."""
     return path.replace("mlp.", "experts.moe.", 1)
 
 
-def _nested(module: ModuleSpec) -> ModuleSpec:
+def _nested_in_expert_branch(module: ModuleSpec) -> ModuleSpec:
     """A module of the mixture inside ``ExpertBranch``."""
     writes = tuple("moe_out" if value == "mlp_out" else value for value in module.writes)
-    module = replace(module, path=_inside(module.path), writes=writes)
+    module = replace(module, path=_path_in_expert_branch(module.path), writes=writes)
     if isinstance(module, LinearSpec):
         parts = tuple(replace(p, split=PARTITION if p.split else "") for p in module.parts)
         columns = PARTITION if module.split_columns else ""
@@ -89,7 +92,7 @@ def _nested(module: ModuleSpec) -> ModuleSpec:
     return replace(module, reference=reference)
 
 
-class TwoBranches(nn.Module):
+class ReplicatedBranchSum(nn.Module):
     """The sum of two branches, both whole on every rank."""
 
     def forward(self, mlp: torch.Tensor, experts: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -102,12 +105,12 @@ class ExpertBranch(nn.Module):
 
     def __init__(self, spec: ExpertBranchSpec) -> None:
         super().__init__()
-        self.mlp_post = spec.norm.make_single(reduces=True)
-        self.router_norm = spec.norm.make_single()
-        self.norm = spec.norm.make_single()
+        self.mlp_post = spec.norm.make_without_residual(reduces=True)
+        self.router_norm = spec.norm.make_without_residual()
+        self.norm = spec.norm.make_without_residual()
         self.moe = spec.moe.build_module()
-        self.post = spec.norm.make_single(reduces=True)
-        self.sum = TwoBranches()
+        self.post = spec.norm.make_without_residual(reduces=True)
+        self.sum = ReplicatedBranchSum()
 
     def forward(self, mlp_out: torch.Tensor, stream: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H], the stream behind the attention [T, H] → [T, H]."""

@@ -60,7 +60,7 @@ def grouped_op(weight: WeightFormat) -> str | None:
     return None if "perm" in weight.tensors() else OPS.get(weight.format)
 
 
-def group_columns(weight: WeightFormat) -> int:
+def columns_per_scale(weight: WeightFormat) -> int:
     """Columns that share a scale; 0 for a scale per row, or none."""
     return weight.group_size if isinstance(weight, GroupwiseWeight) else 0
 
@@ -112,29 +112,29 @@ class StackedExperts:
             biases = [linear.bias for linear in layers if linear.bias is not None]
             if biases:
                 self._operands[f"{name}_bias"] = torch.stack(biases)
-        self._group = group_columns(gate_up[0].weight)
+        self._group = columns_per_scale(gate_up[0].weight)
         self._weights = [linear.weight for linear in self._linears]
 
-    def serves(self, x: torch.Tensor, ops: Ops) -> bool:
+    def has_grouped_op(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether a backend has the op for x [T, H], and no expert got another weight since."""
-        if x.device.type == "cpu" and not self._serves_on_cpu(x, ops):
+        if x.device.type == "cpu" and not self._has_cpu_kernel(x, ops):
             return False
         # float16 may not hold the values of MXFP4, which many tokens need in x's dtype
         if ops.backends[self.op] == "torch" or (
             self.op == OPS["mxfp4"] and x.dtype == torch.float16 and len(x) > 1
         ):
             return False
-        return self._checked_at == weight_changes.count or self._has_its_weights()
+        return self._checked_at == weight_changes.count or self._are_weights_unchanged()
 
-    def _has_its_weights(self) -> bool:
-        """Whether no expert got another weight; as long as no layer did, ``serves`` asks once."""
+    def _are_weights_unchanged(self) -> bool:
+        """Whether no expert got another weight; ``has_grouped_op`` asks again where a layer did."""
         count = weight_changes.count
         same = all(map(is_, self._weights, [linear.weight for linear in self._linears]))
         if same:
             self._checked_at = count
         return same
 
-    def _serves_on_cpu(self, x: torch.Tensor, ops: Ops) -> bool:
+    def _has_cpu_kernel(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether the C++ kernel serves x; its reference would run every expert."""
         if ops.backends[self.op] != "cpu":
             return True
@@ -157,7 +157,7 @@ class StackedExperts:
         inputs = self._inputs(x, topk_weights, topk_ids, shared)
         return cast(torch.Tensor, getattr(ops, self.op)(inputs))
 
-    def weights_like(self, x: torch.Tensor) -> FusedMoEInputs:
+    def inputs_without_tokens(self, x: torch.Tensor) -> FusedMoEInputs:
         """The op's inputs for no tokens of x's dtype [., H]."""
         ids = torch.empty(0, 1, dtype=torch.int32, device=x.device)
         return self._inputs(x[:0], ids.float(), ids, None)
@@ -181,14 +181,14 @@ def stack_experts(moe: MoE, *, in_place: bool = False) -> StackedExperts | None:
 
     in_place: not where tensors would have to be copied; their distances may be larger than they.
     """
-    experts, total = moe.present_experts, len(moe.experts)
+    experts, total = moe.local_expert_modules, len(moe.experts)
     gate_up = [expert.gate_up_proj for expert in experts]
     down = [expert.down_proj for expert in experts]
     op = grouped_op(gate_up[0].weight)
     gates = {_expert_activation(expert.act) for expert in experts}
     # of ranks that share a product, one alone adds the second bias
     biased = [{linear.bias is not None for linear in linears} for linears in (gate_up, down)]
-    kinds = {_kind(linear.weight) for linear in (*gate_up, *down)}
+    kinds = {_stack_key(linear.weight) for linear in (*gate_up, *down)}
     gate = gates.pop()
     if op is None or gate is None or gates or len(kinds) > 1 or max(map(len, biased)) > 1:
         return None
@@ -211,11 +211,11 @@ def _expert_activation(act: nn.Module) -> ExpertActivation | None:
     return ExpertActivation(GELU_TANH) if is_gelu else None
 
 
-def _kind(weight: WeightFormat) -> tuple[object, ...]:
+def _stack_key(weight: WeightFormat) -> tuple[object, ...]:
     """What the weights of a stack have in common: op, groups, tensors and their dtypes."""
     tensors = weight.tensors()
     dtypes = tuple((suffix, tensor.dtype) for suffix, tensor in sorted(tensors.items()))
-    return (grouped_op(weight), group_columns(weight), *dtypes)
+    return (grouped_op(weight), columns_per_scale(weight), *dtypes)
 
 
 def stack_weights(
@@ -228,7 +228,7 @@ def stack_weights(
     stacks = {}
     for suffix in (each for each in STACKED if each in linears[0].weight.tensors()):
         parts = [linear.weight.tensors()[suffix] for linear in linears]
-        stack = stacked(parts, apart=in_place)
+        stack = common_view_base(parts, apart=in_place)
         if stack is None and in_place:
             return None
         if stack is None:
@@ -241,7 +241,7 @@ def stack_weights(
     return stacks
 
 
-def stacked(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tensor | None:
+def common_view_base(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tensor | None:
     """The stack that tensors are the views of, in order; None if they are not.
 
     apart: there may be other data between them, of the same size everywhere.
@@ -260,7 +260,7 @@ def stacked(parts: Sequence[torch.Tensor], *, apart: bool = False) -> torch.Tens
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def dequantized_bytes(model: nn.Module, total_bytes: int) -> int:
+def max_dequantized_expert_bytes(model: nn.Module, total_bytes: int) -> int:
     """Bytes that a layer's experts may take in 16 bits, once there are many tokens for each.
 
     Args:
@@ -269,7 +269,7 @@ def dequantized_bytes(model: nn.Module, total_bytes: int) -> int:
     """
     largest = 0
     for moe in model.modules():
-        experts = moe.present_experts if isinstance(moe, MoE) else []
+        experts = moe.local_expert_modules if isinstance(moe, MoE) else []
         if experts and grouped_op(experts[0].gate_up_proj.weight) in DEQUANTIZING_OPS:
             rows, columns = experts[0].gate_up_proj.shape
             largest = max(largest, 2 * len(experts) * rows * columns)

@@ -24,7 +24,7 @@ def has_expert_branches(layer: nn.Module) -> bool:
     return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
 
 
-class FusedBranchesLM(FusedModule):
+class FusedExpertBranchLM(FusedModule):
     """Token ids → logits, by layers whose experts are fused."""
 
     plain: CausalLM
@@ -32,7 +32,7 @@ class FusedBranchesLM(FusedModule):
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
         self.layers = nn.ModuleList(
-            FusedBranchLayer(cast(ScaledSandwichLayer, layer))
+            FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
             if has_expert_branches(layer)
             else layer
             for layer in plain.layers
@@ -44,10 +44,10 @@ class FusedBranchesLM(FusedModule):
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self.plain.run_layers(self.layers, step)
+        return self.plain.hidden_states_with_layers(self.layers, step)
 
 
-class FusedBranchLayer(FusedModule):
+class FusedExpertBranchLayer(FusedModule):
     """A layer of which the branch with the experts is fused."""
 
     plain: ScaledSandwichLayer

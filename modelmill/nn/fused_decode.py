@@ -45,28 +45,30 @@ class StackedWeights:
         weights: list[object] = [m.weight for m in self._linears]
         if len(weights) != len(self._weights) or not all(map(is_, weights, self._weights)):
             self._weights = weights
-            self._stack = _stack_weights(*self._modules) if _can_read(self._linears) else None
+            self._stack = (
+                _stack_weights(*self._modules) if _supports_linears(self._linears) else None
+            )
         return self._stack
 
 
 def can_stack(model: CausalLM) -> bool:
     """Whether the op computes what this model's layers compute."""
-    return isinstance(model.norm, RMSNorm) and all(map(_computes_layer, model.layers))
+    return isinstance(model.norm, RMSNorm) and all(map(_supports_layer, model.layers))
 
 
-def has_readable_weights(model: CausalLM) -> bool:
+def supports_weight_formats(model: CausalLM) -> bool:
     """Whether the op reads the weights of a loaded model."""
     parts = (model.layers, model.head)
-    return _can_read(m for part in parts for m in part.modules() if isinstance(m, Linear))
+    return _supports_linears(m for part in parts for m in part.modules() if isinstance(m, Linear))
 
 
-def _can_read(linears: Iterable[Linear]) -> bool:
+def _supports_linears(linears: Iterable[Linear]) -> bool:
     return all(
         m.weight.format in SUPPORTED_FORMATS and "perm" not in m.weight.tensors() for m in linears
     )
 
 
-def _computes_layer(layer: nn.Module) -> bool:
+def _supports_layer(layer: nn.Module) -> bool:
     if type(layer) is not PreNormLayer or not isinstance(layer.mlp, GatedMLP):
         return False
     if not isinstance(layer.attn, Attention):

@@ -52,7 +52,11 @@ class FusedMoE(nn.Module):
         if x.device.type != "cpu" or len(x) > MAX_SINGLE_THREAD_TOKENS:
             return self._run(x, step, router_input)
         op, moe, shared = step.ops.routed_moe, cast(MoE, self.plain), None
-        if op is not None and self._operands is not None and self._operands.served(x, step.ops):
+        if (
+            op is not None
+            and self._operands is not None
+            and self._operands.can_use_grouped_op(x, step.ops)
+        ):
             if moe.shared_expert is not None:
                 with single_thread_torch():
                     shared = moe.shared_output(x, step)
@@ -73,15 +77,15 @@ class FusedMoE(nn.Module):
     ) -> torch.Tensor:
         """shared: the shared expert's output if it is computed already."""
         moe = cast(MoE, self.plain)
-        if self._stacked is not None and self._stacked.serves(x, step.ops):
+        if self._stacked is not None and self._stacked.has_grouped_op(x, step.ops):
             weights, ids = route(moe, x if router_input is None else router_input, step)
             shared = moe.shared_output(x, step) if shared is None else shared
             return self._stacked.run(x, weights, ids, next(iter(shared), None), step.ops)
         routing = moe.routing(moe.router(x if router_input is None else router_input, step), step)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            total = all_experts(moe, x, routing, step)
+            total = compute_all_experts(moe, x, routing, step)
         else:
-            total = chosen_experts(moe, x, routing, step)
+            total = compute_chosen_experts(moe, x, routing, step)
         for each in moe.shared_output(x, step) if shared is None else shared:
             total += each.float()
         return total.to(x.dtype)
@@ -92,7 +96,7 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
 
     Of a rank that has some experts only, ids count from its first; others' are NO_EXPERT.
     """
-    logits = moe.router.scaled_and_biased(step.ops.router_gemm(x, moe.router.weight))
+    logits = moe.router.logits_from_products(step.ops.router_gemm(x, moe.router.weight))
     weights, ids = step.ops.fused_topk(topk_inputs(moe, logits))
     if moe.routing.expert_scale is not None:
         first, end = moe.local_experts
@@ -101,9 +105,11 @@ def route(moe: MoE, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Te
     return weights, ids
 
 
-def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
+def compute_chosen_experts(
+    moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step
+) -> torch.Tensor:
     """The weighted sum [T, H] float32 of each token's experts on this rank."""
-    routing, first = _local_columns(moe, routing), moe.local_experts[0]
+    routing, first = _local_routing_weights(moe, routing), moe.local_experts[0]
     experts, tokens = routing.T.nonzero(as_tuple=True)  # in the order of the experts
     outputs = [
         run_gated_mlp(cast(Expert, moe.experts[first + index]), x if len(x) == 1 else x[rows], step)
@@ -118,17 +124,19 @@ def chosen_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step)
     return total.index_add_(0, tokens, weighted)
 
 
-def all_experts(moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step) -> torch.Tensor:
+def compute_all_experts(
+    moe: MoE, x: torch.Tensor, routing: torch.Tensor, step: Step
+) -> torch.Tensor:
     """The same where every expert computes every token."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    routing = _local_columns(moe, routing)
-    for index, expert in enumerate(moe.present_experts):
+    routing = _local_routing_weights(moe, routing)
+    for index, expert in enumerate(moe.local_expert_modules):
         out = run_gated_mlp(expert, x, step)
         total += out.float() * routing[:, index, None]
     return total
 
 
-def _local_columns(moe: MoE, routing: torch.Tensor) -> torch.Tensor:
+def _local_routing_weights(moe: MoE, routing: torch.Tensor) -> torch.Tensor:
     """Of the weights [T, E], those of this rank's experts."""
     first, end = moe.local_experts
     return routing[:, first:end]

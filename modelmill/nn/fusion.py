@@ -13,7 +13,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
   None between two fused modules means that it was added;
 * the experts of a mixture, whose tokens are grouped (``nn.fused_moe``);
-* the last layer's second half for the rows whose logits are needed only (``Step.of_logit_rows``);
+* the last layer's second half for the rows whose logits are needed only (``Step.only_logit_rows``);
 * all layers of a small decode step in one op (``nn.fused_decode``).
 """
 
@@ -28,7 +28,7 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.fused_branches import FusedBranchesLM, has_expert_branches
+from modelmill.nn.fused_branches import FusedExpertBranchLM, has_expert_branches
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
@@ -56,7 +56,7 @@ def fuse(model: nn.Module) -> nn.Module:
     ):
         return FusedCausalLM(model)
     if isinstance(model, CausalLM) and any(map(has_expert_branches, model.layers)):
-        return FusedBranchesLM(model)
+        return FusedExpertBranchLM(model)
     return model
 
 
@@ -64,13 +64,16 @@ def _is_hybrid(layer: nn.Module) -> bool:
     """Whether a layer is a pre-norm one with another mixer, which ``FusedHybridLayer`` computes."""
     return (
         type(layer) is PreNormLayer
-        and (any(layer.spec.of_type(RecurrenceSpec)) or "attn.output_gate" in layer.spec.by_path)
+        and (
+            any(layer.spec.modules_of_type(RecurrenceSpec))
+            or "attn.output_gate" in layer.spec.modules_by_path
+        )
         and isinstance(layer.mlp, GatedMLP | MoE)
     )
 
 
 def _is_pre_norm(layer: nn.Module) -> bool:
-    """Whether a layer is norm → attention → add and norm → MLP, which ``FusedLayer`` computes."""
+    """Whether a layer is norm → attention → add and norm → MLP, as in ``FusedDecoderLayer``."""
     spec = layer_spec(layer)
     dataflow = [(m.path, m.reads) for m in spec.modules if not m.path.startswith("mlp.")]
     return (
@@ -88,10 +91,10 @@ class FusedCausalLM(FusedModule):
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
         self.layers = nn.ModuleList(
-            FusedHybridLayer(layer) if _is_hybrid(layer) else FusedLayer(layer)
+            FusedHybridLayer(layer) if _is_hybrid(layer) else FusedDecoderLayer(layer)
             for layer in plain.layers
         )
-        self.norm = FusedNorm(plain.norm, None)
+        self.norm = FusedNormQuant(plain.norm, None)
         self._stacked_weights = (
             StackedWeights(plain.layers, cast(RMSNorm, plain.norm), plain.head)
             if can_stack(plain)
@@ -100,7 +103,7 @@ class FusedCausalLM(FusedModule):
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows ``step.logit_rows``."""
-        x, rope = self.plain.embed(step.ids, step), self.plain.rope(step)
+        x, rope = self.plain.embed(step.ids, step), self.plain.compute_rope_cos_sin(step)
         if (
             self._stacked_weights is not None
             and step.tp_group.size == 1
@@ -112,23 +115,25 @@ class FusedCausalLM(FusedModule):
             stack = self._stacked_weights.stack()
             if stack is not None:
                 logits = run_fused_decode(step.ops.decode, stack, x, rope, step)
-                return self.plain.head.scale_logits(logits)
+                return self.plain.head.scale_and_softcap_logits(logits)
         return self.plain.head(self._run_layers(x, rope, step), step)
 
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
-        return self._run_layers(self.plain.embed(step.ids, step), self.plain.rope(step), step)
+        return self._run_layers(
+            self.plain.embed(step.ids, step), self.plain.compute_rope_cos_sin(step), step
+        )
 
     def _run_layers(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """Embeddings [T, H] through all layers and the last norm, [R, H]."""
         branch: torch.Tensor | None = x
         residual: torch.Tensor | None = None
-        step = self.plain.with_layer_inputs(x, step)
+        step = self.plain.with_per_layer_inputs(x, step)
         *layers, last_layer = self.layers
-        *steps, last_step = islice(step.by_layer(), len(self.layers))
+        *steps, last_step = islice(step.steps_by_layer(), len(self.layers))
         for layer, layer_step in zip(layers, steps, strict=True):
             branch, residual = layer(branch, residual, rope, layer_step)
-        logit_step = last_step.of_logit_rows()
+        logit_step = last_step.only_logit_rows()
         branch, residual = last_layer(branch, residual, rope, last_step, logit_step)
         assert residual is not None, "a layer returns its residual"
         if logit_step is None and step.logit_rows is not None:
@@ -138,24 +143,24 @@ class FusedCausalLM(FusedModule):
         return normed
 
 
-class FusedMLPLayer(FusedModule):
+class FusedPreNormLayer(FusedModule):
     """A pre-norm layer of which the norms, and the MLP or the experts, are fused."""
 
     attn: nn.Module
-    attn_norm: FusedNorm
+    attn_norm: FusedNormQuant
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
         mlp = cast(nn.Module, plain.mlp)
         self.gated = isinstance(mlp, GatedMLP) and isinstance(mlp.act, SiluMul)
-        self.mlp_norm = FusedNorm(
+        self.mlp_norm = FusedNormQuant(
             cast(nn.Module, plain.mlp_norm),
             cast(GatedMLP, mlp).gate_up_proj if self.gated else None,
         )
-        self.mlp = fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
+        self.mlp = make_fused_mlp(mlp) if self.gated or isinstance(mlp, MoE) else mlp
 
     @abstractmethod
-    def mix(
+    def run_mixer(
         self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
     ) -> tuple[Any, Any]:
         """The mixer's branch and the residual, both of the rows of ``logit_step`` if it is one."""
@@ -170,7 +175,7 @@ class FusedMLPLayer(FusedModule):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """(branch, residual), both [T, H], or [R, H] of the rows of ``logit_step``."""
         normed, residual = self.attn_norm(x, residual, step)
-        x, residual = self.mix(normed, residual, rope, step, logit_step)
+        x, residual = self.run_mixer(normed, residual, rope, step, logit_step)
         step = logit_step or step
         normed, residual = self.mlp_norm(x, residual, step)
         if self.gated:
@@ -178,7 +183,7 @@ class FusedMLPLayer(FusedModule):
         return self.mlp(normed, step), residual
 
 
-class FusedLayer(FusedMLPLayer):
+class FusedDecoderLayer(FusedPreNormLayer):
     """One pre-norm layer: norm → attention → norm → MLP."""
 
     def __init__(self, plain: nn.Module) -> None:
@@ -186,10 +191,10 @@ class FusedLayer(FusedMLPLayer):
         attn = cast(Attention, plain.attn)
         # linear_add rounds differently than a LayerNorm's own addition: not fused there
         adds_residual = isinstance(plain.mlp_norm, RMSNorm)
-        self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
+        self.attn_norm = FusedNormQuant(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
         self.attn = FusedAttention(attn, adds_residual)
 
-    def mix(
+    def run_mixer(
         self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
     ) -> tuple[Any, Any]:
         """The branch of the attention, and the residual of its rows."""
@@ -198,14 +203,14 @@ class FusedLayer(FusedMLPLayer):
         return self.attn(normed, residual, rope, step, logit_step), residual
 
 
-class FusedHybridLayer(FusedMLPLayer):
+class FusedHybridLayer(FusedPreNormLayer):
     """A pre-norm layer whose mixer is plain."""
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
-        self.attn_norm = FusedNorm(cast(nn.Module, plain.attn_norm), None)
+        self.attn_norm = FusedNormQuant(cast(nn.Module, plain.attn_norm), None)
 
-    def mix(
+    def run_mixer(
         self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
     ) -> tuple[Any, Any]:
         """Every token passes the mixer, which advances its state."""
@@ -215,12 +220,12 @@ class FusedHybridLayer(FusedMLPLayer):
         return x, residual
 
 
-def fused_mlp(mlp: nn.Module) -> nn.Module:
+def make_fused_mlp(mlp: nn.Module) -> nn.Module:
     """The fused module of a gated MLP or a mixture of experts."""
     return FusedMoE(mlp) if isinstance(mlp, MoE) else FusedGatedMLP(cast(GatedMLP, mlp))
 
 
-class FusedNorm(FusedModule):
+class FusedNormQuant(FusedModule):
     """A norm that puts out the 8-bit input of the linear layer behind it, where that takes one."""
 
     plain: nn.Module

@@ -14,7 +14,7 @@ from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
 from modelmill.nn.head_mixer import HeadMixer
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, RecurrenceSpec
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RecurrenceSpec, RowPart
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.rank_heads import HeadProjection, HeadRecurrence, HeadRecurrenceSpec
@@ -54,7 +54,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         return self.heads * self.value_dim
 
     @property
-    def conv(self) -> CausalConvConfig:
+    def conv_config(self) -> CausalConvConfig:
         """The convolution of q, k and v."""
         return CausalConvConfig(2 * self.key_width + self.value_width, self.conv_width)
 
@@ -72,7 +72,7 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         """The module; ``state_index``: the place of its first state among those of the model."""
         return GatedDeltaNet(self, state_index)
 
-    def row_steps(self, *, by_key_head: bool) -> dict[str, str]:
+    def row_rename_steps(self, *, by_key_head: bool) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's, by module.
 
         by_key_head: Whether the checkpoint has q, k, v, z and b, a by head of keys.
@@ -92,14 +92,15 @@ class GatedDeltaNetSpec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("qkvz",), site="qkv",
-                parts=(Part("q", self.key_width, key), Part("k", self.key_width, key),
-                       Part("v", self.value_width, value), Part("z", self.value_width, value)),
+                parts=(RowPart("q", self.key_width, key), RowPart("k", self.key_width, key),
+                       RowPart("v", self.value_width, value),
+                       RowPart("z", self.value_width, value)),
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("ba",), reference=("b", "a"),
                 arithmetic="linear", tensors=("weight",),
             ),
-            self.conv.spec("attn.conv", "qkvz", "mixed"),
+            self.conv_config.spec("attn.conv", "qkvz", "mixed"),
             RecurrenceSpec(
                 path="attn.delta_rule", reads=("mixed", "ba"), writes=("delta",),
                 reference=("delta",), arithmetic="attention", tensors=("A_log", "dt_bias"),
@@ -117,7 +118,7 @@ class GatedDeltaNet(HeadMixer):
         self.spec = spec
         self.in_proj = Linear(spec.hidden, 2 * spec.key_width + 2 * spec.value_width)
         self.rates = HeadProjection(spec.hidden, spec.heads, parts=2)
-        self.conv = CausalConv(spec.conv, state_index)
+        self.conv = CausalConv(spec.conv_config, state_index)
         self.delta_rule = DeltaRule(spec, state_index + 1)
         self.gated_norm = GatedHeadNorm(spec.value_dim, spec.eps)
         self.out_proj = Linear(spec.value_width, spec.hidden)
@@ -127,14 +128,14 @@ class GatedDeltaNet(HeadMixer):
         """The delta rule."""
         return self.delta_rule
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads of values and of keys."""
-        super().take_heads(heads, kv_heads)
+        super().keep_local_heads(heads, kv_heads)
         spec = self.spec
         keys = kv_heads[0] * spec.key_dim, kv_heads[1] * spec.key_dim
         second = spec.key_width
         values = 2 * second + heads[0] * spec.value_dim, 2 * second + heads[1] * spec.value_dim
-        self.conv.take_channels(keys, (second + keys[0], second + keys[1]), values)
+        self.conv.keep_local_channels(keys, (second + keys[0], second + keys[1]), values)
 
 
 class DeltaRule(HeadRecurrence):
@@ -142,9 +143,9 @@ class DeltaRule(HeadRecurrence):
 
     def forward(self, mixed: torch.Tensor, rates: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, q | k | v], [T, b | a] → [T, heads·value_dim]."""
-        decay = self.of_rank(self.A_log), self.of_rank(self.dt_bias)
+        decay = self.select_local_heads(self.A_log), self.select_local_heads(self.dt_bias)
         return step.ops.gated_delta_rule(
-            GatedDeltaInputs(mixed, rates, *decay, *self.states_of(step))
+            GatedDeltaInputs(mixed, rates, *decay, *self.states_and_rows(step))
         )
 
 

@@ -43,8 +43,8 @@ class HeadMixer(nn.Module, ABC):
         scanned = self.recurrence(self.conv(projected, step), self.rates(x, step), step)
         return self.out_proj(self.gated_norm(scanned, projected, step), step)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads, and the shared heads that they read."""
         self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.rates.take_heads(heads)
-        self.recurrence.take_heads(heads)
+        self.rates.keep_local_heads(heads)
+        self.recurrence.keep_local_heads(heads)

@@ -26,7 +26,7 @@ from itertools import chain
 
 import torch
 
-from modelmill.core.page_groups import PageGroup, page_places, plan_page_groups
+from modelmill.core.page_groups import PageGroup, places_per_page, plan_page_groups
 
 Zeros = Callable[[tuple[int, ...], torch.dtype, str], torch.Tensor]
 """Allocates zeros of a size and dtype on a device."""
@@ -86,11 +86,11 @@ class KVShape:
     groups: tuple[PageGroup, ...] = ()
 
     @property
-    def layer_sizes(self) -> tuple[tuple[int, int], ...]:
+    def layer_kv_sizes(self) -> tuple[tuple[int, int], ...]:
         """(KV heads, channels of a head) of each layer."""
         return self.sizes or ((self.kv_heads, self.head_dim),) * self.layers
 
-    def grouped(self, max_tokens: int) -> KVShape:
+    def with_page_groups(self, max_tokens: int) -> KVShape:
         """The shape with page groups, where they save memory.
 
         Args:
@@ -105,7 +105,7 @@ class KVShape:
         return tuple(group.window for group in self.groups) if self.groups else (self.window,)
 
     @property
-    def table_steps(self) -> tuple[int, ...]:
+    def page_id_strides(self) -> tuple[int, ...]:
         """Of each page group, how far apart the numbers of two pages are in its page tables."""
         return tuple(group.per_place for group in self.groups) if self.groups else (1,)
 
@@ -128,30 +128,30 @@ class KVShape:
         return tuple(places[i].group for i in self.caches or range(self.layers) if self.groups)
 
     @property
-    def page_sizes(self) -> tuple[tuple[int, int], ...]:
+    def kv_sizes_by_place(self) -> tuple[tuple[int, int], ...]:
         """(KV heads, channels of a head) of each place of a page."""
         if not self.groups:
-            return self.layer_sizes
+            return self.layer_kv_sizes
         size = self.kv_heads, self.head_dim
         if self.sizes:  # several layers of one size, or one of another
             size = 1, math.lcm(*map(math.prod, self.sizes))
-        return (size,) * page_places(self.groups)
+        return (size,) * places_per_page(self.groups)
 
     @property
-    def scale_heads(self) -> dict[tuple[int, tuple[int, int]], int]:
+    def num_scale_heads(self) -> dict[tuple[int, tuple[int, int]], int]:
         """KV heads with a scale in 8-bit pages, by the place and the size of a layer.
 
         Layers of different sizes have scales of their own at a place, since these do not take the
         same memory where the keys and values do.
         """
-        pairs = zip(self.layer_places, self.layer_sizes, strict=True)
+        pairs = zip(self.layer_places, self.layer_kv_sizes, strict=True)
         return {(at.place, size): size[0] * at.per_place for at, size in pairs}
 
     def page_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over the layers of a group, with the scales of 8-bit pages."""
-        token = sum(map(math.prod, self.page_sizes)) * dtype.itemsize
+        token = sum(map(math.prod, self.kv_sizes_by_place)) * dtype.itemsize
         if dtype in QUANTIZED_KV_DTYPES.values():
-            token += sum(self.scale_heads.values()) * _SCALE_DTYPE.itemsize
+            token += sum(self.num_scale_heads.values()) * _SCALE_DTYPE.itemsize
         return (1 if self.shares_values else 2) * page_size * token
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -207,14 +207,14 @@ class KVCache:
         rooms = [
             [
                 allocate((pages, heads, page_size, dim), dtype, device)
-                for heads, dim in shape.page_sizes
+                for heads, dim in shape.kv_sizes_by_place
             ]
             for _ in sides
         ]
         scales = [
             {
                 key: allocate((pages, heads, page_size), _SCALE_DTYPE, device)
-                for key, heads in (shape.scale_heads.items() if quantized else ())
+                for key, heads in (shape.num_scale_heads.items() if quantized else ())
             }
             for _ in sides
         ]
@@ -243,7 +243,7 @@ class KVCache:
         return bool(self.k) and self.v is self.k
 
     @property
-    def pages(self) -> int:
+    def num_pages_per_layer(self) -> int:
         """Number of KV pages per layer."""
         return self.tensors[0].shape[0] if self.k else 0
 
@@ -263,7 +263,7 @@ def _layer_pages(
     """Each layer's keys (or values) in the memory of the places."""
     return tuple(
         rooms[at.place].view(-1, heads, page_size, dim)[at.index :]
-        for at, (heads, dim) in zip(shape.layer_places, shape.layer_sizes, strict=True)
+        for at, (heads, dim) in zip(shape.layer_places, shape.layer_kv_sizes, strict=True)
     )
 
 
@@ -275,7 +275,7 @@ def _layer_scales(
         return ()
     return tuple(
         rooms[at.place, size].view(-1, size[0], page_size)[at.index :]
-        for at, size in zip(shape.layer_places, shape.layer_sizes, strict=True)
+        for at, size in zip(shape.layer_places, shape.layer_kv_sizes, strict=True)
     )
 
 

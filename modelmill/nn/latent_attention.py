@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.attention_parts import core_spec, input_projection, o_proj_spec
+from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
 from modelmill.nn.layer_spec import (
     ROPE,
-    CacheSpec,
     LinearSpec,
     ModuleSpec,
     NormSpec,
-    Part,
+    RopeCacheSpec,
+    RowPart,
     SiteSpec,
 )
 from modelmill.nn.linear import Linear
@@ -59,7 +59,7 @@ class LatentPartition(HeadPartition):
 
     def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
-        (first, end), _ = self.heads(rank, size, alignment)
+        (first, end), _ = self.rank_heads(rank, size, alignment)
         value_dim = self.groups.head_dim
         return {
             self.q: (first * self.query_dim, end * self.query_dim),
@@ -120,10 +120,10 @@ class LatentAttentionSpec:
 
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``LatentAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
-        latent = Part("kv_a", self.rank), Part("k_pe", self.rope_dim)
+        latent = RowPart("kv_a", self.rank), RowPart("k_pe", self.rope_dim)
         return (
             *self._query_specs(),
-            input_projection("kv_a_proj", "kv_a", latent, bias=self.bias),
+            input_projection_spec("kv_a_proj", "kv_a", latent, bias=self.bias),
             NormSpec(
                 path="attn.kv_a_norm",
                 reads=("kv_a",),
@@ -131,7 +131,7 @@ class LatentAttentionSpec:
                 reference=("kv_a_norm", "k_pe"),
                 op="rms_norm",
             ),
-            CacheSpec(
+            RopeCacheSpec(
                 path="attn.rope_cache",
                 reads=("q_flat", "latent", ROPE),
                 writes=("q",),
@@ -142,7 +142,7 @@ class LatentAttentionSpec:
                 head_dim=self.cached_dim,
                 shares_values=True,
             ),
-            core_spec(("kv_b",)),
+            attention_core_spec(("kv_b",)),
             o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
         )
 
@@ -154,12 +154,12 @@ class LatentAttentionSpec:
             reads=("attn_input" if self.query_rank is None else "q_latent",),
             writes=("q_flat",),
             site="qkv" if self.query_rank is None else "q_b",
-            parts=(Part("q", width, "q_heads"),),
+            parts=(RowPart("q", width, "q_heads"),),
         )
         if self.query_rank is None:
             return (last,)
-        rows = (Part("q_a", self.query_rank),)
-        first = input_projection("q_a_proj", "q_a", rows, bias=self.bias)
+        rows = (RowPart("q_a", self.query_rank),)
+        first = input_projection_spec("q_a_proj", "q_a", rows, bias=self.bias)
         norm = NormSpec(
             path="attn.q_a_norm",
             reads=("q_a",),
@@ -197,12 +197,12 @@ class LatentAttention(nn.Module):
         rank, width = spec.query_rank, spec.heads * spec.query_dim
         if rank is not None:
             self.q_a_proj = Linear(spec.hidden, rank, spec.bias)
-            self.q_a_norm = NormConfig(rank, NORM_EPS).make_single()
+            self.q_a_norm = NormConfig(rank, NORM_EPS).make_without_residual()
         self.q_proj = Linear(spec.hidden if rank is None else rank, width, False)
         self.kv_a_proj = Linear(spec.hidden, spec.cached_dim, spec.bias)
         self.kv_a_norm = LatentNorm(spec.rank)
-        self.rope_cache = LatentCache(spec, cache_index)
-        self.core = LatentCore(spec, cache_index)
+        self.rope_cache = RopeAndLatentCache(spec, cache_index)
+        self.core = LatentAttentionCore(spec, cache_index)
         self.o_proj = Linear(spec.heads * spec.value_dim, spec.hidden, spec.bias)
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
@@ -215,12 +215,12 @@ class LatentAttention(nn.Module):
         q = self.rope_cache(q, latent, rope, step)
         return self.o_proj(self.core(q, step), step)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002  one, on every rank
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002  one, on every rank
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
-        self.core.take_heads(heads)
+        self.core.keep_local_heads(heads)
 
 
-class LatentCache(nn.Module):
+class RopeAndLatentCache(nn.Module):
     """Rotates the ends of queries and latent vectors; writes these to their slots."""
 
     def __init__(self, spec: LatentAttentionSpec, cache_index: int) -> None:
@@ -267,12 +267,12 @@ def repeat_for_padding(slots: torch.Tensor) -> torch.Tensor:
     So nothing is stored for padding (slots below 0), and the host need not know where it is. If all
     tokens are padding, it is the first one, whose slot is below 0.
     """
-    is_token = slots >= 0
+    valid = slots >= 0
     tokens = torch.arange(len(slots), device=slots.device)
-    return torch.where(is_token, tokens, is_token.int().argmax())
+    return torch.where(valid, tokens, valid.int().argmax())
 
 
-class LatentCore(nn.Module):
+class LatentAttentionCore(nn.Module):
     """Attention of each query over its sequence's latent vectors.
 
     The up-projections are those of all heads, also on a rank that computes some of them; they are
@@ -288,12 +288,12 @@ class LatentCore(nn.Module):
         self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = OpBinding()
-        self._packed: tuple[torch.Tensor, ...] = ()
+        self._packed_up_projections: tuple[torch.Tensor, ...] = ()
 
-    def take_heads(self, heads: Range) -> None:
+    def keep_local_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
-        self._packed = ()
+        self._packed_up_projections = ()
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of keys [heads, nope_dim, rank], and of values [heads, value_dim, rank]."""
@@ -306,9 +306,12 @@ class LatentCore(nn.Module):
         """The same; of 16 bits on a CPU packed copies, else torch makes them in each product."""
         if self.kv_b.is_cuda or self.kv_b.dtype == torch.float32:
             return self.up_projections()
-        if not self._packed or self._packed[0] is not self.kv_b:
-            self._packed = (self.kv_b, *(each.contiguous() for each in self.up_projections()))
-        _, key_up, value_up = self._packed
+        if not self._packed_up_projections or self._packed_up_projections[0] is not self.kv_b:
+            self._packed_up_projections = (
+                self.kv_b,
+                *(each.contiguous() for each in self.up_projections()),
+            )
+        _, key_up, value_up = self._packed_up_projections
         return key_up, value_up
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:

@@ -49,7 +49,7 @@ class LayerParts:
     beside_attention: Mamba2Spec | None = None
 
 
-def layer_of(
+def make_layer_spec(
     parts: LayerParts, modules: tuple[ModuleSpec, ...], outputs: tuple[str, ...]
 ) -> LayerSpec:
     """A layer of these modules, with the sites and partitions of its mixer and its MLP."""

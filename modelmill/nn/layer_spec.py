@@ -71,14 +71,14 @@ class NormSpec(ModuleSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuerySpec(ModuleSpec):
+class QueryRopeSpec(ModuleSpec):
     """Norm and rotation of q, with or without those of k; it returns q."""
 
     arithmetic: str = "rotary"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedCacheSpec(QuerySpec):
+class SharedKVQuerySpec(QueryRopeSpec):
     """The queries of a layer that attends to an earlier layer's keys and values.
 
     Attributes:
@@ -89,7 +89,7 @@ class SharedCacheSpec(QuerySpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheSpec(QuerySpec):
+class RopeCacheSpec(QueryRopeSpec):
     """Rotation of q and k, and the write of k and v to the KV cache; it returns q.
 
     Attributes:
@@ -132,7 +132,7 @@ class RoutingSpec(ModuleSpec):
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """Consecutive rows of a linear layer.
 
     Attributes:
@@ -159,7 +159,7 @@ class LinearSpec(ModuleSpec):
     """
 
     site: str
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     split_columns: str = ""
     expert: int | None = None
     arithmetic: str = "linear"
@@ -210,7 +210,7 @@ class SiteSpec:
 
 
 @dataclass(frozen=True)
-class WholeSpec:
+class CompositeSpec:
     """A module that contains others, compared with the reference as a whole as well.
 
     Attributes:
@@ -241,10 +241,10 @@ class LayerSpec:
     sites: tuple[SiteSpec, ...]
     outputs: tuple[str, ...]
     partitions: tuple[Partition, ...]
-    wholes: tuple[WholeSpec, ...] = ()
+    wholes: tuple[CompositeSpec, ...] = ()
 
     @cached_property
-    def by_path(self) -> dict[str, ModuleSpec]:
+    def modules_by_path(self) -> dict[str, ModuleSpec]:
         """The modules by path."""
         return {module.path: module for module in self.modules}
 
@@ -253,12 +253,12 @@ class LayerSpec:
         """By value, the module that writes it."""
         return {value: module for module in self.modules for value in module.writes}
 
-    def of_type(self, kind: type[_Spec]) -> Iterator[_Spec]:
+    def modules_of_type(self, kind: type[_Spec]) -> Iterator[_Spec]:
         """The modules of one type."""
         return (module for module in self.modules if isinstance(module, kind))
 
     @cached_property
-    def depth(self) -> int:
+    def critical_path_length(self) -> int:
         """The number of modules on the longest path through the layer."""
         behind: dict[str, int] = {}
         for module in self.modules:
@@ -269,12 +269,12 @@ class LayerSpec:
     @property
     def linears(self) -> Iterator[LinearSpec]:
         """The linear layers."""
-        return self.of_type(LinearSpec)
+        return self.modules_of_type(LinearSpec)
 
     @property
     def norms(self) -> Iterator[NormSpec]:
         """The norms."""
-        return self.of_type(NormSpec)
+        return self.modules_of_type(NormSpec)
 
     @property
     def site_names(self) -> tuple[str, ...]:
@@ -285,14 +285,14 @@ class LayerSpec:
         """A site by its name."""
         return next(site for site in self.sites if site.name == name)
 
-    def site_of(self, path: str) -> SiteSpec | None:
+    def site_read_by(self, path: str) -> SiteSpec | None:
         """The site that a module reads; None for a module that is no linear layer."""
-        linear = self.by_path.get(path)
+        linear = self.modules_by_path.get(path)
         return self.site(linear.site) if isinstance(linear, LinearSpec) else None
 
     def linear(self, path: str) -> LinearSpec:
         """A linear layer by its path."""
-        linear = self.by_path[path]
+        linear = self.modules_by_path[path]
         assert isinstance(linear, LinearSpec), f"{path} is no linear layer"
         return linear
 
@@ -300,7 +300,7 @@ class LayerSpec:
         """The linear layers that read a site."""
         return tuple(linear for linear in self.linears if linear.site == name)
 
-    def site_value(self, name: str) -> str:
+    def site_value_name(self, name: str) -> str:
         """The value that a site is."""
         return self.site_linears(name)[0].reads[0]
 
@@ -309,7 +309,7 @@ class LayerSpec:
 
         Nor can they where something else reads the same value.
         """
-        value = self.site_value(name)
+        value = self.site_value_name(name)
         readers = [module for module in self.modules if value in module.reads]
         if any(not isinstance(m, LinearSpec) or m.site != name for m in readers):
             return None
@@ -317,7 +317,7 @@ class LayerSpec:
         return writer if isinstance(writer, NormSpec) else self.site(name).producer
 
     @property
-    def fold_order(self) -> tuple[str, ...]:
+    def scale_fold_order(self) -> tuple[str, ...]:
         """The sites whose scales can be folded, those of rows before those of norms.
 
         Folding into rows changes weights that read a norm's output.
@@ -337,7 +337,7 @@ class LayerSpec:
         """
         linears = [name for name, each in layer.named_modules() if isinstance(each, Linear)]
         biases = {f"{name}.bias" for name in linears}
-        modules: tuple[ModuleSpec | WholeSpec, ...] = (*self.modules, *self.wholes)
+        modules: tuple[ModuleSpec | CompositeSpec, ...] = (*self.modules, *self.wholes)
         declared = {f"{module.path}.{name}" for module in modules for name in module.tensors}
         present = {name for name, _ in layer.named_buffers()} | {f"{n}.weight" for n in linears}
         declared, present = declared - biases, present - biases

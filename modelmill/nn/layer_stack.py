@@ -15,11 +15,11 @@ from torch import nn
 
 from modelmill.nn.kv import NO_KV, KVShape
 from modelmill.nn.layer_spec import (
-    CacheSpec,
     LayerSpec,
     LinearSpec,
     RecurrenceSpec,
-    SharedCacheSpec,
+    RopeCacheSpec,
+    SharedKVQuerySpec,
     SiteSpec,
     layer_spec,
 )
@@ -77,14 +77,14 @@ def stack_specs(model: nn.Module, stack: LayerStack) -> list[LayerSpec]:
     return [layer_spec(layer) for layer in model.get_submodule(stack.path).children()]
 
 
-def image_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+def vision_encoder_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
     """The stacks of a model's vision encoder."""
     return tuple(stack for stack in layer_stacks(model) if stack.reads_images)
 
 
-def image_linears(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
+def vision_encoder_linears(model: nn.Module) -> Iterator[tuple[str, int, LinearSpec]]:
     """(path in the model, layer, spec) of each linear layer in a vision encoder's layers."""
-    for stack in image_stacks(model):
+    for stack in vision_encoder_stacks(model):
         for index, spec in enumerate(stack_specs(model, stack)):
             for linear in spec.linears:
                 yield f"{stack.path}.{index}.{linear.path}", index, linear
@@ -108,43 +108,43 @@ def module_site(model: nn.Module, path: str) -> SiteSpec | None:
     if place is None:
         return None
     layer = model.get_submodule(f"{place.stack.path}.{place.layer}")
-    return layer_spec(layer).site_of(place.module)
+    return layer_spec(layer).site_read_by(place.module)
 
 
 def kv_shape(layers: Iterable[nn.Module]) -> KVShape:
     """The KV cache of those layers whose specs have one."""
     specs = [layer_spec(layer) for layer in layers]
-    caches = [cache for spec in specs for cache in spec.of_type(CacheSpec)]
+    caches = [cache for spec in specs for cache in spec.modules_of_type(RopeCacheSpec)]
     if not caches:
         return NO_KV
     shares_values = {cache.shares_values for cache in caches}
     assert len(shares_values) == 1, "values are the keys in all layers or in none"
     sizes = tuple((cache.kv_heads, cache.head_dim) for cache in caches)
     read_later = frozenset(
-        module.cache for spec in specs for module in spec.of_type(SharedCacheSpec)
+        module.cache for spec in specs for module in spec.modules_of_type(SharedKVQuerySpec)
     )
     windows = [cache.window for cache in caches if cache.window is not None]
     # a hybrid's prefix cache goes by the snapshots of its states
-    is_hybrid = any(True for spec in specs for _ in spec.of_type(RecurrenceSpec))
+    is_hybrid = any(True for spec in specs for _ in spec.modules_of_type(RecurrenceSpec))
     all_windows = len(windows) == len(caches) and not is_hybrid
     mixed = bool(windows) and not all_windows and not is_hybrid
     shape = KVShape(
         0, 0, 0, shares_values.pop(), max(windows) if all_windows else None,
         read_later=read_later,
         layer_windows=tuple(cache.window for cache in caches) if mixed else (),
-        caches=_caches_of_layers(specs) if read_later and mixed else (),
+        caches=_cache_index_per_layer(specs) if read_later and mixed else (),
     )  # fmt: skip
     return kv_shape_of_sizes(shape, sizes)
 
 
-def _caches_of_layers(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
+def _cache_index_per_layer(specs: Sequence[LayerSpec]) -> tuple[int, ...]:
     """Of each layer the place, among those with a cache, of the one that it reads."""
     own = count()
     return tuple(
-        module.cache if isinstance(module, SharedCacheSpec) else next(own)
+        module.cache if isinstance(module, SharedKVQuerySpec) else next(own)
         for spec in specs
         for module in spec.modules
-        if isinstance(module, (CacheSpec, SharedCacheSpec))
+        if isinstance(module, (RopeCacheSpec, SharedKVQuerySpec))
     )
 
 
@@ -167,7 +167,7 @@ def state_shape(layers: Iterable[nn.Module]) -> StateShape:
         tuple(
             layer.get_submodule(module.path).state_spec  # type: ignore[misc]
             for layer in layers
-            for module in layer_spec(layer).of_type(RecurrenceSpec)
+            for module in layer_spec(layer).modules_of_type(RecurrenceSpec)
         )
     )
 

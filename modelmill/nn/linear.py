@@ -12,7 +12,7 @@ from modelmill.parallel.shard import Shard
 from modelmill.weights.base import WeightFormat
 
 
-class WeightChanges:
+class WeightChangeCounter:
     """How many weights all layers got so far: tells a reader of many that one was replaced."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class WeightChanges:
         self.count += 1
 
 
-weight_changes = WeightChanges()
+weight_changes = WeightChangeCounter()
 
 
 class Linear(nn.Module):
@@ -50,7 +50,7 @@ class Linear(nn.Module):
             weight_changes.add()
         super().__setattr__(name, value)
 
-    def take_shard(self, shard: Shard) -> None:
+    def restrict_to_shard(self, shard: Shard) -> None:
         """Keep only a part; called before the weight is put in place."""
         assert shard.full_shape == self.shape, "a part of another matrix"
         self.weight_shard, self.shape = shard, shard.shape

@@ -16,8 +16,8 @@ from modelmill.nn.head_mixer import HeadMixer
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
-    Part,
     RecurrenceSpec,
+    RowPart,
     linear_tensors,
 )
 from modelmill.nn.linear import Linear
@@ -69,7 +69,7 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return self.heads * self.head_dim
 
     @property
-    def shared_width(self) -> int:
+    def bc_width(self) -> int:
         """Channels of B, and of C."""
         return self.groups * self.state_size
 
@@ -78,9 +78,9 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return Mamba2(self, state_index)
 
     @property
-    def conv(self) -> CausalConvConfig:
+    def conv_config(self) -> CausalConvConfig:
         """The convolution of x, B and C."""
-        return CausalConvConfig(self.width + 2 * self.shared_width, self.conv_width, self.conv_bias)
+        return CausalConvConfig(self.width + 2 * self.bc_width, self.conv_width, self.conv_bias)
 
     @property
     def state(self) -> StateSpec:
@@ -92,10 +92,10 @@ class Mamba2Spec(HeadRecurrenceSpec):
         """How ranks divide the heads."""
         return StateHeadPartition("attn", self.heads, self.groups, self.head_dim, self.state_size)
 
-    def row_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
+    def row_rename_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's z | x | B | C | dt."""
         assert not by_key_head, "rows are stored part by part"
-        conv = self.width + self.conv.channels
+        conv = self.width + self.conv_config.channels
         total = conv + self.heads
         return {
             "attn.conv": "depthwise",
@@ -109,15 +109,15 @@ class Mamba2Spec(HeadRecurrenceSpec):
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("xbcz",), site="qkv",
-                parts=(Part("x", self.width, inner), Part("B", self.shared_width, shared),
-                       Part("C", self.shared_width, shared), Part("z", self.width, inner)),
+                parts=(RowPart("x", self.width, inner), RowPart("B", self.bc_width, shared),
+                       RowPart("C", self.bc_width, shared), RowPart("z", self.width, inner)),
                 tensors=tensors,
             ),
             ModuleSpec(
                 path="attn.rates", reads=("attn_input",), writes=("dt",), reference=("dt",),
                 arithmetic="linear", tensors=tensors,
             ),
-            self.conv.spec("attn.conv", "xbcz", "mixed"),
+            self.conv_config.spec("attn.conv", "xbcz", "mixed"),
             RecurrenceSpec(
                 path="attn.ssm", reads=("mixed", "dt"), writes=("scanned",),
                 reference=("ssm",), arithmetic="attention", tensors=("A_log", "dt_bias", "D"),
@@ -146,9 +146,9 @@ class Mamba2(HeadMixer):
     def __init__(self, spec: Mamba2Spec, state_index: int) -> None:
         super().__init__(spec.groups)
         self.spec = spec
-        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.shared_width, spec.bias)
+        self.in_proj = Linear(spec.hidden, 2 * spec.width + 2 * spec.bc_width, spec.bias)
         self.rates = HeadProjection(spec.hidden, spec.heads, bias=spec.bias)
-        self.conv = CausalConv(spec.conv, state_index)
+        self.conv = CausalConv(spec.conv_config, state_index)
         self.ssm = StateSpaceScan(spec, state_index + 1)
         self.gated_norm = GatedGroupNorm(spec) if spec.norm else SiluGate()
         self.out_proj = Linear(spec.width, spec.hidden, spec.has_out_bias)
@@ -158,16 +158,16 @@ class Mamba2(HeadMixer):
         """The scan of the state space."""
         return self.ssm
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads, and the groups that they read."""
-        super().take_heads(heads, kv_heads)
+        super().keep_local_heads(heads, kv_heads)
         spec = self.spec
         if isinstance(self.gated_norm, GatedGroupNorm):
-            self.gated_norm.take_heads(heads)
+            self.gated_norm.keep_local_heads(heads)
         inner = heads[0] * spec.head_dim, heads[1] * spec.head_dim
         first, end = (spec.width + group * spec.state_size for group in kv_heads)
-        second = spec.shared_width
-        self.conv.take_channels(inner, (first, end), (second + first, second + end))
+        second = spec.bc_width
+        self.conv.keep_local_channels(inner, (first, end), (second + first, second + end))
 
 
 class StateSpaceScan(HeadRecurrence):
@@ -182,9 +182,12 @@ class StateSpaceScan(HeadRecurrence):
 
     def forward(self, mixed: torch.Tensor, dt: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, x | B | C], [T, heads] → [T, heads·head_dim] float32."""
-        decay, skip = (self.of_rank(self.A_log), self.of_rank(self.dt_bias)), self.of_rank(self.D)
+        decay, skip = (
+            (self.select_local_heads(self.A_log), self.select_local_heads(self.dt_bias)),
+            self.select_local_heads(self.D),
+        )
         return step.ops.ssd_scan(
-            SSDScanInputs(mixed, dt, *decay, skip, self.spec.dt_limit, *self.states_of(step))
+            SSDScanInputs(mixed, dt, *decay, skip, self.spec.dt_limit, *self.states_and_rows(step))
         )
 
 

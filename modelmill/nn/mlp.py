@@ -12,7 +12,7 @@ from torch import nn
 from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
-    Part,
+    RowPart,
     RowProducer,
     SiteSpec,
     linear_tensors,
@@ -50,7 +50,7 @@ class GeluTanh(ActivationOp):
     OP = "gelu_tanh"
 
 
-class Elementwise(nn.Module):
+class ElementwiseActivation(nn.Module):
     """An activation without an op of its own: GELU, ReLU, its square, or SiLU."""
 
     def __init__(self, name: str) -> None:
@@ -74,7 +74,7 @@ class ClampedSwiglu(nn.Module):
         return clamped_swiglu(gate_up, self.clamp)
 
 
-class GatedActivation(Elementwise):
+class GatedActivation(ElementwiseActivation):
     """activation(gate) · up over a fused [T, 2·I], of other activations than SiLU."""
 
     def forward(self, gate_up: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -131,7 +131,7 @@ class MLPSpec:
             reads=(reads,),
             writes=(hidden,),
             site=site,
-            parts=tuple(Part(name, self.inner, "inner") for name in names),
+            parts=tuple(RowPart(name, self.inner, "inner") for name in names),
             tensors=linear_tensors(self.bias),
         )
         activation = ModuleSpec(
@@ -146,7 +146,7 @@ class MLPSpec:
             reads=("act",),
             writes=("mlp_out",),
             site="down",
-            parts=(Part("down", self.hidden),),
+            parts=(RowPart("down", self.hidden),),
             split_columns="inner",
             tensors=linear_tensors(self.bias),
         )
@@ -196,7 +196,7 @@ class PlainMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.fc_proj = Linear(hidden, inner, bias)
-        self.act = GeluTanh() if activation == "gelu_tanh" else Elementwise(activation)
+        self.act = GeluTanh() if activation == "gelu_tanh" else ElementwiseActivation(activation)
         self.down_proj = Linear(inner, hidden, bias)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:

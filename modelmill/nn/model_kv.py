@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.fused_decode import SUPPORTED_FORMATS, can_stack, has_readable_weights
+from modelmill.nn.fused_decode import SUPPORTED_FORMATS, can_stack, supports_weight_formats
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape
 
 
@@ -39,6 +39,10 @@ def model_kv_shape(
     runs = decode_op is not None and ranks == 1 and kv_dtype not in QUANTIZED_KV_DTYPES.values()
     if runs and shape.layer_windows and isinstance(model, CausalLM) and can_stack(model):
         loaded = formats is None
-        if has_readable_weights(model) if loaded else SUPPORTED_FORMATS.issuperset(formats or ()):
+        if (
+            supports_weight_formats(model)
+            if loaded
+            else SUPPORTED_FORMATS.issuperset(formats or ())
+        ):
             return shape
-    return shape.grouped(max_model_len)
+    return shape.with_page_groups(max_model_len)

@@ -69,9 +69,9 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
         """The logits of the experts, float32."""
-        return self.scaled_and_biased(x.float() @ self.weight.float().T)
+        return self.logits_from_products(x.float() @ self.weight.float().T)
 
-    def scaled_and_biased(self, products: torch.Tensor) -> torch.Tensor:
+    def logits_from_products(self, products: torch.Tensor) -> torch.Tensor:
         """The logits of products x Wᵀ."""
         logits = products if self.scale == 1.0 else products * self.scale
         return logits if self.bias is None else logits + self.bias.float()
@@ -116,7 +116,7 @@ class TopKRouting(nn.Module):
         return ranked.topk(config.top_k, dim=-1).indices
 
 
-class ExpertTokens(nn.Module):
+class GatherExpertTokens(nn.Module):
     """The rows of x whose tokens have this expert, in order."""
 
     def __init__(self, expert: int) -> None:
@@ -133,7 +133,7 @@ class Expert(GatedMLP):
 
     def __init__(self, spec: MLPSpec, index: int) -> None:
         super().__init__(spec.hidden, spec.inner, spec.bias, spec.activation, spec.clamp)
-        self.tokens = ExpertTokens(index)
+        self.tokens = GatherExpertTokens(index)
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[its tokens, H] → the same shape; without tokens nothing is computed."""
@@ -202,7 +202,7 @@ class MoE(nn.Module):
         self.local_experts: Range = (0, router.experts)
         self.combine = CombineExperts(self.local_experts)
 
-    def take_experts(self, experts: Range) -> None:
+    def keep_local_experts(self, experts: Range) -> None:
         """Keep these experts, under their numbers; called before any weight is put in place."""
         first, end = self.local_experts = experts
         self.experts = nn.ModuleList(
@@ -217,7 +217,7 @@ class MoE(nn.Module):
         return self.local_experts == (0, self.routing.config.experts)
 
     @property
-    def present_experts(self) -> list[Expert]:
+    def local_expert_modules(self) -> list[Expert]:
         """The experts of this rank, in order."""
         first, end = self.local_experts
         return cast(list[Expert], list(self.experts)[first:end])
@@ -227,7 +227,9 @@ class MoE(nn.Module):
     ) -> torch.Tensor:
         """[T, H] → [T, H]; router_input: what the router reads in the place of x."""
         routing = self.routing(self.router(x if router_input is None else router_input, step), step)
-        outputs = [expert(expert.tokens(x, routing, step), step) for expert in self.present_experts]
+        outputs = [
+            expert(expert.tokens(x, routing, step), step) for expert in self.local_expert_modules
+        ]
         return self.combine(routing, *outputs, *self.shared_output(x, step), step)
 
     def shared_output(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:

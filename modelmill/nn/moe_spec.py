@@ -90,13 +90,13 @@ class MoESpec:
             reference=(f"{name}.input",), op="index_select",
         )  # fmt: skip
         for module in self.expert.module_specs(f"{name}.input", site):
-            nested = nested_spec(module, name, "inner")
+            nested = prefixed_module_spec(module, name, "inner")
             yield replace(nested, expert=index) if isinstance(nested, LinearSpec) else nested
 
     def _shared_specs(self, shared: MLPSpec, reads: str, site: str) -> Iterator[ModuleSpec]:
         """The shared expert's modules and its gate."""
         for module in shared.module_specs(reads, site):
-            yield nested_spec(module, "shared_expert", "shared_inner", {reads})
+            yield prefixed_module_spec(module, "shared_expert", "shared_inner", {reads})
         if self.shared_gate:
             yield ModuleSpec(
                 path="mlp.shared_gate", reads=(reads, "shared_expert.mlp_out"),
@@ -124,7 +124,7 @@ class MoESpec:
         )
 
 
-def nested_spec(
+def prefixed_module_spec(
     module: ModuleSpec, name: str, partition: str, outside: frozenset[str] | set[str] = frozenset()
 ) -> ModuleSpec:
     """A module of an MLP as that of one of several: its names begin with ``name``.

@@ -108,7 +108,7 @@ class LayerNorm(StreamNorm):
         return self.layer_norm(total, step), total
 
 
-class SingleNorm(StreamNorm):
+class NormWithoutResidual(StreamNorm):
     """A norm of one value, [T, H] → [T, H], without a residual.
 
     Of a branch (``reduces``), it adds up the ranks' partial sums first.
@@ -176,9 +176,9 @@ class NormConfig:
             return RMSNorm(self.width, self.eps, reduces=reduces)
         return LayerNorm(self.width, self.eps, bias=self.kind == LAYER_NORM, reduces=reduces)
 
-    def make_single(self, *, reduces: bool = False) -> SingleNorm:
+    def make_without_residual(self, *, reduces: bool = False) -> NormWithoutResidual:
         """A norm of one value."""
-        return SingleNorm(self, reduces=reduces)
+        return NormWithoutResidual(self, reduces=reduces)
 
     def spec(
         self,

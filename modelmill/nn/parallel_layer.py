@@ -28,7 +28,7 @@ class ParallelLayer(MixerLayer):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__(parts, index)
-        self.mlp_norm = parts.norm.make_single() if parts.mlp_norm else None
+        self.mlp_norm = parts.norm.make_without_residual() if parts.mlp_norm else None
         self.mlp = parts.mlp.build_module()
         self.sum = BranchSum()
 

@@ -22,12 +22,12 @@ class HeadGroups:
     kv_heads: int
     head_dim: int
 
-    def by_group(self, vector: torch.Tensor) -> torch.Tensor:
+    def reshape_by_group(self, vector: torch.Tensor) -> torch.Tensor:
         """A vector over the query heads' channels as [kv_heads, q_heads / kv_heads, head_dim]."""
         return vector.view(self.kv_heads, self.q_heads // self.kv_heads, self.head_dim)
 
 
-class SplitsHeads(Protocol):
+class HeadShardable(Protocol):
     """A module that keeps a rank's heads.
 
     Attributes:
@@ -36,7 +36,7 @@ class SplitsHeads(Protocol):
 
     kv_heads: int
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep these query heads and KV heads."""
 
 
@@ -45,9 +45,9 @@ class HeadPartition:
     """Ranks divide query heads, with the KV heads that they read.
 
     Attributes:
-        module: The module that takes the rank's heads (``take_heads``).
+        module: The module that takes the rank's heads (``keep_local_heads``).
         groups: The heads.
-        q, kv: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
+        q, kv: The names of both in ``RowPart.split`` and ``LinearSpec.split_columns``.
     """
 
     module: str
@@ -55,7 +55,7 @@ class HeadPartition:
     q: str = "q_heads"
     kv: str = "kv_heads"
 
-    def heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
+    def rank_heads(self, rank: int, size: int, alignment: int) -> tuple[Range, Range]:
         """The rank's query heads and KV heads."""
         g = self.groups
         shard = partition_heads(g.q_heads, g.kv_heads, g.head_dim, size, alignment)[rank]
@@ -69,7 +69,7 @@ class HeadPartition:
     def ranges(self, rank: int, size: int, alignment: int) -> dict[str, Range]:
         """The rank's channels by name."""
         dim = self.groups.head_dim
-        q, kv = self.heads(rank, size, alignment)
+        q, kv = self.rank_heads(rank, size, alignment)
         return {self.q: (q[0] * dim, q[1] * dim), self.kv: (kv[0] * dim, kv[1] * dim)}
 
 
@@ -78,12 +78,12 @@ class StateHeadPartition:
     """Ranks divide the heads of a recurrence, with the heads of keys that several of them share.
 
     Attributes:
-        module: The module that takes the rank's heads (``take_heads``).
+        module: The module that takes the rank's heads (``keep_local_heads``).
         heads: Heads with a state each (of values).
         key_heads: Heads of keys and queries.
         head_dim: Channels of the first.
         key_dim: Channels of the others.
-        name, key_name: The names of both in ``Part.split`` and ``LinearSpec.split_columns``.
+        name, key_name: The names of both in ``RowPart.split`` and ``LinearSpec.split_columns``.
     """
 
     module: str
@@ -130,10 +130,10 @@ class ChannelPartition:
         return {self.name: partition_channels(self.channels, size, alignment)[rank]}
 
 
-class SplitsExperts(Protocol):
+class ExpertShardable(Protocol):
     """A mixture that keeps a rank's experts."""
 
-    def take_experts(self, experts: Range) -> None:
+    def keep_local_experts(self, experts: Range) -> None:
         """Keep these experts."""
 
 
@@ -142,7 +142,7 @@ class ExpertPartition(ChannelPartition):
     """Ranks divide the inner channels of each expert or, in expert parallelism, whole experts.
 
     Attributes:
-        module: The mixture that takes the rank's experts (``take_experts``).
+        module: The mixture that takes the rank's experts (``keep_local_experts``).
         experts: How many there are.
     """
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import ACTIVATIONS
-from modelmill.nn.norm import NormConfig, SingleNorm
+from modelmill.nn.norm import NormConfig, NormWithoutResidual
 from modelmill.nn.step import Step
 
 SUM_SCALE = 2.0**-0.5
@@ -41,7 +41,7 @@ class PerLayerInputConfig:
     eps: float
 
 
-class ScaledTable(nn.Module):
+class ScaledEmbedding(nn.Module):
     """Rows by id, times a factor."""
 
     weight: torch.Tensor
@@ -86,9 +86,9 @@ class PerLayerInputs(nn.Module):
         super().__init__()
         self.config = config
         size = config.layers * config.width
-        self.table = ScaledTable(config.vocab, size, config.width**0.5)
+        self.table = ScaledEmbedding(config.vocab, size, config.width**0.5)
         self.projection = ScaledProjection(config.hidden, size)
-        self.norm = SingleNorm(NormConfig(config.width, config.eps), reduces=False)
+        self.norm = NormWithoutResidual(NormConfig(config.width, config.eps), reduces=False)
         self.sum = WeightedSum()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -99,12 +99,12 @@ class PerLayerInputs(nn.Module):
         mixed = self.sum(normed.view(rows.shape), rows, step)
         return mixed.unflatten(1, (self.config.layers, self.config.width))
 
-    def into_step(self, x: torch.Tensor, step: Step) -> Step:
+    def attach_to_step(self, x: torch.Tensor, step: Step) -> Step:
         """The step with these inputs."""
         return replace(step, layer_inputs=self(x, step))
 
 
-def layer_input_size(model: nn.Module) -> int:
+def per_layer_input_size(model: nn.Module) -> int:
     """Channels that a token has beside the stream, for all layers of a model together."""
     inputs = (each.config for each in model.modules() if isinstance(each, PerLayerInputs))
     return sum(config.layers * config.width for config in inputs)
@@ -140,7 +140,7 @@ class PerLayerInputSpec:
         return (
             LinearSpec(
                 path="layer_input.gate_proj", reads=(reads,), writes=("input_gate",),
-                site="input_gate", parts=(Part("input_gate", self.width),),
+                site="input_gate", parts=(RowPart("input_gate", self.width),),
             ),
             ModuleSpec(
                 path="layer_input.act", reads=("input_gate",), writes=("input_gated",),
@@ -148,7 +148,7 @@ class PerLayerInputSpec:
             ),
             LinearSpec(
                 path="layer_input.up_proj", reads=("input_gated",), writes=("input_out",),
-                site="input_up", parts=(Part("input_up", self.norm.width),),
+                site="input_up", parts=(RowPart("input_up", self.norm.width),),
             ),
             self.norm.spec("layer_input.post", ("input_out",), ("input_branch",), "input_post"),
         )  # fmt: skip
@@ -176,7 +176,7 @@ class PerLayerInputBlock(nn.Module):
         self.gate_proj = Linear(spec.norm.width, spec.width)
         self.act = GatedPerLayerInput(spec)
         self.up_proj = Linear(spec.width, spec.norm.width)
-        self.post = spec.norm.make_single()
+        self.post = spec.norm.make_without_residual()
 
     def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, layer_of
+from modelmill.nn.layer_parts import LayerParts, make_layer_spec
 from modelmill.nn.layer_spec import INPUTS, LayerSpec, ModuleSpec
 from modelmill.nn.norm import ResidualAdd
 from modelmill.nn.step import Step
@@ -26,10 +26,10 @@ class PostNormLayer(nn.Module):
         self.spec = self.layer_spec(parts)
         self.add = ResidualAdd(reduces=False)
         self.attn = parts.attention.build_module(cache_index)
-        self.attn_post = parts.norm.make_single(reduces=True)
+        self.attn_post = parts.norm.make_without_residual(reduces=True)
         self.attn_add = ResidualAdd(reduces=False)
         self.mlp = parts.mlp.build_module()
-        self.mlp_post = parts.norm.make_single(reduces=True)
+        self.mlp_post = parts.norm.make_without_residual(reduces=True)
 
     @staticmethod
     def layer_spec(parts: LayerParts) -> LayerSpec:
@@ -43,7 +43,7 @@ class PostNormLayer(nn.Module):
             *parts.mlp.module_specs(),
             norm.spec("mlp_post", ("mlp_out",), ("mlp_branch",), "mlp_post"),
         )
-        return layer_of(parts, modules, ("mlp_branch", "mlp_input"))
+        return make_layer_spec(parts, modules, ("mlp_branch", "mlp_input"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

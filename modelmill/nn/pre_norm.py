@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, layer_of, mlp_norm_spec
+from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
 from modelmill.nn.layer_spec import INPUTS, ROPE, LayerSpec
 from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.step import Step
@@ -43,7 +43,7 @@ class PreNormLayer(MixerLayer):
             mlp_norm_spec(parts.norm, "attn_out"),
             *parts.mlp.module_specs(),
         )
-        return layer_of(parts, modules, PRE_NORM_OUTPUTS)
+        return make_layer_spec(parts, modules, PRE_NORM_OUTPUTS)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step

@@ -23,7 +23,7 @@ SHARED_LAYER_NORM = "shared_layer_norm"
 
 
 @dataclass(frozen=True)
-class QKVNormConfig:
+class QKNormConfig:
     """The kind and epsilon of the norms of q and k."""
 
     kind: str
@@ -46,12 +46,14 @@ class QKVNormConfig:
             op="rms_norm" if self.kind == WIDE_RMS else "layer_norm",
         )
 
-    def build_module(self, groups: HeadGroups) -> QKVNorm:
+    def build_module(self, groups: HeadGroups) -> QKNorm:
         """The module for these heads."""
-        return WideQKNorm(self, groups) if self.kind == WIDE_RMS else HeadQKNorm(self, groups)
+        return (
+            AllHeadsQKNorm(self, groups) if self.kind == WIDE_RMS else PerHeadQKNorm(self, groups)
+        )
 
 
-class QKVNorm(nn.Module):
+class QKNorm(nn.Module):
     """qkv [T, (heads + 2·kv_heads)·D] with q and k normed.
 
     The weight has the values of all heads, also on a rank that computes some of them.
@@ -60,7 +62,7 @@ class QKVNorm(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, config: QKVNormConfig, groups: HeadGroups) -> None:
+    def __init__(self, config: QKNormConfig, groups: HeadGroups) -> None:
         super().__init__()
         self.eps = config.eps
         self.groups = groups
@@ -73,7 +75,7 @@ class QKVNorm(nn.Module):
         has_bias = "bias" in config.tensors
         self.register_buffer("bias", torch.empty(size, device="meta") if has_bias else None)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads."""
         self.q_heads, self.kv_heads = heads, kv_heads
 
@@ -84,7 +86,7 @@ class QKVNorm(nn.Module):
         heads = qkv[:, : qkv.shape[1] - v_width]
         return heads.view(len(qkv), -1, dim), qkv[:, qkv.shape[1] - v_width :]
 
-    def head_rows(self, values: torch.Tensor) -> torch.Tensor:
+    def local_head_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Of a weight or bias, the rows of this rank's heads of q and k, [heads + kv_heads, D]."""
         rows = values.view(-1, self.groups.head_dim)
         (q0, q1), (k0, k1) = self.q_heads, self.kv_heads
@@ -94,10 +96,10 @@ class QKVNorm(nn.Module):
         return torch.cat((rows[q0:q1], rows[first_k + k0 : first_k + k1]))
 
 
-class WideQKNorm(QKVNorm):
+class AllHeadsQKNorm(QKNorm):
     """RMSNorm over all heads of q, and over all heads of k; ranks add up their squares."""
 
-    def __init__(self, config: QKVNormConfig, groups: HeadGroups) -> None:
+    def __init__(self, config: QKNormConfig, groups: HeadGroups) -> None:
         super().__init__(config, groups)
         self._ranks_per_kv_head: torch.Tensor | None = None
 
@@ -134,11 +136,13 @@ class WideQKNorm(QKVNorm):
         scale = torch.cat(
             (q_scale.expand(-1, count), k_scale.expand(-1, heads.shape[1] - count)), 1
         )
-        normed = (heads.float() * scale[..., None]).to(heads.dtype) * self.head_rows(self.weight)
+        normed = (heads.float() * scale[..., None]).to(heads.dtype) * self.local_head_rows(
+            self.weight
+        )
         return normed[:, :count].flatten(1), normed[:, count:].flatten(1)
 
 
-class HeadQKNorm(QKVNorm):
+class PerHeadQKNorm(QKNorm):
     """LayerNorm of each head of q and k; statistics in float32."""
 
     def forward(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:  # noqa: ARG002
@@ -147,7 +151,9 @@ class HeadQKNorm(QKVNorm):
         x = heads.float()
         centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
-        normed = centred * torch.rsqrt(variance + self.eps) * self.head_rows(self.weight).float()
+        normed = (
+            centred * torch.rsqrt(variance + self.eps) * self.local_head_rows(self.weight).float()
+        )
         if self.bias is not None:
-            normed = normed + self.head_rows(self.bias).float()
+            normed = normed + self.local_head_rows(self.bias).float()
         return torch.cat((normed.to(qkv.dtype).flatten(1), v), -1)

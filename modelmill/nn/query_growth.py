@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class QueryGrowth:
+class AttentionTemperature:
     """1 + slope · ln(1 + ⌊position / length⌋), as in Llama 4 and Ministral 3.
 
     Attributes:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import select_row_ranges
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec
 from modelmill.nn.recurrent_state import StateSpec
 from modelmill.nn.step import Step
 from modelmill.ops.state_rows import StateRows
@@ -22,11 +22,11 @@ class RankHeads(nn.Module):
         super().__init__()
         self.heads: Range = (0, heads)
 
-    def take_heads(self, heads: Range) -> None:
+    def keep_local_heads(self, heads: Range) -> None:
         """Keep a rank's heads."""
         self.heads = heads
 
-    def of_rank(self, values: torch.Tensor) -> torch.Tensor:
+    def select_local_heads(self, values: torch.Tensor) -> torch.Tensor:
         """The values of this rank's heads, of those of all heads [heads, …]."""
         return select_row_ranges(values, (self.heads,))
 
@@ -64,7 +64,7 @@ class HeadRecurrenceSpec(ABC):
         )  # fmt: skip
         projection = LinearSpec(
             path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-            parts=(Part("o_proj", self.hidden),), split_columns="state_heads", tensors=tensors,
+            parts=(RowPart("o_proj", self.hidden),), split_columns="state_heads", tensors=tensors,
         )  # fmt: skip
         return norm, projection
 
@@ -118,7 +118,7 @@ class HeadRecurrence(RankHeads):
         whole, (first, end) = self._whole_state, self.heads
         return StateSpec(whole.name, (end - first, *whole.shape[1:]), whole.dtype)
 
-    def states_of(self, step: Step) -> tuple[torch.Tensor, StateRows]:
+    def states_and_rows(self, step: Step) -> tuple[torch.Tensor, StateRows]:
         """The states of all slots, and the step's sequences."""
         assert step.state is not None, "a step of a model with recurrent state"
         return step.state.cache.states[self.state_index], step.state.rows

@@ -98,7 +98,7 @@ class RecurrentStateCache:
         return RecurrentStateCache(buffer, tuple(states))
 
     @staticmethod
-    def scratch(
+    def allocate_scratch(
         shape: StateShape, slots: int, dtype: torch.dtype, device: str
     ) -> RecurrentStateCache:
         """States that share one memory, for sequences that each layer computes whole."""
@@ -113,7 +113,7 @@ class RecurrentStateCache:
         return RecurrentStateCache(buffer, states)
 
     @property
-    def slots(self) -> int:
+    def num_slots(self) -> int:
         """Number of slots, padding included."""
         return len(self.buffer)
 
@@ -123,7 +123,7 @@ class RecurrentStateCache:
         return self.buffer.numel()
 
     @contextmanager
-    def unchanged(self, slots: torch.Tensor) -> Iterator[None]:
+    def restore_on_exit(self, slots: torch.Tensor) -> Iterator[None]:
         """Within the block, slots may change; behind it they are as before."""
         before = self.buffer[slots]
         yield
@@ -182,7 +182,7 @@ def state_step(
         cache = RecurrentStateCache.allocate(shape, count + 1, dtype, str(device))
     if slots is None:
         slots = torch.arange(count, device=device)
-    padding = torch.full_like(slots, cache.slots - 1)
+    padding = torch.full_like(slots, cache.num_slots - 1)
     rows = StateRows(
         query_start, positions, slots, padding, torch.full_like(slots, -1), max_query, chunk
     )

@@ -158,7 +158,7 @@ def _longrope_table(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     return 1.0 / (divisors * spec.base**exponent)
 
 
-def _longrope_factor(spec: RopeSpec) -> float:
+def _longrope_attention_factor(spec: RopeSpec) -> float:
     """The factor on cos and sin that keeps the attention's entropy over longer contexts."""
     scaling = spec.scaling
     if scaling.get("attention_factor") is not None:
@@ -187,13 +187,13 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     if scaling_type in ("default", "dynamic", "qwen_ntk"):
         return plain, 1.0
     if scaling_type == "longrope":
-        return plain, _longrope_factor(spec)
+        return plain, _longrope_attention_factor(spec)
     if scaling_type == "proportional":
-        return _proportional(plain, scaling), 1.0
+        return _proportional_frequencies(plain, scaling), 1.0
     if scaling_type == "linear":
         return plain / float(scaling["factor"]), 1.0
     if scaling_type == "llama3":
-        return _llama3(plain, scaling), 1.0
+        return _llama3_frequencies(plain, scaling), 1.0
     if scaling_type == "yarn":
         return _yarn(spec, exponent)
     raise CheckpointError(
@@ -202,7 +202,7 @@ def _frequencies(spec: RopeSpec) -> tuple[torch.Tensor, float]:
     )
 
 
-def _proportional(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _proportional_frequencies(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Gemma 4: the slowest pairs do not turn; the others turn as if all did."""
     share = float(scaling.get("partial_rotary_factor") or 1.0)
     turning = int(share * 2 * len(plain) // 2)
@@ -211,7 +211,7 @@ def _proportional(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
     return frequencies
 
 
-def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _llama3_frequencies(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Llama 3.1: long waves divided by the factor, short ones kept, a ramp between."""
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
@@ -247,10 +247,10 @@ def _yarn(spec: RopeSpec, exponent: torch.Tensor) -> tuple[torch.Tensor, float]:
     ramp = ((channels - low) / span).clamp(0, 1)
     frequency = spec.base**exponent
     inv_freq = ramp / (factor * frequency) + (1 - ramp) / frequency
-    return inv_freq, _yarn_factor(scaling, factor)
+    return inv_freq, _yarn_attention_factor(scaling, factor)
 
 
-def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     attention_factor = scaling.get("attention_factor")
     if attention_factor is not None:
         return float(attention_factor)

@@ -22,9 +22,9 @@ class RoutedMoEOperands:
         self._read: tuple[object, ...] = ()
         self._weights: RoutedMoEWeights | None = None
 
-    def served(self, x: torch.Tensor, ops: Ops) -> bool:
+    def can_use_grouped_op(self, x: torch.Tensor, ops: Ops) -> bool:
         """Whether the experts may be computed by a grouped op."""
-        return self._experts.serves(x, ops)
+        return self._experts.has_grouped_op(x, ops)
 
     def weights(self) -> RoutedMoEWeights:
         """The op's operand."""
@@ -39,7 +39,7 @@ class RoutedMoEOperands:
             self._read = read
             no_logits = router.weight.new_empty(0, len(router.weight), dtype=torch.float32)
             self._weights = RoutedMoEWeights(
-                self._experts.op, self._experts.weights_like(router.weight), router.weight,
+                self._experts.op, self._experts.inputs_without_tokens(router.weight), router.weight,
                 topk_inputs(self._moe, no_logits), router.bias, router.scale, routing.expert_scale,
             )  # fmt: skip
         return self._weights

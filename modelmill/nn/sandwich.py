@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
-from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, layer_of, mlp_norm_spec
+from modelmill.nn.layer_parts import LayerParts, attention_norm_spec, make_layer_spec, mlp_norm_spec
 from modelmill.nn.layer_spec import LayerSpec, ModuleSpec
 from modelmill.nn.mixer_layer import MixerLayer
 from modelmill.nn.step import Step
@@ -35,18 +35,18 @@ class SandwichLayer(MixerLayer):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__(parts, index)
-        self.attn_post = self.post_module(parts)
+        self.attn_post = self.make_branch_epilogue(parts)
         self.mlp_norm = parts.norm.build_module(reduces=not self.returns_whole_branch)
         self.mlp = parts.mlp.build_module()
-        self.mlp_post = self.post_module(parts)
+        self.mlp_post = self.make_branch_epilogue(parts)
 
     @staticmethod
-    def post_module(parts: LayerParts) -> nn.Module:
+    def make_branch_epilogue(parts: LayerParts) -> nn.Module:
         """What a branch passes before it is added."""
-        return parts.norm.make_single(reduces=True)
+        return parts.norm.make_without_residual(reduces=True)
 
     @staticmethod
-    def post_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:
+    def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:
         """What the layer declares of it."""
         return parts.norm.spec(path, (reads,), (writes,), path)
 
@@ -56,12 +56,12 @@ class SandwichLayer(MixerLayer):
         modules = (
             attention_norm_spec(parts.norm),
             *parts.attention.module_specs(),
-            cls.post_spec(parts, "attn_post", "attn_out", "attn_branch"),
+            cls.branch_epilogue_spec(parts, "attn_post", "attn_out", "attn_branch"),
             mlp_norm_spec(parts.norm, "attn_branch"),
             *parts.mlp.module_specs(),
-            cls.post_spec(parts, "mlp_post", "mlp_out", "mlp_branch"),
+            cls.branch_epilogue_spec(parts, "mlp_post", "mlp_out", "mlp_branch"),
         )
-        return layer_of(parts, modules, ("mlp_branch", "attn.residual"))
+        return make_layer_spec(parts, modules, ("mlp_branch", "attn.residual"))
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeCosSin, step: Step
@@ -79,13 +79,13 @@ class ScaledBranchLayer(SandwichLayer):
     returns_whole_branch = False
 
     @staticmethod
-    def post_module(parts: LayerParts) -> nn.Module:
+    def make_branch_epilogue(parts: LayerParts) -> nn.Module:
         """The factor."""
         assert parts.branch_scale is not None, "branches are scaled"
         return BranchScale(parts.branch_scale)
 
     @staticmethod
-    def post_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:  # noqa: ARG004
+    def branch_epilogue_spec(parts: LayerParts, path: str, reads: str, writes: str) -> ModuleSpec:  # noqa: ARG004
         """What the layer declares of it."""
         return ModuleSpec(
             path=path, reads=(reads,), writes=(writes,), reference=(path,), op="scale"

@@ -37,7 +37,7 @@ class ScaledSandwichLayer(SandwichLayer):
         super().__init__(parts, index)
         self.experts = None if parts.experts is None else parts.experts.build_module()
         if parts.experts is not None:  # they have added up the ranks' partial sums
-            self.mlp_post = parts.norm.make_single()
+            self.mlp_post = parts.norm.make_without_residual()
         self.mlp_add = self.layer_input = None
         if parts.layer_input is not None:
             self.mlp_add = ResidualAdd(reduces=False)
@@ -57,11 +57,11 @@ class ScaledSandwichLayer(SandwichLayer):
         modules = (
             attention_norm_spec(parts.norm),
             *parts.attention.module_specs(),
-            cls.post_spec(parts, "attn_post", "attn_out", "attn_branch"),
+            cls.branch_epilogue_spec(parts, "attn_post", "attn_out", "attn_branch"),
             mlp_norm_spec(parts.norm, "attn_branch"),
             *parts.mlp.module_specs(),
             *(() if experts is None else experts.module_specs()),
-            cls.post_spec(parts, "mlp_post", branch, "mlp_branch"),
+            cls.branch_epilogue_spec(parts, "mlp_post", branch, "mlp_branch"),
             *behind,
             ModuleSpec(
                 path="output", reads=last, writes=("output",), reference=("output",),

@@ -20,10 +20,10 @@ from modelmill.core.errors import UsageError
 from modelmill.nn.embedding import LMHead
 from modelmill.nn.kv import KVShape
 from modelmill.nn.layer_spec import (
-    CacheSpec,
     LayerSpec,
     LinearSpec,
-    SharedCacheSpec,
+    RopeCacheSpec,
+    SharedKVQuerySpec,
     layer_spec,
 )
 from modelmill.nn.layer_stack import (
@@ -35,10 +35,10 @@ from modelmill.nn.layer_stack import (
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import (
     ExpertPartition,
+    ExpertShardable,
     HeadPartition,
+    HeadShardable,
     Partition,
-    SplitsExperts,
-    SplitsHeads,
     StateHeadPartition,
 )
 from modelmill.parallel.shard import Range, Shard, range_lengths
@@ -65,7 +65,7 @@ def shard_model(
     if tp_group.size == 1:
         return
     if expert_parallel:
-        _take_experts(model, tp_group)
+        _keep_local_experts(model, tp_group)
     alignment_for = _common_alignment(model, alignment_for)
     heads = [
         each
@@ -74,17 +74,17 @@ def shard_model(
         for each in _shard_layer(
             layer,
             tp_group,
-            _prefixed(f"{stack.path}.{index}", alignment_for),
+            _child_alignment_for(f"{stack.path}.{index}", alignment_for),
             expert_parallel=expert_parallel,
         )
     ]
     for name, module in model.named_modules():
         if isinstance(module, LMHead):
-            module.shard(tp_group, _prefixed(name, alignment_for))
+            module.shard(tp_group, _child_alignment_for(name, alignment_for))
     shape = model.kv
     assert isinstance(shape, KVShape)
     if heads:
-        dims = (dim for _, dim in shape.layer_sizes)
+        dims = (dim for _, dim in shape.layer_kv_sizes)
         if shape.sizes and not all(each.even for each in heads):
             # the ranks share page tables, in which the sizes of layers are to one another as here
             shape = replace(shape, layer_windows=())
@@ -106,27 +106,27 @@ def shard_for_rank(
     shard_model(model, TPGroup(rank, size), alignment_for, expert_parallel)
 
 
-def _take_experts(model: nn.Module, tp_group: TPGroup) -> None:
+def _keep_local_experts(model: nn.Module, tp_group: TPGroup) -> None:
     """Leave in each mixture the rank's experts."""
-    mixtures = list(_mixtures(model))
+    mixtures = list(_moe_layers(model))
     if not mixtures:
         raise UsageError("--enable-expert-parallel: the model has no experts; leave the option out")
     for mixture, part in mixtures:
-        mixture.take_experts(part.rank_experts(tp_group.rank, tp_group.size))
+        mixture.keep_local_experts(part.rank_experts(tp_group.rank, tp_group.size))
 
 
 def experts_by_rank(model: nn.Module, size: int) -> tuple[int, ...]:
     """How many experts of a mixture each of ``size`` ranks has in expert parallelism."""
-    part = next(part for _, part in _mixtures(model))
+    part = next(part for _, part in _moe_layers(model))
     return range_lengths([part.rank_experts(rank, size) for rank in range(size)])
 
 
-def _mixtures(model: nn.Module) -> Iterator[tuple[SplitsExperts, ExpertPartition]]:
+def _moe_layers(model: nn.Module) -> Iterator[tuple[ExpertShardable, ExpertPartition]]:
     """The mixtures of a model, and how they are divided."""
     for layer in model.get_submodule("layers").children():
         for part in layer_spec(layer).partitions:
             if isinstance(part, ExpertPartition):
-                yield cast(SplitsExperts, layer.get_submodule(part.module)), part
+                yield cast(ExpertShardable, layer.get_submodule(part.module)), part
 
 
 def _common_alignment(
@@ -138,7 +138,7 @@ def _common_alignment(
     """
     layers = dict(model.get_submodule("layers").named_children())
     specs = {f"layers.{name}": layer_spec(layer) for name, layer in layers.items()}
-    reads_others = any(any(spec.of_type(SharedCacheSpec)) for spec in specs.values())
+    reads_others = any(any(spec.modules_of_type(SharedKVQuerySpec)) for spec in specs.values())
     kv = model.kv
     assert isinstance(kv, KVShape)
     if not reads_others and not kv.layer_windows:
@@ -156,7 +156,7 @@ def _common_alignment(
 
 
 @dataclass(frozen=True)
-class _RankHeads:
+class _RankKVHeads:
     """How many KV heads of an attention a rank has, and whether every rank has as many."""
 
     count: int
@@ -169,7 +169,7 @@ def _shard_layer(
     alignment_for: Callable[[str], int],
     *,
     expert_parallel: bool,
-) -> list[_RankHeads]:
+) -> list[_RankKVHeads]:
     """Shard a layer by its spec; return the KV heads of each attention with a cache.
 
     expert_parallel: experts are whole, and those of other ranks are gone.
@@ -183,15 +183,15 @@ def _shard_layer(
         alignment = _column_alignment(spec, part, alignment_for)
         ranges |= part.ranges(rank, size, alignment)
         if isinstance(part, HeadPartition):
-            attention = cast(SplitsHeads, layer.get_submodule(part.module))
-            attention.take_heads(*part.heads(rank, size, alignment))
-            if any(spec.of_type(CacheSpec)):
-                ranges_by_rank = [part.heads(r, size, alignment)[1] for r in range(size)]
+            attention = cast(HeadShardable, layer.get_submodule(part.module))
+            attention.keep_local_heads(*part.rank_heads(rank, size, alignment))
+            if any(spec.modules_of_type(RopeCacheSpec)):
+                ranges_by_rank = [part.rank_heads(r, size, alignment)[1] for r in range(size)]
                 even = len({end - first for first, end in ranges_by_rank}) == 1
-                kv_heads.append(_RankHeads(attention.kv_heads, even))
+                kv_heads.append(_RankKVHeads(attention.kv_heads, even))
         elif isinstance(part, StateHeadPartition):
-            mixer = cast(SplitsHeads, layer.get_submodule(part.module))
-            mixer.take_heads(*part.rank_heads(rank, size, alignment))
+            mixer = cast(HeadShardable, layer.get_submodule(part.module))
+            mixer.keep_local_heads(*part.rank_heads(rank, size, alignment))
     for linear in spec.linears:
         if expert_parallel and linear.expert is not None:
             continue
@@ -199,7 +199,7 @@ def _shard_layer(
         if shard is not None:
             module = layer.get_submodule(linear.path)
             assert isinstance(module, Linear)
-            module.take_shard(shard(module.shape))
+            module.restrict_to_shard(shard(module.shape))
     return kv_heads
 
 
@@ -230,5 +230,5 @@ def _linear_shard(
     return lambda shape: Shard.from_rows(shape, *rows)
 
 
-def _prefixed(name: str, alignment_for: Callable[[str], int]) -> Callable[[str], int]:
+def _child_alignment_for(name: str, alignment_for: Callable[[str], int]) -> Callable[[str], int]:
     return lambda child: alignment_for(f"{name}.{child}")

@@ -1,7 +1,7 @@
 """Attention to the keys and values of an earlier layer (Gemma 4): a layer without a KV cache.
 
 It has queries and an output projection of its own. The spec names the cache that it reads
-(``SharedCacheSpec``), so that calibration keeps those pages.
+(``SharedKVQuerySpec``), so that calibration keeps those pages.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from modelmill.nn.attention import AttentionCore, AttentionSpec, RopeCosSin
-from modelmill.nn.attention_parts import core_spec, input_projection, o_proj_spec
-from modelmill.nn.layer_spec import ROPE, ModuleSpec, Part, SharedCacheSpec, SiteSpec
+from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
+from modelmill.nn.layer_spec import ROPE, ModuleSpec, RowPart, SharedKVQuerySpec, SiteSpec
 from modelmill.nn.linear import Linear
 from modelmill.nn.norm import QKNormWeight
 from modelmill.nn.partition import HeadPartition
@@ -51,10 +51,10 @@ class SharedKVAttentionSpec:
     def module_specs(self) -> tuple[ModuleSpec, ...]:
         """The modules of ``SharedKVAttention`` as a layer's ``attn``; "attn_input" → "attn_out"."""
         spec = self.attention
-        rows = (Part("q", spec.heads * spec.head_dim, "q_heads"),)
+        rows = (RowPart("q", spec.heads * spec.head_dim, "q_heads"),)
         return (
-            input_projection("q_proj", "q_rows", rows, bias=spec.qkv_bias),
-            SharedCacheSpec(
+            input_projection_spec("q_proj", "q_rows", rows, bias=spec.qkv_bias),
+            SharedKVQuerySpec(
                 path="attn.rope",
                 reads=("q_rows", ROPE),
                 writes=("q",),
@@ -63,7 +63,7 @@ class SharedKVAttentionSpec:
                 op="rope",
                 cache=self.cache,
             ),
-            core_spec(()),
+            attention_core_spec(()),
             o_proj_spec(spec.hidden, reads="attn", split_columns="q_heads", bias=spec.out_bias),
         )
 
@@ -76,7 +76,7 @@ class SharedKVAttention(nn.Module):
         sizes = spec.attention
         self.kv_heads = sizes.kv_heads
         self.q_proj = Linear(sizes.hidden, sizes.heads * sizes.head_dim, sizes.qkv_bias)
-        self.rope = QueryRope(sizes)
+        self.rope = QNormAndRope(sizes)
         self.core = AttentionCore(sizes, spec.cache)
         self.o_proj = Linear(sizes.heads * sizes.head_dim, sizes.hidden, sizes.out_bias)
 
@@ -85,13 +85,13 @@ class SharedKVAttention(nn.Module):
         q = self.rope(self.q_proj(x, step), rope, step)
         return self.o_proj(self.core(q, step), step)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
-        self.core.take_heads(heads)
+        self.core.keep_local_heads(heads)
         self.kv_heads = kv_heads[1] - kv_heads[0]
 
 
-class QueryRope(nn.Module):
+class QNormAndRope(nn.Module):
     """The norm of each query head, and its rotation."""
 
     def __init__(self, spec: AttentionSpec) -> None:

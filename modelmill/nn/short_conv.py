@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modelmill.nn.causal_conv import CausalConv, CausalConvConfig
-from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, Part, SiteSpec, linear_tensors
+from modelmill.nn.layer_spec import LinearSpec, ModuleSpec, RowPart, SiteSpec, linear_tensors
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import StateHeadPartition
 from modelmill.nn.step import Step
@@ -54,7 +54,7 @@ class ShortConvSpec:
         """The module; ``state_index``: the place of its state among those of the model."""
         return ShortConv(self, state_index)
 
-    def row_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
+    def row_rename_steps(self, *, by_key_head: bool = False) -> dict[str, str]:
         """Rename steps that make the modules' rows from a checkpoint's."""
         assert not by_key_head, "rows are stored part by part"
         return {"attn.conv": "depthwise"}
@@ -65,7 +65,7 @@ class ShortConvSpec:
         return (
             LinearSpec(
                 path="attn.in_proj", reads=("attn_input",), writes=("bcx",), site="qkv",
-                parts=tuple(Part(name, self.hidden, CHANNELS) for name in ("B", "C", "x")),
+                parts=tuple(RowPart(name, self.hidden, CHANNELS) for name in ("B", "C", "x")),
                 tensors=tensors,
             ),
             ModuleSpec(
@@ -79,7 +79,7 @@ class ShortConvSpec:
             ),
             LinearSpec(
                 path="attn.out_proj", reads=("gated",), writes=("attn_out",), site="o",
-                parts=(Part("o_proj", self.hidden),), split_columns=CHANNELS, tensors=tensors,
+                parts=(RowPart("o_proj", self.hidden),), split_columns=CHANNELS, tensors=tensors,
             ),
         )  # fmt: skip
 
@@ -119,7 +119,7 @@ class ShortConv(nn.Module):
         mixed = self.conv(self.conv_input(bcx, step), step)
         return self.out_proj(self.conv_output(mixed, bcx, step), step)
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:
         """Keep a rank's channels."""
         self.kv_heads = kv_heads[1] - kv_heads[0]
-        self.conv.take_channels(heads)
+        self.conv.keep_local_channels(heads)

@@ -58,13 +58,13 @@ class Step:
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
     num_decodes: int | None = None
 
-    def by_layer(self) -> Iterable[Step]:
+    def steps_by_layer(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""
         if self.layer_inputs is None or not self.layer_steps:
             return self.layer_steps or repeat(self)
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
 
-    def of_logit_rows(self) -> Step | None:
+    def only_logit_rows(self) -> Step | None:
         """The step of the rows ``logit_rows``, each the only query of a sequence of its own.
 
         The last layer computes it once the keys and values of every token are stored: nothing but

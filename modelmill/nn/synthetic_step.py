@@ -15,7 +15,7 @@ from modelmill.nn.moe import MoE
 from modelmill.nn.recurrent_state import state_step
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import chunk_tokens
+from modelmill.ops.state_rows import chunk_size_for_page
 from modelmill.weights import base
 from modelmill.weights.base import WeightFormat
 
@@ -52,7 +52,7 @@ def fill_random_weights(
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             for path in ("gate_up_proj", "down_proj"):
-                experts = module.present_experts
+                experts = module.local_expert_modules
                 linears = [cast(Linear, expert.get_submodule(path)) for expert in experts]
                 n, k = linears[0].shape
                 first = f"{name}.experts.{module.local_experts[0]}.{path}".removeprefix(".")
@@ -138,7 +138,7 @@ def synthetic_step(
             positions.to(device),
             weight.dtype,
             max_query=widest,
-            chunk=chunk_tokens(page_size),
+            chunk=chunk_size_for_page(page_size),
         ),
     )
 

@@ -48,7 +48,7 @@ class ValueNorm(nn.Module):
         self._norm = OpBinding()
         self._ones: torch.Tensor | None = None
 
-    def take_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002
+    def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002
         """Keep a rank's heads."""
         self.kv_heads = kv_heads[1] - kv_heads[0]
 
@@ -57,10 +57,10 @@ class ValueNorm(nn.Module):
         width = self.kv_heads * self.head_dim
         passed = qkv if self.config.from_keys else qkv[:, :-width]
         heads = qkv[:, -width:].reshape(-1, self.head_dim)
-        normed = self._norm(step.ops.rms_norm, heads, self._weight(qkv), self.config.eps)
+        normed = self._norm(step.ops.rms_norm, heads, self._unit_weight(qkv), self.config.eps)
         return torch.cat((passed, normed.view(len(qkv), width)), -1)
 
-    def _weight(self, like: torch.Tensor) -> torch.Tensor:
+    def _unit_weight(self, like: torch.Tensor) -> torch.Tensor:
         """The weight that the op needs: ones, made once."""
         ones = self._ones
         if ones is None or ones.device != like.device or ones.dtype != like.dtype:

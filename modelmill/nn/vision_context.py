@@ -26,7 +26,7 @@ class VisionContext:
         wide = x.reshape(-1, x.shape[-1])
         return layer.weight.matmul(wide, layer.bias, self.ops).view(*x.shape[:-1], -1)
 
-    def gelu(
+    def apply_linear_gelu(
         self, layer: Linear, x: torch.Tensor | QuantizedInput, next_linear: Linear
     ) -> torch.Tensor | QuantizedInput:
         """GELU of the layer's output in the format that ``next_linear`` takes: […, K] → […, N]."""

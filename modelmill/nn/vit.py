@@ -10,13 +10,13 @@ from torch import nn
 
 from modelmill.nn.conv import PlainNorm
 from modelmill.nn.layer_spec import (
+    CompositeSpec,
     LayerSpec,
     LinearSpec,
     ModuleSpec,
     NormSpec,
-    Part,
+    RowPart,
     SiteSpec,
-    WholeSpec,
 )
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
@@ -65,7 +65,7 @@ class VitMLP(VitBranch):
     def forward(self, x: torch.Tensor | QuantizedInput, vision: VisionContext) -> torch.Tensor:
         """[…, C], the same shape."""
         down = self._linear(1)
-        return vision.linear(down, vision.gelu(self._linear(0), x, down))
+        return vision.linear(down, vision.apply_linear_gelu(self._linear(0), x, down))
 
     def _linear(self, index: int) -> Linear:
         linear = self.get_submodule(self.names[index])
@@ -147,45 +147,45 @@ def vit_block_spec(
     up, down = (f"mlp.{name}" for name in mlp)
 
     def linear(path: str, reads: str, writes: str, rows: int) -> LinearSpec:
-        return biased_linear(path, reads, writes, reference[path], rows)
+        return biased_linear_spec(path, reads, writes, reference[path], rows)
 
     inputs, middle = ("branch", "residual"), ("attn_out", "stream")
     modules: tuple[ModuleSpec, ...] = (
-        affine_norm("norm1", inputs, ("attn_input", "stream"), reference["norm1"]),
+        affine_norm_spec("norm1", inputs, ("attn_input", "stream"), reference["norm1"]),
         linear("attn.qkv", "attn_input", "qkv", 3 * width),
         linear("attn.proj", "mixed", "attn_out", width),
-        affine_norm("norm2", middle, ("mlp_input", "residual_out"), reference["norm2"]),
+        affine_norm_spec("norm2", middle, ("mlp_input", "residual_out"), reference["norm2"]),
         linear(up, "mlp_input", "up", inner),
         linear(down, "act", "mlp_out", width),
     )
     inside = {module.path for module in modules}
     wholes = tuple(
-        WholeSpec(path, name, tables if path == "attn" else ())
+        CompositeSpec(path, name, tables if path == "attn" else ())
         for path, name in reference.items()
         if path not in inside
     )
     return LayerSpec(
         modules=modules,
-        sites=read_sites(modules, heavy_tailed="act"),
+        sites=linear_input_sites(modules, heavy_tailed="act"),
         outputs=("mlp_out", "residual_out"),
         partitions=REPLICATED,
         wholes=wholes,
     )
 
 
-def biased_linear(path: str, reads: str, writes: str, reference: str, rows: int) -> LinearSpec:
+def biased_linear_spec(path: str, reads: str, writes: str, reference: str, rows: int) -> LinearSpec:
     """A linear layer with a bias whose site is named by the value that it reads."""
     return LinearSpec(
         path=path,
         reads=(reads,),
         writes=(writes,),
         site=reads,
-        parts=(Part(reference, rows),),
+        parts=(RowPart(reference, rows),),
         tensors=("weight", "bias"),
     )
 
 
-def affine_norm(
+def affine_norm_spec(
     path: str, reads: tuple[str, ...], writes: tuple[str, ...], reference: str
 ) -> NormSpec:
     """A LayerNorm; with two values read it adds the first to the second."""
@@ -199,7 +199,9 @@ def affine_norm(
     )
 
 
-def read_sites(modules: Iterable[ModuleSpec], heavy_tailed: str = "") -> tuple[SiteSpec, ...]:
+def linear_input_sites(
+    modules: Iterable[ModuleSpec], heavy_tailed: str = ""
+) -> tuple[SiteSpec, ...]:
     """The sites of linear layers, in their order.
 
     heavy_tailed: the site of an activation's outputs.

@@ -115,7 +115,7 @@ class AttentionRange(KernelRange):
     score_mods: bool = False
     latent: bool = False
 
-    def covers_weight(self, problem: AttentionProblem) -> bool:
+    def covers_ignoring_m(self, problem: AttentionProblem) -> bool:
         """Whether it serves a step with some number of tokens in ``m``."""
         counts = (
             (self.queries, problem.queries),
@@ -133,7 +133,7 @@ class AttentionRange(KernelRange):
             and self.on_gpu <= problem.on_gpu
             and problem.score_mods <= self.score_mods
             and (problem.value_dim is not None) is self.latent
-            and super().covers_weight(problem)
+            and super().covers_ignoring_m(problem)
         )
 
     def _covers_pages(self, problem: AttentionProblem) -> bool:

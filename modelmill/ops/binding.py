@@ -113,11 +113,11 @@ class SelectedOp:
         """The same for a problem; without ``args``, their memory is not looked at."""
         declared = self.declaration
         if declared.split is not None and (parts := declared.split(problem)):
-            runs = [_first(implementations, part, *args) for part in parts]
+            runs = [_first_supported(implementations, part, *args) for part in parts]
             if None not in runs:
                 assert declared.join is not None, "an op that is split is joined"
                 return self._with_hook(declared.join(*runs))
-        run = _first(implementations, problem, *args)
+        run = _first_supported(implementations, problem, *args)
         return self._with_hook(self.fallback if run is None else run)
 
     def bind(self, *args: Any) -> BoundOp | None:
@@ -147,13 +147,15 @@ class SelectedOp:
         return self._hooked[run]
 
 
-def _first(implementations: Sequence[Implementation], problem: Any, *args: Any) -> Run | None:
+def _first_supported(
+    implementations: Sequence[Implementation], problem: Any, *args: Any
+) -> Run | None:
     """The function of the first implementation that serves the problem of these arguments."""
     chosen = (each.select(problem, *args) for each in implementations)
     return next((each for each in chosen if each is not None), None)
 
 
-class RowChoice:
+class RowCountDispatch:
     """Which function computes the op of the bound operands with so many rows.
 
     Attributes:
@@ -165,21 +167,23 @@ class RowChoice:
         self, op: SelectedOp, problem: Any, implementations: Sequence[Implementation]
     ) -> None:
         self._op, self._problem = op, problem
-        self._implementations = [each for each in implementations if _covers_weight(each, problem)]
+        self._implementations = [
+            each for each in implementations if _covers_ignoring_m(each, problem)
+        ]
         self._measured: dict[int, Run] = {}
-        self.edges = count_classes("m", self._implementations)
-        self.runs = tuple(self._bind_class(edge) for edge in self.edges)
+        self.edges = count_bucket_edges("m", self._implementations)
+        self.runs = tuple(self._select_for_bucket(edge) for edge in self.edges)
 
     def select(self, rows: int) -> Run:
         """The function for so many rows."""
         return self.runs[bisect_left(self.edges, rows)] or self.for_exact_rows(rows)
 
-    def _bind_class(self, edge: int) -> Run | None:
+    def _select_for_bucket(self, edge: int) -> Run | None:
         """The function of the class that ends at ``edge``; None if the exact count decides."""
         problem = self._problem._replace(m=edge)
         for implementation in self._implementations:
             within = [each for each in implementation.ranges if each.m[0] <= edge <= each.m[1]]
-            if any(each.faster is not None and each.covers_weight(problem) for each in within):
+            if any(each.faster is not None and each.covers_ignoring_m(problem) for each in within):
                 return None
             if implementation.select(problem) is not None:
                 break
@@ -197,7 +201,7 @@ class RowChoice:
         return run
 
 
-class CountsChoice:
+class CountsDispatch:
     """Which function computes the op of the bound operands with these counts, of several kinds."""
 
     def __init__(
@@ -207,7 +211,7 @@ class CountsChoice:
         self._implementations = tuple(implementations)
         # 1: where a step changes its kind
         self._edges = tuple(
-            tuple(sorted({1, *count_classes(each, implementations)}))
+            tuple(sorted({1, *count_bucket_edges(each, implementations)}))
             for each in op.declaration.counts
         )
         self._runs: dict[tuple[int, ...], Run] = {}
@@ -238,8 +242,8 @@ class BoundOp:
         self, op: SelectedOp, match: Match, problem: Any, implementations: Sequence[Implementation]
     ) -> None:
         self.op, self.match = op, match
-        kind = RowChoice if len(op.declaration.counts) == 1 else CountsChoice
-        self.choice: RowChoice | CountsChoice = kind(op, problem, implementations)
+        kind = RowCountDispatch if len(op.declaration.counts) == 1 else CountsDispatch
+        self.choice: RowCountDispatch | CountsDispatch = kind(op, problem, implementations)
 
     def call(self, *args: Any) -> Any:
         """Run the op; where the arguments are not like the bound ones it decides for this call."""
@@ -274,7 +278,7 @@ class OpBinding:
         return OpBinding, ()
 
 
-def run_first(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
+def run_first_supported(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
     """The ``run`` of an implementation of several kernels: the first that serves the problem.
 
     Args:
@@ -290,7 +294,7 @@ def run_first(kernels: Sequence[Kernel], declaration: OpDeclaration) -> Run:
     )
 
 
-def count_classes(count: str, implementations: Sequence[Implementation]) -> tuple[int, ...]:
+def count_bucket_edges(count: str, implementations: Sequence[Implementation]) -> tuple[int, ...]:
     """The last value in each class that the implementations' ranges make of a count."""
     edges = {0, UNBOUNDED}
     for implementation in implementations:
@@ -300,7 +304,7 @@ def count_classes(count: str, implementations: Sequence[Implementation]) -> tupl
     return tuple(sorted(edges))
 
 
-def hooked(bound: Mapping[str, Run | None], hook: Callable[[Run], Run]) -> dict[str, Run]:
+def hook_all_ops(bound: Mapping[str, Run | None], hook: Callable[[Run], Run]) -> dict[str, Run]:
     """Selected ops with ``hook`` around each function that may compute them."""
     return {
         name: run.with_hook(hook) if isinstance(run, SelectedOp) else hook(run)
@@ -321,7 +325,9 @@ def call_after(run: Run, after: Callable[[], None]) -> Run:
     return call
 
 
-def _covers_weight(implementation: Implementation, problem: Any) -> bool:
+def _covers_ignoring_m(implementation: Implementation, problem: Any) -> bool:
     """Whether one of its ranges serves the weight with some number of rows."""
     ranges = implementation.ranges
-    return not ranges or any(each.covers_weight(problem._replace(m=each.m[0])) for each in ranges)
+    return not ranges or any(
+        each.covers_ignoring_m(problem._replace(m=each.m[0])) for each in ranges
+    )

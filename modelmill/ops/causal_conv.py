@@ -16,9 +16,9 @@ from modelmill.ops.declaration import OpDeclaration
 from modelmill.ops.state_rows import (
     StateRows,
     gather_states,
-    keep_snapshots,
     lengths_name,
     random_state_rows,
+    store_snapshots,
 )
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -59,9 +59,9 @@ def causal_conv(inputs: CausalConvInputs) -> torch.Tensor:
     x = x[:, :channels]
     if rows.is_decode:
         window = torch.cat((gather_states(state, rows), x[:, None]), 1)
-        keep_snapshots(state, window[:, :-1], rows.positions, rows)
+        store_snapshots(state, window[:, :-1], rows.positions, rows)
         state[rows.slots] = window[:, 1:]
-        keep_snapshots(state, window[:, 1:], rows.positions + 1, rows)
+        store_snapshots(state, window[:, 1:], rows.positions + 1, rows)
         return finish(_weighted([window[:, j] for j in range(width)], weight, bias), x.dtype)
     out = x.new_zeros(x.shape)
     for seq in rows.sequences():

@@ -141,14 +141,14 @@ def experts_reference(
         return (out if bias is None else out + bias[expert].to(wide)).to(x.dtype)
 
     for expert in range(len(inputs.gate_up)):
-        out = product("down", expert, _gate(inputs, product("gate_up", expert, x)))
+        out = product("down", expert, _gated_activation(inputs, product("gate_up", expert, x)))
         total += out.to(wide) * (weights * (ids == expert)).sum(1, keepdim=True).to(wide)
     if inputs.shared is not None:
         total += inputs.shared.to(wide)
     return total.to(x.dtype)
 
 
-def _gate(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
+def _gated_activation(inputs: FusedMoEInputs, gate_up: torch.Tensor) -> torch.Tensor:
     """[T, 2·I] → [T, I]."""
     if inputs.clamp is not None:
         return clamped_swiglu(gate_up, inputs.clamp)

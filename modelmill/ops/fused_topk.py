@@ -68,10 +68,10 @@ def fused_topk(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     weights = scores.gather(1, ids)
     if inputs.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return keep_local(weights * inputs.scale, ids.int(), inputs.local_experts)
+    return map_to_local_experts(weights * inputs.scale, ids.int(), inputs.local_experts)
 
 
-def keep_local(
+def map_to_local_experts(
     weights: torch.Tensor, ids: torch.Tensor, local_experts: tuple[int, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The choice of all experts as a rank with some of them returns it.

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
-from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
+from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
+from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
 from modelmill.ops.state_rows import StateRows, lengths_name
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -78,7 +78,7 @@ class DeltaTokens(NamedTuple):
 def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     heads, dk, dv = inputs.state.shape[1:]
     keys, v = inputs.qkv.to(inputs.state.dtype).tensor_split((-heads * dv,), 1)
-    q, k = (_unit(vectors_by_head(each, heads, dk)) for each in keys.chunk(2, 1))
+    q, k = (_l2_normalize(expand_groups_to_heads(each, heads, dk)) for each in keys.chunk(2, 1))
     b, a = inputs.gates.double().chunk(2, 1)
     rate = inputs.a_log.double().exp()
     log_decay = -rate * F.softplus(a + inputs.dt_bias.double())
@@ -86,7 +86,7 @@ def _prepare(inputs: GatedDeltaInputs) -> DeltaTokens:
     return DeltaTokens(q=q * dk**-0.5, k=k, v=v, log_decay=log_decay, beta=b.sigmoid())
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def _l2_normalize(x: torch.Tensor) -> torch.Tensor:
     """Vectors of length 1 in the last axis."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
@@ -114,7 +114,7 @@ def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, 
 
     The arithmetic of a chunk does not depend on the number of chunks.
     """
-    q, k, v, log_decay, beta = by_chunk(tokens, chunk)
+    q, k, v, log_decay, beta = split_into_chunks(tokens, chunk)
     decays = chunk_decays(log_decay, s.dtype)
     rate = beta.to(s.dtype)[..., None]
     system = (rate * k @ k.transpose(-1, -2) * decays.between).tril(-1)

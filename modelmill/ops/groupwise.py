@@ -41,7 +41,7 @@ def groupwise_problem(*operands: Any) -> GemmProblem:
     return gemm_problem(x, weight, scale, bias, group=group, offset=offset)
 
 
-class RandomWeight(Protocol):
+class RandomWeightFactory(Protocol):
     """A function that makes a seeded weight [n, k]: weight, scale and offset (None: symmetric)."""
 
     def __call__(
@@ -120,7 +120,7 @@ def weight_tensors(
 
 def cases_for_shapes(
     shapes: list[tuple[int, int, int, int]],
-    random_weight: RandomWeight,
+    random_weight: RandomWeightFactory,
     device: str,
     dtype: torch.dtype,
     *,

@@ -64,10 +64,15 @@ def uses_int8pack_mm(x: torch.Tensor) -> bool:
     True for a few rows of bfloat16 on a CPU.
     """
     few = x.dim() == 2 and 0 < x.shape[0] <= INT8PACK_MM_MAX_ROWS and x.device.type == "cpu"
-    return few and x.dtype is torch.bfloat16 and packable(x.shape[1]) and not x.requires_grad
+    return (
+        few
+        and x.dtype is torch.bfloat16
+        and supports_int8pack_mm(x.shape[1])
+        and not x.requires_grad
+    )
 
 
-def packable(columns: int) -> bool:
+def supports_int8pack_mm(columns: int) -> bool:
     """Whether torch has such a kernel for this number of columns on this processor."""
     return columns > 0 and columns % INT8PACK_MM_COLUMN_MULTIPLE == 0 and _int8pack_mm_usable()
 

@@ -107,17 +107,17 @@ class KernelRange:
         """Whether the kernel serves this problem."""
         return (
             self.m[0] <= problem.m <= self.m[1]
-            and self.covers_weight(problem)
+            and self.covers_ignoring_m(problem)
             and (self.faster is None or self.faster(problem))
         )
 
-    def covers_weight(self, problem: Any) -> bool:
+    def covers_ignoring_m(self, problem: Any) -> bool:
         """Whether it serves this problem with some number of rows in ``m``."""
         return self.fits is None or self.fits(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemRange(KernelRange):
+class GemmRange(KernelRange):
     """Products that a kernel serves.
 
     Attributes:
@@ -142,7 +142,7 @@ class ProblemRange(KernelRange):
     bias: bool | None = None
     min_weight_bytes: int = 0
 
-    def covers_weight(self, problem: GemmProblem) -> bool:
+    def covers_ignoring_m(self, problem: GemmProblem) -> bool:
         """Whether it serves this weight with some number of rows in ``m``."""
         choices = (
             (self.dtypes, problem.dtype),
@@ -157,7 +157,7 @@ class ProblemRange(KernelRange):
             and all(not allowed or dtype in allowed for allowed, dtype in choices)
             and self.bias in (None, problem.bias)
             and problem.n * problem.k * problem.weight_dtype.itemsize >= self.min_weight_bytes
-            and super().covers_weight(problem)
+            and super().covers_ignoring_m(problem)
         )
 
 

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TunedLaunchConfigs:
     """Launch configs by op and key, and the name of the device that they were measured on."""
 
     device: str

@@ -37,7 +37,7 @@ def match_gemm(declaration: OpDeclaration, operands: Sequence[Any]) -> Match | N
     other_at = names.index(declaration.per_call) if declaration.per_call else 0
     out_dtype_at = names.index("dtype") if "dtype" in names else 0
     out_dtype = operands[out_dtype_at] if out_dtype_at else None
-    alike = declaration.alike or alike_in_memory
+    alike = declaration.alike or make_layout_check
     is_alike = alike(operands[other_at]) if other_at else None
     if other_at and is_alike is None:
         return None
@@ -135,7 +135,7 @@ def _identity_check(
     return lambda operands: all(map(is_, get(operands), bound))
 
 
-def alike_in_memory(bound: Any) -> Callable[[Any], bool]:
+def make_layout_check(bound: Any) -> Callable[[Any], bool]:
     """Whether an operand is None, or of the dtype, packed and aligned, as the bound one is."""
     if bound is None:
         return lambda operand: operand is None
@@ -149,16 +149,18 @@ def alike_in_memory(bound: Any) -> Callable[[Any], bool]:
     )
 
 
-def no_tensor() -> None:
+def null_reference() -> None:
     """What stands in the place of a reference to an operand that is None."""
 
 
 def reference_to(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
     """A weak reference: a binding does not keep the pages of a cache."""
-    return no_tensor if tensor is None else weakref.ref(tensor)
+    return null_reference if tensor is None else weakref.ref(tensor)
 
 
-def _is_known(reference: Callable[[], torch.Tensor | None], tensor: torch.Tensor | None) -> bool:
+def _is_same_tensor(
+    reference: Callable[[], torch.Tensor | None], tensor: torch.Tensor | None
+) -> bool:
     return reference() is tensor
 
 
@@ -181,7 +183,7 @@ class StepOperands:
     def present(self, *tensors: torch.Tensor | None) -> tuple[bool, ...]:
         """Which are not None; () if one is not packed, aligned and of its dtype."""
         references, present = self._last
-        if present and all(map(_is_known, references, tensors)):
+        if present and all(map(_is_same_tensor, references, tensors)):
             return present
         present = tuple(each is not None for each in tensors)
         for each, dtype, alignment in zip(tensors, self.dtypes, self.alignments, strict=True):

@@ -94,7 +94,7 @@ def _problem(*operands: Any) -> AttentionProblem:
     )
 
 
-def _match(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
+def _match_attention(_: OpDeclaration, operands: Sequence[Any]) -> Match | None:
     """The counts of a call with these pages, and queries that lie in memory alike."""
     q, k_cache, v_cache, *indices = operands[:6]
     k_scale, v_scale, score_mods, value_dim = operands[10:]
@@ -131,7 +131,7 @@ _INDICES = StepOperands((torch.int32, 1), (torch.int32, 1), (torch.int32, 1))
 DECLARATION = OpDeclaration(
     inputs=PagedAttentionInputs,
     problem=_problem,
-    match=_match,
+    match=_match_attention,
     counts=("m", "queries", "sequences", "pairs"),
     split=split_prefill_and_decode,
     join=combine_prefill_and_decode,

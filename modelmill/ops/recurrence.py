@@ -15,8 +15,8 @@ from modelmill.ops.case import randn
 from modelmill.ops.state_rows import (
     StateRows,
     gather_states,
-    keep_snapshots,
     random_state_rows,
+    store_snapshots,
 )
 
 Tokens = tuple[torch.Tensor, ...]
@@ -27,12 +27,12 @@ Chunks = Callable[[torch.Tensor, Tokens, int], tuple[torch.Tensor, torch.Tensor]
 """(state, whole chunks of one sequence, their tokens) → outputs and the last state."""
 
 
-def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
+def slice_tokens(tokens: Tokens, start: int, stop: int) -> Tokens:
     """The tokens [start, stop)."""
     return tuple(each[start:stop] for each in tokens)
 
 
-def vectors_by_head(x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
+def expand_groups_to_heads(x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
     """[T, groups·size] → [T, heads, size]: consecutive heads share the vector of their group."""
     groups = x.unflatten(1, (-1, size))
     return groups.repeat_interleave(heads // groups.shape[1], 1)
@@ -61,32 +61,34 @@ def advance_states(
     """
     if rows.is_decode:
         before = gather_states(state, rows)
-        keep_snapshots(state, before, rows.positions, rows)
+        store_snapshots(state, before, rows.positions, rows)
         out, after = step(before, tokens)
         state[rows.slots] = after
-        keep_snapshots(state, after, rows.positions + 1, rows)
+        store_snapshots(state, after, rows.positions + 1, rows)
         return out
     for seq in rows.sequences():
         s = seq.initial(state)
-        for start, stop in seq.parts(rows.chunk):
-            if seq.is_snapshot(start):
+        for start, stop in seq.chunk_ranges(rows.chunk):
+            if seq.is_snapshot_position(start):
                 state[seq.snapshot_slot] = s
-            part = part_of(tokens, start, stop)
-            if rows.chunk > 1 and seq.is_whole((start, stop), rows.chunk):
+            part = slice_tokens(tokens, start, stop)
+            if rows.chunk > 1 and seq.is_chunk_aligned((start, stop), rows.chunk):
                 out[start:stop], s = chunks(s, part, rows.chunk)
             else:
-                out[start:stop], s = sequential(s, part, step)
-        if seq.is_snapshot(seq.stop):
+                out[start:stop], s = sequential_scan(s, part, step)
+        if seq.is_snapshot_position(seq.stop):
             state[seq.snapshot_slot] = s
         state[seq.slot] = s
     return out
 
 
-def sequential(s: torch.Tensor, tokens: Tokens, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+def sequential_scan(
+    s: torch.Tensor, tokens: Tokens, step: Step
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of one sequence one after another: outputs [n, …] and the last state."""
     outputs, batch = [], s[None]
     for t in range(len(tokens[0])):
-        row, batch = step(batch, part_of(tokens, t, t + 1))
+        row, batch = step(batch, slice_tokens(tokens, t, t + 1))
         outputs.append(row)
     return torch.cat(outputs), batch[0]
 

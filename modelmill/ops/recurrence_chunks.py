@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.recurrence import Tokens
 
 
-def by_chunk(tokens: Tokens, chunk: int) -> list[torch.Tensor]:
+def split_into_chunks(tokens: Tokens, chunk: int) -> list[torch.Tensor]:
     """The tensors of whole chunks, [n, H, …] → [N, H, C, …]."""
     return [each.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for each in tokens]
 

@@ -34,9 +34,9 @@ import torch
 
 from modelmill.core.errors import UsageError
 from modelmill.core.registry import closest_name, find_module_below, module_names
-from modelmill.ops.binding import Implementation, SelectedOp, call_after, hooked
+from modelmill.ops.binding import Implementation, SelectedOp, call_after, hook_all_ops
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.launch_configs import Tuning, filter_supported
+from modelmill.ops.launch_configs import TunedLaunchConfigs, filter_supported
 
 BACKENDS = ("cuda", "triton", "cpu")
 BACKEND_PREFERENCE = {"cuda": ("cuda", "triton", "torch"), "cpu": ("cpu", "torch")}
@@ -106,7 +106,7 @@ def reference(op: str) -> Callable[..., Any]:
     return getattr(import_module(f"modelmill.ops.{op}"), op)
 
 
-def by_name(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+def with_named_args(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call`` (an op's reference, ``run`` or ``supports``) with each argument by its own name.
 
     So a ``Case`` has them, whether or not the op takes some of them as its ``inputs``.
@@ -133,10 +133,10 @@ def serves(op: str, backend: str, *args: Any, **named: Any) -> bool:
         return not hasattr(module, "supports") or bool(module.supports(*args, **kwargs))
     args = declaration.positional(args, kwargs)
     alone = [Implementation.of_module(module, module.run)]
-    return SelectedOp(op, declaration, alone, _not_served).select(*args) is not _not_served
+    return SelectedOp(op, declaration, alone, _unsupported_op).select(*args) is not _unsupported_op
 
 
-def _not_served(*_: Any) -> None:
+def _unsupported_op(*_: Any) -> None:
     """What an op does that no implementation serves; never called."""
 
 
@@ -174,7 +174,9 @@ def specializations(op: str, backend: str) -> list[Callable[..., Any]]:
 
 
 def select_backends(
-    device: str, overrides: Mapping[str, str] | None = None, tuning: Tuning | None = None
+    device: str,
+    overrides: Mapping[str, str] | None = None,
+    tuning: TunedLaunchConfigs | None = None,
 ) -> Ops:
     """Select a backend of every op for a device.
 
@@ -217,7 +219,7 @@ def select_backends(
 
 def with_heartbeat(ops: Ops, on_op: Callable[[], None]) -> Ops:
     """The same ops; ``on_op`` is called after each op call, as a sign of life in long steps."""
-    return ops.replace(hooked(vars(ops), lambda run: call_after(run, on_op)))
+    return ops.replace(hook_all_ops(vars(ops), lambda run: call_after(run, on_op)))
 
 
 def _pick_fused(
@@ -226,7 +228,7 @@ def _pick_fused(
     replaced: Mapping[str, str],
     device_type: str,
     requested: str | None,
-    tuning: Tuning | None,
+    tuning: TunedLaunchConfigs | None,
 ) -> Callable[..., Any] | None:
     """Select the implementation of a fused op; None means that the replaced ops are called instead.
 
@@ -276,7 +278,7 @@ def _chain(
     declaration: OpDeclaration,
     modules: Sequence[ModuleType],
     fallback: Callable[..., Any],
-    tuning: Tuning | None,
+    tuning: TunedLaunchConfigs | None,
 ) -> Callable[..., Any]:
     """One callable of the implementations in order of preference, and of what serves the rest."""
     runs = [_with_launch_configs(op, module, tuning) for module in modules]
@@ -320,7 +322,9 @@ def _usable_backends(
     return usable
 
 
-def _with_launch_configs(op: str, module: ModuleType, tuning: Tuning | None) -> Callable[..., Any]:
+def _with_launch_configs(
+    op: str, module: ModuleType, tuning: TunedLaunchConfigs | None
+) -> Callable[..., Any]:
     """``module.run`` with this device's autotuned launch configs bound, if there are any."""
     run: Callable[..., Any] = module.run
     configs = None if tuning is None else filter_supported(module, tuning.configs.get(op, {}))

@@ -83,7 +83,7 @@ class RopeRange(KernelRange):
     max_dim: int = 0
     plain_operands: bool = False
 
-    def covers_weight(self, problem: RopeProblem) -> bool:
+    def covers_ignoring_m(self, problem: RopeProblem) -> bool:
         """Whether it serves these operands with some number of tokens in ``m``."""
         keys, values = problem.page_dtypes
         return (
@@ -93,7 +93,7 @@ class RopeRange(KernelRange):
             and self.scaled in (None, problem.scaled)
             and (not self.max_dim or (problem.dim <= self.max_dim and problem.dim % 2 == 0))
             and (not self.plain_operands or _is_plain(problem))
-            and super().covers_weight(problem)
+            and super().covers_ignoring_m(problem)
         )
 
 

@@ -112,7 +112,7 @@ class RowRange(KernelRange):
     plain_spec: bool = False
     permuted: bool = False
 
-    def covers_weight(self, problem: RowProblem) -> bool:
+    def covers_ignoring_m(self, problem: RowProblem) -> bool:
         """Whether it serves these operands with some number of rows in ``m``."""
         widest = max(problem.width, problem.columns)
         return (
@@ -124,7 +124,7 @@ class RowRange(KernelRange):
             and widest <= self.max_width
             and problem.width % self.width_multiple == problem.columns % self.width_multiple == 0
             and (problem.spec is None or self._covers_spec(problem.spec))
-            and super().covers_weight(problem)
+            and super().covers_ignoring_m(problem)
         )
 
     def _covers_spec(self, spec: ActQuantSpec) -> bool:
@@ -139,7 +139,7 @@ class RowRange(KernelRange):
         )
 
 
-def is_packed(spec: ActQuantSpec) -> bool:
+def has_contiguous_tensors(spec: ActQuantSpec) -> bool:
     """Whether factors, zero-points and permutation are contiguous."""
     return all(each is None or each.is_contiguous() for each in spec[1:4])
 

@@ -27,7 +27,7 @@ class ScoreMods(NamedTuple):
     sinks: torch.Tensor | None = None
 
     @property
-    def kind(self) -> tuple[float | None, bool, bool]:
+    def specialization_key(self) -> tuple[float | None, bool, bool]:
         """What compiled kernels depend on: the cap, and whether there are slopes and sinks."""
         return self.softcap, self.alibi_slopes is not None, self.sinks is not None
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from modelmill.ops.case import Case, nbytes, randn
 from modelmill.ops.declaration import OpDeclaration
-from modelmill.ops.recurrence import Tokens, advance_states, random_operands, vectors_by_head
-from modelmill.ops.recurrence_chunks import by_chunk, chunk_decays
+from modelmill.ops.recurrence import Tokens, advance_states, expand_groups_to_heads, random_operands
+from modelmill.ops.recurrence_chunks import chunk_decays, split_into_chunks
 from modelmill.ops.state_rows import StateRows, lengths_name
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
@@ -74,7 +74,7 @@ class SSDTokens(NamedTuple):
 def _prepare(inputs: SSDScanInputs) -> SSDTokens:
     heads, dim, size = inputs.state.shape[1:]
     x, shared = inputs.xbc.to(inputs.state.dtype).tensor_split((heads * dim,), 1)
-    b, c = (vectors_by_head(each, heads, size) for each in shared.chunk(2, 1))
+    b, c = (expand_groups_to_heads(each, heads, size) for each in shared.chunk(2, 1))
     delta = F.softplus(inputs.dt.double() + inputs.dt_bias.double()).clamp(*inputs.dt_limit)
     log_decay = -inputs.a_log.double().exp() * delta
     x = x.unflatten(1, (heads, dim))
@@ -91,7 +91,7 @@ def recurrent_step(s: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch
 
 def chunked(s: torch.Tensor, tokens: Tokens, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole chunks of one sequence: outputs without D x [n, H, P], and the last state."""
-    x, b, c, log_decay, delta = by_chunk(tokens, chunk)
+    x, b, c, log_decay, delta = split_into_chunks(tokens, chunk)
     decays = chunk_decays(log_decay, s.dtype)
     x = x * delta.to(s.dtype)[..., None]
     out = (c @ b.transpose(-1, -2) * decays.between) @ x

@@ -71,7 +71,7 @@ class SequenceRows(NamedTuple):
             return torch.zeros(state.shape[1:], dtype=state.dtype, device=state.device)
         return state[self.slot].clone()
 
-    def parts(self, chunk: int) -> Iterator[tuple[int, int]]:
+    def chunk_ranges(self, chunk: int) -> Iterator[tuple[int, int]]:
         """Consecutive parts (start, stop) of the tokens: whole chunks, and what is around them.
 
         Of whole chunks that follow each other one part is made; the snapshot ends a part.
@@ -84,17 +84,17 @@ class SequenceRows(NamedTuple):
         bounds = [self.start, *inside, self.stop]
         yield from pairwise(bounds)
 
-    def is_whole(self, part: tuple[int, int], chunk: int) -> bool:
+    def is_chunk_aligned(self, part: tuple[int, int], chunk: int) -> bool:
         """Whether a part consists of whole chunks."""
         start, stop = part
         return (start - self.start + self.first) % chunk == 0 and (stop - start) % chunk == 0
 
-    def is_snapshot(self, token: int) -> bool:
+    def is_snapshot_position(self, token: int) -> bool:
         """Whether the state in front of a token of the step is kept."""
         return token - self.start + self.first == self.snapshot_end
 
 
-def chunk_tokens(page_size: int) -> int:
+def chunk_size_for_page(page_size: int) -> int:
     """The chunk for pages of this size: the largest power of two that divides it."""
     return min(page_size & -page_size, MAX_CHUNK)
 
@@ -106,7 +106,7 @@ def gather_states(state: torch.Tensor, rows: StateRows) -> torch.Tensor:
     return before.masked_fill_(fresh, 0)
 
 
-def keep_snapshots(
+def store_snapshots(
     state: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, rows: StateRows
 ) -> None:
     """Of a decode step, copy the states [B, …] behind ``ends`` [B] tokens that are kept.

@@ -111,7 +111,7 @@ def copy_bandwidth(device: str = "cuda") -> float:
     return 2 * source.nbytes / _typical_time(lambda: target.copy_(source), device)
 
 
-def memory_read() -> tuple[Call, int]:
+def make_memory_read() -> tuple[Call, int]:
     """A read of a large array by all CPU threads, and its size in bytes.
 
     This is the upper limit for a product with a weight. Writing is slower than reading, so a copy
@@ -130,11 +130,11 @@ def memory_bandwidth(device: str) -> float:
     """Peak bytes per second of the device's memory: copy; on a CPU the faster of read and copy."""
     if _device_type(device) == "cuda":
         return copy_bandwidth(device)
-    read, size = memory_read()
+    read, size = make_memory_read()
     return max(size / _typical_time(read, device), copy_bandwidth(device))
 
 
-def square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
+def make_square_matmul(device: str, dtype: torch.dtype) -> tuple[Call, int]:
     """A large square matrix product of random values in torch, and its number of operations.
 
     On a CPU the size starts small and grows, because torch has no fast product there for some
@@ -172,7 +172,7 @@ def matmul_throughput(device: str, dtype: torch.dtype) -> float | None:
         None where torch has no 8-bit product on this device.
     """
     try:
-        multiply, operations = square_matmul(device, dtype)
+        multiply, operations = make_square_matmul(device, dtype)
         return operations / _typical_time(multiply, device)
     except RuntimeError as error:  # unsupported dtype; running out of memory is raised
         if dtype not in EIGHT_BIT_DTYPES or isinstance(error, torch.OutOfMemoryError):

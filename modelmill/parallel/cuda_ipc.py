@@ -26,9 +26,9 @@ def allocate(size: int) -> int:
     A separate cudaMalloc, since IPC shares whole allocations. Raises RuntimeError.
     """
     address = ctypes.c_void_p()
-    _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
-    _call("cudaMemset", address, 0, ctypes.c_size_t(size))
-    _call("cudaDeviceSynchronize")
+    _call_cudart("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
+    _call_cudart("cudaMemset", address, 0, ctypes.c_size_t(size))
+    _call_cudart("cudaDeviceSynchronize")
     assert address.value is not None
     return address.value
 
@@ -39,7 +39,7 @@ def export_handle(address: int) -> bytes:
     Raises RuntimeError if the system does not support IPC memory.
     """
     handle = _IpcMemHandle()
-    _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+    _call_cudart("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return bytes(handle)
 
 
@@ -50,7 +50,9 @@ def map_handle(handle: bytes) -> int:
     """
     address = ctypes.c_void_p()
     ipc = _IpcMemHandle.from_buffer_copy(handle)
-    _call("cudaIpcOpenMemHandle", ctypes.byref(address), ipc, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    _call_cudart(
+        "cudaIpcOpenMemHandle", ctypes.byref(address), ipc, ctypes.c_uint(_LAZY_PEER_ACCESS)
+    )
     assert address.value is not None
     return address.value
 
@@ -64,7 +66,7 @@ def release(own_address: int, mapped_addresses: list[int]) -> None:
     library.cudaGetLastError()
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call_cudart(name: str, *arguments: Any) -> None:
     library = _library()
     code = getattr(library, name)(*arguments)
     if code:

@@ -40,7 +40,7 @@ def smoothing_scales(
     A channel that is always 0, or that no matrix reads, is not scaled. The mean is free: per-token
     and per-tensor scales absorb a common factor, and a norm's weight keeps its magnitude.
     """
-    weight = block.site_weight(site).abs().amax(0)
+    weight = block.stacked_site_weight(site).abs().amax(0)
     groups = block.head_groups(site)
     if groups is not None:
         max_abs, weight = max_over_kv_group(groups, max_abs), max_over_kv_group(groups, weight)
@@ -56,7 +56,7 @@ def smoothing_scales(
 
 def max_over_kv_group(groups: HeadGroups, vector: torch.Tensor) -> torch.Tensor:
     """Return, for each q head of a KV head, the maximum over these heads."""
-    each = groups.by_group(vector)
+    each = groups.reshape_by_group(vector)
     return each.amax(1, keepdim=True).expand_as(each).reshape(-1)
 
 
@@ -78,7 +78,7 @@ def apply_smoothing(
         What the inputs were divided by, by site.
     """
     folded: Scales = {}
-    for site in block.spec.fold_order:
+    for site in block.spec.scale_fold_order:
         alpha = alphas.get(site)
         if alpha is not None:
             scales = smoothing_scales(block, site, statistics[site].max_abs, alpha)
@@ -151,7 +151,7 @@ def search_alphas(trial: SmoothingTrial) -> tuple[SiteAlphas, float, float]:
     if middle is not None:
         for alpha in (middle - ALPHA_STEP, middle + ALPHA_STEP):
             tried(dict.fromkeys(sites, round(alpha, 2)))
-    for site in trial.block.spec.fold_order:
+    for site in trial.block.spec.scale_fold_order:
         now = best[site]
         others: tuple[float | None, ...] = ALPHA_GRID[::2]
         if now is not None:

@@ -36,8 +36,8 @@ def scale_layer(
     round_weight: quantizes and dequantizes a weight, for the search.
     """
     done = PrepareResult()
-    for site in block.spec.fold_order:
-        weight = block.site_weight(site)
+    for site in block.spec.scale_fold_order:
+        weight = block.stacked_site_weight(site)
         scales, alpha, gain = search_scales(
             weight, average_kv_group_statistics(block, site, statistics[site]), round_weight
         )
@@ -124,7 +124,7 @@ def average_kv_group(block: QuantizableLayer, site: str, vector: torch.Tensor) -
     groups = block.head_groups(site)
     if groups is None:
         return vector
-    each = groups.by_group(vector)
+    each = groups.reshape_by_group(vector)
     return each.mean(1, keepdim=True).expand_as(each).reshape(-1)
 
 
@@ -162,7 +162,7 @@ def _divide_rows(
 ) -> None:
     """Divide the rows of a weight and its bias that produce a site's input."""
     if producer.groups is not None:
-        scales = producer.groups.by_group(scales)[:, 0].reshape(-1)
+        scales = producer.groups.reshape_by_group(scales)[:, 0].reshape(-1)
     rows = slice(*block.spec.linear(producer.linear).part_range(producer.part))
     makes = block.linear(producer.linear)
     weight = makes.weight.dense().clone()

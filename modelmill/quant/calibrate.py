@@ -50,7 +50,9 @@ def quantize_layer(
             block, calibration.fork(PROBE_BATCHES), layer_name, needs_hessian=needs_hessian
         )
         if recipe.needs_search:
-            prepared = recipe.search_layer(block, survey, calibration.subset(TRIAL_TOKENS), dtype)
+            prepared = recipe.prepare_by_search(
+                block, survey, calibration.subset(TRIAL_TOKENS), dtype
+            )
         else:
             prepared = recipe.prepare(block, survey, dtype)
     facts: dict[str, Any] = {}
@@ -73,7 +75,7 @@ def quantize_layer(
             ) | prepared.facts.get(site, {})
             expert = block.spec.linear(path).expert
             if calibration is not None and expert is not None:
-                facts[path]["expert_tokens"] = calibration.expert_tokens(expert)
+                facts[path]["expert_tokens"] = calibration.num_expert_tokens(expert)
             linear.weight = quantized
     if calibration is not None:
         calibration.finish_layer(block)

@@ -57,7 +57,7 @@ class QuantizableLayer:
         """Return path → linear module of the layer."""
         return {each.path: self.linear(each.path) for each in self.spec.linears}
 
-    def site_weight(self, site: str) -> torch.Tensor:
+    def stacked_site_weight(self, site: str) -> torch.Tensor:
         """Return the rows of all matrices that read a site, [N, K]."""
         weights = [linear.weight.dense() for linear in self.linears(site).values()]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -135,15 +135,19 @@ class CalibrationState:
             )
             begun += len(group)
             with torch.inference_mode():
-                rope = model.rope(step) if hasattr(model, "rope") else RopeCosSin()
+                rope = (
+                    model.compute_rope_cos_sin(step)
+                    if hasattr(model, "compute_rope_cos_sin")
+                    else RopeCosSin()
+                )
                 x = model.embed(step.ids, step)
                 for first, places in zip(step.query_start.tolist(), foreign, strict=False):
                     for position, embeddings in places.items():
                         at = first + position
                         x[at : at + len(embeddings)] = embeddings.to(x.device, x.dtype)
                         step.ids[at : at + len(embeddings)] = -1
-                if hasattr(model, "with_layer_inputs"):
-                    step = model.with_layer_inputs(x, step)
+                if hasattr(model, "with_per_layer_inputs"):
+                    step = model.with_per_layer_inputs(x, step)
                 batches.append(CalibrationBatch(step, rope, x))
         return CalibrationState(batches)
 
@@ -194,14 +198,14 @@ class CalibrationState:
         """Return the number of tokens."""
         return sum(len(batch.x) for batch in self.batches)
 
-    def expert_tokens(self, expert: int) -> int:
+    def num_expert_tokens(self, expert: int) -> int:
         """Return how many tokens chose an expert of the layer, if any."""
         return sum(batch.expert_tokens[expert] for batch in self.batches)
 
     @torch.inference_mode()
     def forward_to(self, block: QuantizableLayer, site: str) -> None:
         """Compute from the site before (or the layer's input) up to this site."""
-        value = block.spec.site_value(site)
+        value = block.spec.site_value_name(site)
         for batch in self.batches:
             while batch.num_done == 0 or value not in batch.values:
                 _forward_module(block, batch)
@@ -273,11 +277,11 @@ def _batch_sequences(ids: Sequence[Sequence[int]]) -> Iterator[list[list[int]]]:
         yield group
 
 
-def _shared_pages(shape: KVShape, pages: int, device: str) -> KVCache:
+def _overlapping_kv_pages(shape: KVShape, pages: int, device: str) -> KVCache:
     """Pages of all layers, which take the memory of few."""
     made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
     layers = []
-    for number, size in enumerate(shape.layer_sizes):
+    for number, size in enumerate(shape.layer_kv_sizes):
         key = number if number in shape.read_later else size
         if key not in made:
             one = KVCache.allocate(KVShape(1, *size), pages, PAGE_SIZE, torch.float32, device)
@@ -295,7 +299,7 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
     shape: KVShape = model.kv
     lengths = [len(one) for one in ids]
     pages = [-(-n // PAGE_SIZE) for n in lengths]
-    kv = _shared_pages(shape, sum(pages), device)
+    kv = _overlapping_kv_pages(shape, sum(pages), device)
     tables = torch.zeros(len(ids), max(pages), dtype=torch.int32)
     firsts = [sum(pages[:i]) for i in range(len(pages))]
     for row, (first, count) in enumerate(zip(firsts, pages, strict=True)):
@@ -331,6 +335,6 @@ def _prefill_step(model: Any, ids: Sequence[Sequence[int]], ops: Any, device: st
             torch.float32,
             max_query=max(lengths),
             chunk=PAGE_SIZE,
-            cache=RecurrentStateCache.scratch(states, len(ids) + 1, torch.float32, device),
+            cache=RecurrentStateCache.allocate_scratch(states, len(ids) + 1, torch.float32, device),
         ),
     )

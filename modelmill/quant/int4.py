@@ -81,7 +81,7 @@ class Int4Recipe(Recipe):
         if not self.needs_prepare:
             return PrepareResult()
         before = {
-            site: self._nearest_error(block.site_weight(site), statistics[site])
+            site: self._nearest_error(block.stacked_site_weight(site), statistics[site])
             for site in block.sites
         }
         done = scale_layer(block, statistics, self._round_quickly, dtype)

@@ -45,7 +45,7 @@ GROUPWISE_FORMATS = {
 
 
 @dataclass(frozen=True)
-class KeptWeight:
+class PrequantizedWeight:
     """A matrix of the engine from parts of the checkpoint, with the layout of each part.
 
     Attributes:
@@ -94,7 +94,9 @@ class KeptWeight:
         return mixed_rows.MixedRowsWeight(tuple(rows))
 
 
-def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeight | None:
+def find_prequantized_weight(
+    resolved: ResolvedRule, checkpoint: Checkpoint
+) -> PrequantizedWeight | None:
     """Return how a matrix can be kept.
 
     It is None if no part is stored in few bits, or the matrix is not made of whole rows.
@@ -112,7 +114,7 @@ def find_kept_weight(resolved: ResolvedRule, checkpoint: Checkpoint) -> KeptWeig
         form is not None and form.merge_key == first.merge_key for form in forms
     )
     weight_format = first.weight_format if first is not None and same else "mixed_rows"
-    return KeptWeight(resolved.sources, tuple(forms), weight_format)
+    return PrequantizedWeight(resolved.sources, tuple(forms), weight_format)
 
 
 EXPANDED = (

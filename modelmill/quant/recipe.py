@@ -78,7 +78,7 @@ class Recipe(ABC):
         needs_calibration: whether ``quantize`` needs statistics.
         needs_prepare: whether ``prepare`` needs statistics of the unchanged layer.
         needs_hessian: whether the statistics need the Hessian, which takes most of their time.
-        needs_search: whether ``search_layer`` is called instead of ``prepare``.
+        needs_search: whether ``prepare_by_search`` is called instead of ``prepare``.
     """
 
     weight_format: str
@@ -105,7 +105,7 @@ class Recipe(ABC):
         """
         return PrepareResult()
 
-    def search_layer(
+    def prepare_by_search(
         self,
         block: QuantizableLayer,
         statistics: Mapping[str, InputStatistics],

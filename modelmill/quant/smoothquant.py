@@ -111,7 +111,7 @@ class SmoothQuantRecipe(Recipe):
             block, activation_smoothing.apply_smoothing(block, statistics, alphas, dtype), alphas
         )
 
-    def search_layer(
+    def prepare_by_search(
         self,
         block: QuantizableLayer,
         statistics: Mapping[str, InputStatistics],
@@ -119,7 +119,10 @@ class SmoothQuantRecipe(Recipe):
         dtype: torch.dtype,
     ) -> PrepareResult:
         """Search the α with the smallest layer error, and the sites that keep float inputs."""
-        before = {site: self._error_before(block, site, statistics[site]) for site in block.sites}
+        before = {
+            site: self._error_without_smoothing(block, site, statistics[site])
+            for site in block.sites
+        }
         trial = activation_smoothing.SmoothingTrial(
             block, statistics, calibration, dtype, self._quantize_layer
         )
@@ -196,11 +199,11 @@ class SmoothQuantRecipe(Recipe):
                 linear.weight = quantize(linear.weight.dense(), statistics)
         calibration.finish_layer(block)
 
-    def _error_before(
+    def _error_without_smoothing(
         self, block: QuantizableLayer, site: str, statistics: InputStatistics
     ) -> dict[str, float]:
         """Return the error of a site's outputs without smoothing."""
-        weight = block.site_weight(site)
+        weight = block.stacked_site_weight(site)
         return {"before": output_error(weight, self.quantize(weight, statistics), statistics)}
 
 

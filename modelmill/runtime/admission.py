@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from modelmill.core.window_pages import pages_between_steps, pages_of_step
+from modelmill.core.window_pages import max_pages_between_steps, max_pages_of_step
 from modelmill.runtime.sequence import Sequence
 
 MAX_LENGTH_RATIO = 4 / 3
@@ -94,5 +94,5 @@ def _peak_of_window(seqs: Iterable[Sequence], page_size: int, window: int, step_
     for seq in seqs:
         known |= ends_at_limit(seq)
         length = seq.max_length if ends_at_limit(seq) else seq.length
-        pages += pages_between_steps(length, page_size, window)
-    return pages + pages_of_step(step_tokens, page_size, window) if known else 0
+        pages += max_pages_between_steps(length, page_size, window)
+    return pages + max_pages_of_step(step_tokens, page_size, window) if known else 0

@@ -19,7 +19,7 @@ from modelmill.nn.kv import KVCache
 from modelmill.nn.recurrent_state import RecurrentStateCache, StateStep
 from modelmill.nn.step import Step
 from modelmill.ops.registry import Ops
-from modelmill.ops.state_rows import StateRows, chunk_tokens
+from modelmill.ops.state_rows import StateRows, chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.batch_layout import BatchLayout, BatchViews, HostArrays
 from modelmill.runtime.kv_pages import PageTables
@@ -52,7 +52,7 @@ class PackedBatch:
     embed_mask: torch.Tensor | None = None
     num_decodes: int | None = None
 
-    def step(
+    def to_step(
         self,
         kv: KVCache,
         ops: Ops,
@@ -101,7 +101,7 @@ class PackedBatch:
             v.snapshot_slots,
             v.snapshot_ends,
             self.max_query,
-            chunk_tokens(page_size),
+            chunk_size_for_page(page_size),
         )
         return StateStep(states, rows)
 
@@ -220,7 +220,7 @@ class Packer:
         if out.more_slots:
             self._pack_more_groups(out, work, count)
         self._write_logit_rows(out, logit_rows, samples)
-        self.send(views)
+        self.upload(views)
         embeds, mask = _gather_embeds(work, tokens, self.device)
         all_rows = (
             decode
@@ -262,11 +262,11 @@ class Packer:
             self._pack_more_groups(out, [], 0)
         if self.state_padding is not None:
             self._pack_state(out, [], self.state_padding)
-        self.send(views)
+        self.upload(views)
         return PackedBatch(views, query, False, query, max_context, False)
 
     def receive_buffer(self, layout: BatchLayout) -> tuple[BatchViews, memoryview]:
-        """The buffer for a step that another process packed; fill it, then call ``send``."""
+        """The buffer for a step that another process packed; fill it, then call ``upload``."""
         views = self.views(layout)
         return views, self._buffer_bytes(self._next_buffer(), views)
 
@@ -286,7 +286,7 @@ class Packer:
         slots[:], snapshot_slots[:], snapshot_ends[:] = padding, padding, -1
         for i, (seq, count) in enumerate(work):
             slots[i] = seq.table_row
-            snapshot = seq.snapshot_of_step(count)
+            snapshot = seq.next_step_snapshot(count)
             if snapshot is not None:
                 snapshot_slots[i], snapshot_ends[i] = snapshot.slot, snapshot.end
 
@@ -298,7 +298,7 @@ class Packer:
     def _buffer_bytes(self, index: int, views: BatchViews) -> memoryview:
         return self._host_buffers[index][: views.num_words].numpy().data.cast("B")
 
-    def send(self, views: BatchViews) -> None:
+    def upload(self, views: BatchViews) -> None:
         """Start the copy to the device; on the CPU the buffers are the same."""
         if self.cuda:
             assert self._device_buffer is not None

@@ -84,7 +84,7 @@ class BeamSearch:
         self.scores = [score for score, _, _ in alive]
         return [BeamExtension(parent, token) for _, parent, token in alive]
 
-    def next_fork(self) -> int:
+    def new_fork_index(self) -> int:
         """The index of one more sequence that forks from a beam."""
         self.num_forks += 1
         return self.num_forks

@@ -157,18 +157,18 @@ class DecodeGraphs:
         put back.
         """
         batch = _with_last_ids(batch)
-        with on_side_stream(torch.cuda.Stream()), self._unchanged_states(batch):
+        with on_side_stream(torch.cuda.Stream()), self._restore_states_on_exit(batch):
             self._run(batch, graph_output)
             if graph_output not in self._dry_run_outputs:
                 self._dry_run(batch, graph_output)
         return self._capturer.capture(lambda: self._run_and_keep_ids(batch, graph_output))
 
-    def _unchanged_states(self, batch: PackedBatch) -> AbstractContextManager[None]:
+    def _restore_states_on_exit(self, batch: PackedBatch) -> AbstractContextManager[None]:
         """Within the block, steps of a batch may change the states of its slots."""
         if self._states is None:
             return nullcontext()
         views = batch.views
-        return self._states.unchanged(torch.cat((views.state_slots, views.snapshot_slots)))
+        return self._states.restore_on_exit(torch.cat((views.state_slots, views.snapshot_slots)))
 
     def _run_and_keep_ids(self, batch: PackedBatch, graph_output: str) -> torch.Tensor:
         out = self._run(batch, graph_output)

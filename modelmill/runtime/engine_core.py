@@ -38,7 +38,7 @@ from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
 from modelmill.nn.shard_model import experts_by_rank
-from modelmill.ops.launch_configs import Tuning
+from modelmill.ops.launch_configs import TunedLaunchConfigs
 from modelmill.ops.registry import select_backends, with_heartbeat
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime import cuda_graphs, warmup
@@ -78,7 +78,7 @@ class EngineCore:
         digest: str = "",
         artifact: Artifact | None = None,
         overlap: bool | None = None,
-        tuning: Tuning | None = None,
+        tuning: TunedLaunchConfigs | None = None,
         tp_group: TPGroup = SINGLE_RANK,
         tp_workers: TPWorkers | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class EngineCore:
         limits = replace(
             scheduler_limits(self.model, self.config, on_gpu=self.device.startswith("cuda")),
             windows=self.kv_shape.group_windows,
-            table_steps=self.kv_shape.table_steps,
+            page_id_strides=self.kv_shape.page_id_strides,
         )
         max_idle_pages = capacity.max_idle_pages(
             self.config, self.num_pages, self.page_bytes, self.device
@@ -217,7 +217,7 @@ class EngineCore:
         """The recurrent states of all slots, and the padding slot; None without any."""
         if self.state_capacity is None:
             return None, None
-        slots = self.state_capacity.slots
+        slots = self.state_capacity.num_slots
         shape = model_state_shape(self.model)
         cache = RecurrentStateCache.allocate(shape, slots, self.dtype, self.device, zeros=zeros)
         return cache, slots - 1
@@ -256,7 +256,7 @@ class EngineCore:
         build_rank_model(artifact, TPGroup(size=config.tp), config.enable_expert_parallel)
         workers = TPWorkers(artifact.path, config, rank_devices(device, config.tp))
         try:
-            with workers.guard():
+            with workers.translate_errors():
                 check(artifact)
                 return cls.for_rank(artifact, config, device, workers.connect(), workers)
         except BaseException:
@@ -393,8 +393,8 @@ class EngineCore:
 
         Raises RankError if another rank has ended.
         """
-        with self.model_runner.guard_ranks():
-            self._recompute(self._half_advanced)
+        with self.model_runner.translate_rank_errors():
+            self._preempt_for_recompute(self._half_advanced)
             events, self._events = self._events, []
             started = self._step_start()
             step = self._pending or self._run_and_sample(self.scheduler.schedule())
@@ -405,10 +405,10 @@ class EngineCore:
     def ping(self) -> None:
         """Wait until every other rank has replied. Raises RankError if one has ended."""
         if self.model_runner.tp_workers is not None:
-            with self.model_runner.guard_ranks():
+            with self.model_runner.translate_rank_errors():
                 self.model_runner.tp_workers.ping()
 
-    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+    def set_heartbeat(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` after every op from now on, so that a watchdog sees a long step run.
 
         Ops in replayed graphs do not call it.
@@ -528,7 +528,7 @@ class EngineCore:
         self.scheduler.observe_step(step.schedule, self._last_output_time - started)
         return events
 
-    def _recompute(self, seqs: Iterable[Sequence]) -> None:
+    def _preempt_for_recompute(self, seqs: Iterable[Sequence]) -> None:
         """Preempt sequences whose step failed: some layers have advanced their recurrent state."""
         self._half_advanced = ()
         if self.scheduler.states is not None:
@@ -558,7 +558,7 @@ class EngineCore:
         seqs = [seq for seq, _ in schedule.work]
         widest = max((s.request.params.num_beams for s in seqs), default=1)
         self._steps_since_oom = 0
-        self._recompute(seqs)
+        self._preempt_for_recompute(seqs)
         if schedule.num_tokens // 2 >= widest:
             self.scheduler.set_step_token_budget(schedule.num_tokens // 2)
         else:

@@ -143,7 +143,7 @@ class PagePool:
         """The page with this prefix key, or None; takes no reference."""
         return self._page_by_key.get(key)
 
-    def cache(self, page: int, key: bytes) -> None:
+    def add_to_prefix_cache(self, page: int, key: bytes) -> None:
         """Add a full, computed page to the prefix cache; the first page with a key keeps it."""
         if self._key_by_page[page] is None and key not in self._page_by_key:
             self._page_by_key[key] = page
@@ -208,7 +208,7 @@ class PageTables:
             rows: Most running sequences.
             width: Pages of the longest.
             steps: Of each page group, how far apart the numbers of two pages are in its tables
-                (``KVShape.table_steps``).
+                (``KVShape.page_id_strides``).
         """
         self._steps = tuple(steps)
         self.tables = tuple(np.zeros((rows, width), dtype=np.int32) for _ in self._steps)
@@ -226,14 +226,16 @@ class PageTables:
         for group, pages in enumerate(group_pages):
             self.tables[group][row, : len(pages)] = pages
             self.tables[group][row, : len(pages)] *= self._steps[group]
-            self.fill_freed(row, pages, pages.count(NO_PAGE), group)
+            self.overwrite_freed_entries(row, pages, pages.count(NO_PAGE), group)
         return row
 
     def set_page(self, row: int, index: int, page: int, group: int = 0) -> None:
         """Write one page of a sequence."""
         self.tables[group][row, index] = page * self._steps[group]
 
-    def fill_freed(self, row: int, pages: list[int], freed: int, group: int = 0) -> None:
+    def overwrite_freed_entries(
+        self, row: int, pages: list[int], freed: int, group: int = 0
+    ) -> None:
         """Name a page of the sequence in the places of those that were freed, which are not read.
 
         An implementation may read them all the same, with a weight of 0 for each of their tokens.

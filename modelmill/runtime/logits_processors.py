@@ -103,7 +103,10 @@ def apply_after_penalties(row: torch.Tensor, seq: Sequence, processors: LogitsPr
 
 def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsProcessors) -> None:
     """Processors that transformers runs after the minimum lengths."""
-    if processors.forced_bos_token_id is not None and seq.length - _num_uncounted(seq) == 1:
+    if (
+        processors.forced_bos_token_id is not None
+        and seq.length - _num_hidden_prompt_tokens(seq) == 1
+    ):
         _force_ids(row, (processors.forced_bos_token_id,))
     if processors.forced_eos_token_id and seq.length == seq.max_length - 1:
         _force_ids(row, processors.forced_eos_token_id)
@@ -117,7 +120,7 @@ def apply_after_min_tokens(row: torch.Tensor, seq: Sequence, processors: LogitsP
     _ban_ids(row, processors.suppress_tokens)
     # after a prompt of one token with a forced BOS, the output begins after that BOS
     forced_bos = processors.forced_bos_token_id is not None
-    after_bos = forced_bos and seq.prompt_len - _num_uncounted(seq) <= 1
+    after_bos = forced_bos and seq.prompt_len - _num_hidden_prompt_tokens(seq) <= 1
     if seq.num_outputs == int(after_bos):
         _ban_ids(row, processors.begin_suppress_tokens)
 
@@ -133,7 +136,7 @@ def banned_ngram_ids(source: np.ndarray, tokens: np.ndarray, ngram_size: int) ->
     return np.unique(ends[same])
 
 
-def _num_uncounted(seq: Sequence) -> int:
+def _num_hidden_prompt_tokens(seq: Sequence) -> int:
     """Tokens of the prompt that the original model does not see as ids."""
     return (
         seq.prompt_len

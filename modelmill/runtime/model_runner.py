@@ -108,7 +108,7 @@ class ModelRunner:
         self.fused_model = fuse(model)
         self.memory = memory
         if memory is not None:
-            memory.adopt([model, self.fused_model])
+            memory.move_tensors_in([model, self.fused_model])
         self.keep_last_ids = keep_last_ids
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
@@ -171,11 +171,15 @@ class ModelRunner:
         ids = views.ids
         if batch.uses_last_ids:
             ids = torch.where(views.last_id_rows >= 0, self.last_ids[views.last_id_rows], ids)
-        return batch.step(self.kv, self.ops, ids, tp_group=self.tp_group, states=self.states)
+        return batch.to_step(self.kv, self.ops, ids, tp_group=self.tp_group, states=self.states)
 
-    def guard_ranks(self) -> contextlib.AbstractContextManager[None]:
+    def translate_rank_errors(self) -> contextlib.AbstractContextManager[None]:
         """Within the block, an error caused by the end of another rank becomes a RankError."""
-        return contextlib.nullcontext() if self.tp_workers is None else self.tp_workers.guard()
+        return (
+            contextlib.nullcontext()
+            if self.tp_workers is None
+            else self.tp_workers.translate_errors()
+        )
 
     def forward_all_ranks(self, batch: PackedBatch) -> torch.Tensor:
         """Run a packed batch on all ranks; returns logits. For evaluation and warm-up."""
@@ -248,7 +252,7 @@ class ModelRunner:
             replayed = self._replay_graph(schedule, rows, sampling)
             if replayed is not None:
                 return replayed
-        prefill_pad = self._prefill_pad(schedule, rows)
+        prefill_pad = self._padded_prefill_size(schedule, rows)
         batch = self.packer.pack(
             schedule.work, rows.logit_rows(schedule, sampling), prefill_pad=prefill_pad
         )
@@ -291,7 +295,7 @@ class ModelRunner:
             pooled,
             [seq.computed + count for seq, count in schedule.work],
         )
-        return pending.copied_to_host() if self.packer.cuda else pending
+        return pending.with_host_copies() if self.packer.cuda else pending
 
     @torch.inference_mode()
     def capture_decode_graphs(self, max_seqs: int) -> None:
@@ -404,7 +408,7 @@ class ModelRunner:
             return StepForward(schedule, rows, sampling, batch, ids=output)
         return StepForward(schedule, rows, sampling, batch, logits=output)
 
-    def _prefill_pad(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
+    def _padded_prefill_size(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
         """(tokens, context) that a step of a single prompt is padded to, for a prefill graph.
 
         None for every other step, which is not padded.

@@ -135,7 +135,7 @@ class OutputProcessor:
         """Finish a request for zero tokens whose prompt is computed."""
         cached = self._count_prompt(seq)
         events = []
-        embedding = _embedding(seq)
+        embedding = _pooled_state_bytes(seq)
         for member in [*self.live_sequences.get(seq.request.id, ())]:
             prompt: Any = member.prompt_logprobs
             self.finish_sequence(member, FinishReason.LENGTH)
@@ -193,7 +193,7 @@ class OutputProcessor:
         for child in children:
             seq = parents[child.parent]
             if child.parent in continued:
-                seq = seq.fork(search.next_fork(), seq.seed)
+                seq = seq.fork(search.new_fork_index(), seq.seed)
                 self.scheduler.share_pages(parents[child.parent], seq)
                 self.scheduler.add_running(seq)
             continued.add(child.parent)
@@ -239,7 +239,7 @@ class OutputProcessor:
         self.scheduler.remove(seq)
         if seq.beam_search is None and seq.siblings:
             # its siblings waited to fork from it; now each computes the prompt itself
-            for other in seq.take_siblings():
+            for other in seq.pop_siblings():
                 if other.finish_reason is None:
                     self.scheduler.add(other)
         self.sampler.forget(seq)
@@ -257,7 +257,7 @@ def _needs_sampled_token(seq: Sequence) -> bool:
     return seq.guide is not None or (processors is not None and processors.depends_on_tokens)
 
 
-def _embedding(seq: Sequence) -> bytes | None:
+def _pooled_state_bytes(seq: Sequence) -> bytes | None:
     """The pooled state of a prompt, if requested: [H] float32, little endian."""
     if not isinstance(seq.pooled_sum, torch.Tensor):
         return None

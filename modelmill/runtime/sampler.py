@@ -313,7 +313,7 @@ class Sampler:
         guided_rows = self._int_tensor(guided) if guided else None
         active = ((i, seq.logits_processors) for i, seq in enumerate(seqs))
         processors = [(i, settings) for i, settings in active if settings is not None]
-        banned = self._banned_ids(seqs, below_min_tokens)
+        banned = self._suppressed_stop_ids(seqs, below_min_tokens)
         return LogitChanges(bias, penalties, banned, guided, guided_rows, processors)
 
     def _penalty_rows(self, seqs: list[Sequence]) -> PenaltyRows | None:
@@ -331,7 +331,7 @@ class Sampler:
             frequency = self._float_tensor([p.frequency_penalty or 0.0 for p in params])[:, None]
         return PenaltyRows(rows, slots, repetition, presence, frequency)
 
-    def _banned_ids(
+    def _suppressed_stop_ids(
         self, seqs: list[Sequence], below_min_tokens: tuple[bool, ...]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(rows, ids) of the stop ids that must not be sampled yet; None if there are none."""

@@ -23,10 +23,10 @@ from modelmill.core.page_groups import sum_by_window
 from modelmill.core.types import POOL_MEAN
 from modelmill.core.window_pages import (
     first_page_in_use,
-    pages_between_steps,
-    pages_in_groups,
-    pages_in_use,
-    pages_of_step,
+    max_pages_between_steps,
+    max_pages_in_groups,
+    max_pages_in_use,
+    max_pages_of_step,
 )
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
@@ -63,7 +63,7 @@ class SchedulerLimits:
             can run now and their outputs end at about the same time.
         windows: Of each page group: pages behind it are freed; None: full attention. The first
             group keeps its pages longest.
-        table_steps: Of each page group, how far apart the numbers of two pages are in its page
+        page_id_strides: Of each page group, how far apart the numbers of two pages are in its page
             tables; empty: 1.
     """
 
@@ -77,22 +77,22 @@ class SchedulerLimits:
     reserve_until_finish: bool = True
     prefill_all_first: bool = False
     windows: tuple[int | None, ...] = (None,)
-    table_steps: tuple[int, ...] = ()
+    page_id_strides: tuple[int, ...] = ()
 
-    def pages_in_use(self, tokens: int) -> int:
+    def max_pages_in_use(self, tokens: int) -> int:
         """Most pages that a sequence of ``tokens`` tokens uses at once, in all page groups."""
-        return pages_in_groups(tokens, self.page_size, self.windows, self.max_tokens)
+        return max_pages_in_groups(tokens, self.page_size, self.windows, self.max_tokens)
 
-    def group_pages_in_use(self, tokens: int, window: int | None) -> int:
-        """As ``pages_in_use``, in a page group with this window."""
-        return pages_in_use(tokens, self.page_size, window, self.max_tokens)
+    def max_group_pages_in_use(self, tokens: int, window: int | None) -> int:
+        """As ``max_pages_in_use``, in a page group with this window."""
+        return max_pages_in_use(tokens, self.page_size, window, self.max_tokens)
 
-    def batch_pages(self, count: int, tokens: int) -> int:
+    def max_batch_pages(self, count: int, tokens: int) -> int:
         """Most pages that ``count`` sequences of ``tokens`` tokens use together."""
         size = self.page_size
         return sum(
-            count * pages_between_steps(tokens, size, window)
-            + min(pages_of_step(self.max_tokens, size, window), count * -(-tokens // size))
+            count * max_pages_between_steps(tokens, size, window)
+            + min(max_pages_of_step(self.max_tokens, size, window), count * -(-tokens // size))
             for window in self.windows
         )
 
@@ -156,7 +156,7 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.states = states
-        steps = limits.table_steps or (1,) * len(limits.windows)
+        steps = limits.page_id_strides or (1,) * len(limits.windows)
         self.tables = PageTables(limits.max_seqs, width, steps)
         self._windowed_groups = [
             (group, window) for group, window in enumerate(limits.windows) if window is not None
@@ -197,21 +197,21 @@ class Scheduler:
         # each is one row of the step, and the next token of a stream that is being read
         chunks = self._schedule_decodes(schedule, picked, overlapped)
         if chunks is None:
-            self._postpone(schedule)
+            self._undo_copy_on_write(schedule)
             return None
         schedule.num_decodes = len(picked)
         # prefill phase: prompts that run continue, then waiting ones are admitted, with the tokens
         # that the decodes' latency leaves
         budget, schedule.prefill_unlimited = self._token_budget(picked, chunks)
         if not self._schedule_chunks(chunks, budget, schedule, picked, overlapped):
-            self._postpone(schedule)
+            self._undo_copy_on_write(schedule)
             return None
         self._admit(schedule, picked, budget - sum(picked.values()))
-        self._drop_partial_beams(picked)
+        self._unschedule_incomplete_searches(picked)
         schedule.work = list(picked.items())
         self._schedule_forks(schedule)
         if self.states is not None and schedule.work:  # a step without work is not launched
-            schedule.state_copies = self.states.take_copies()
+            schedule.state_copies = self.states.pop_copies()
             if self.limits.prefix_caching:
                 for seq, count in schedule.work:
                     self.states.plan_snapshot(seq, count)
@@ -273,7 +273,7 @@ class Scheduler:
             if seq.table_row < 0 or (seq.pending and seq.length >= seq.max_length):
                 continue
             count = min(self._runnable_tokens(seq, left), left)
-            count = self._end_of_part(seq, count, picked)
+            count = self._clip_to_page_boundary(seq, count, picked)
             if count <= 0:
                 continue
             if self._reserve_pages(seq, count, schedule, picked, overlapped):
@@ -393,7 +393,7 @@ class Scheduler:
             or len(self.running) + len(self.waiting) > self.limits.max_seqs
         ):
             return False
-        need = sum(self.limits.pages_in_use(seq.length + 1) for seq in self.waiting)
+        need = sum(self.limits.max_pages_in_use(seq.length + 1) for seq in self.waiting)
         return need <= self.pool.num_available and similar_lengths((*self.running, *self.waiting))
 
     def advance(self, schedule: Schedule) -> None:
@@ -406,15 +406,15 @@ class Scheduler:
             if self._windowed_groups:
                 if self.limits.prefix_caching:
                     self.cache_full_pages(seq)
-                self.free_behind_window(seq, cached_only=self.limits.prefix_caching)
+                self.free_outside_window(seq, cached_only=self.limits.prefix_caching)
             if seq.computed == seq.length and self.needs_sampling(seq):
-                seq.expect_token()
+                seq.add_pending_token()
         for leader, siblings in schedule.forks.items():
             for other in siblings:
                 self.share_pages(leader, other)
-                other.expect_token()
+                other.add_pending_token()
                 self.add_running(other)
-            for other in leader.take_siblings():
+            for other in leader.pop_siblings():
                 if other.table_row < 0 and other.finish_reason is None:
                     self.add(other)
 
@@ -432,12 +432,12 @@ class Scheduler:
         for page in range(seq.num_cached_pages, full):
             key = seq.page_key(page, size)
             for group, pages in enumerate(seq.group_pages):
-                self.pool.cache(pages[page], group_key(key, group))
+                self.pool.add_to_prefix_cache(pages[page], group_key(key, group))
         seq.note_registered_pages(full)
         if self.states is not None:
             self.states.publish(seq, full * size)
 
-    def free_behind_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
+    def free_outside_window(self, seq: Sequence, *, cached_only: bool = False) -> None:
         """Free the pages that no query of the sequence will read again.
 
         The launched step reads them before a later one writes.
@@ -457,7 +457,7 @@ class Scheduler:
             for page in pages[freed:first]:
                 self.pool.decref(page)
             seq.note_freed_pages(group, first)
-            self.tables.fill_freed(seq.table_row, pages, first, group)
+            self.tables.overwrite_freed_entries(seq.table_row, pages, first, group)
             self._num_releases += 1
 
     def remove(self, seq: Sequence) -> None:
@@ -472,7 +472,7 @@ class Scheduler:
         """Release the pages of a running sequence and queue it for recomputation."""
         self.running.remove(seq)
         self._release(seq)
-        seq.restart()
+        seq.reset_for_recompute()
         self.preemptions += 1
         self.add(seq)
 
@@ -501,21 +501,28 @@ class Scheduler:
 
         The last tokens of all beams of a search must run in one step, which compares their logits.
         """
-        need = min(seq.remaining, seq.max_chunk)
+        need = min(seq.num_uncomputed, seq.max_chunk)
         if seq.beam_search is None or len(seq.siblings) <= 1:
             return need
-        if seq.remaining > 1:  # recomputed after a preemption: all but the last token
-            return min(need, seq.remaining - 1)
-        all_ready = all(s.table_row >= 0 and s.remaining == 1 for s in seq.siblings)
+        if seq.num_uncomputed > 1:  # recomputed after a preemption: all but the last token
+            return min(need, seq.num_uncomputed - 1)
+        all_ready = all(s.table_row >= 0 and s.num_uncomputed == 1 for s in seq.siblings)
         return 1 if all_ready and (seq is not seq.siblings[0] or left >= len(seq.siblings)) else 0
 
-    def _end_of_part(self, seq: Sequence, count: int, picked: dict[Sequence, int]) -> int:
+    def _clip_to_page_boundary(self, seq: Sequence, count: int, picked: dict[Sequence, int]) -> int:
         """How many of ``count`` tokens a step takes: with recurrent state, up to a full page."""
-        if self.states is None or count <= 0 or seq.remaining == 1 or seq.beam_search is not None:
+        if (
+            self.states is None
+            or count <= 0
+            or seq.num_uncomputed == 1
+            or seq.beam_search is not None
+        ):
             return count
         if self.step_token_budget < self.limits.page_size:
             return count
-        return self.states.end_of_part(seq, count, self.step_token_budget - sum(picked.values()))
+        return self.states.clip_to_page_boundary(
+            seq, count, self.step_token_budget - sum(picked.values())
+        )
 
     def _reserve_pages(
         self,
@@ -560,7 +567,7 @@ class Scheduler:
         reserved = self._reserve_pages(seq, count, Schedule(), {}, overlapped=True)
         assert reserved, "the caller has counted the free pages"
 
-    def _postpone(self, schedule: Schedule) -> None:
+    def _undo_copy_on_write(self, schedule: Schedule) -> None:
         """Take back the copies on write of an overlapped schedule that is not launched.
 
         Otherwise the sequences would read their new pages, into which nothing was copied. Pages
@@ -622,7 +629,7 @@ class Scheduler:
             cached = self._match_prefix(seq)
             need = self._pages_needed(seq, cached)
             if self.running and not self._fits_until_finish(seq, need):
-                self._give_back(cached)
+                self._release_prefix(cached)
                 return
             self.waiting.pop(0)
             row, num_cached = self.tables.alloc_row(*cached), len(cached[0])
@@ -633,13 +640,13 @@ class Scheduler:
                 seq.note_admission(time.perf_counter())
             self.add_running(seq)
             count = min(self._runnable_tokens(seq, left), left)
-            count = self._end_of_part(seq, count, picked)
+            count = self._clip_to_page_boundary(seq, count, picked)
             # overlapped=True: a new sequence never preempts one that runs
             if count > 0 and self._reserve_pages(seq, count, schedule, picked, True):
                 picked[seq] = count
                 left -= count
 
-    def _give_back(self, cached: list[list[int]]) -> None:
+    def _release_prefix(self, cached: list[list[int]]) -> None:
         """Give back the references of a prefix, last page first, as ``_release`` does."""
         for index in range(len(cached[0]) - 1, -1, -1):
             for pages in cached:
@@ -652,7 +659,7 @@ class Scheduler:
         for pages, window in zip(cached, self.limits.windows, strict=True):
             full = -(-seq.length // self.limits.page_size) - len(pages)
             in_use = len(pages) - pages.count(NO_PAGE)
-            need += min(full, self.limits.group_pages_in_use(1 << 62, window) - in_use)
+            need += min(full, self.limits.max_group_pages_in_use(1 << 62, window) - in_use)
         return need
 
     def _fits_until_finish(self, seq: Sequence, new_pages: int) -> bool:
@@ -731,7 +738,7 @@ class Scheduler:
         ):
             return [[] for _ in self.limits.windows]
         if self._windowed_groups:
-            return self._match_windows(seq)
+            return self._match_windowed_prefix(seq)
         size = self.limits.page_size
         pages: list[int] = []
         for index in range((len(seq.tokens) - 1) // size):
@@ -740,9 +747,11 @@ class Scheduler:
                 break
             self.pool.incref(page)
             pages.append(page)
-        return [pages if self.states is None else self._up_to_snapshot(self.states, seq, pages)]
+        return [
+            pages if self.states is None else self._truncate_to_snapshot(self.states, seq, pages)
+        ]
 
-    def _match_windows(self, seq: Sequence) -> list[list[int]]:
+    def _match_windowed_prefix(self, seq: Sequence) -> list[list[int]]:
         """As ``_match_prefix``, where queries of some layers read no further back than a window.
 
         The longest prefix whose pages inside each group's window are cached; NO_PAGE stands for the
@@ -762,21 +771,23 @@ class Scheduler:
             cached.append([NO_PAGE] * first + pages)
         return cached
 
-    def _up_to_snapshot(self, states: StateSlots, seq: Sequence, pages: list[int]) -> list[int]:
+    def _truncate_to_snapshot(
+        self, states: StateSlots, seq: Sequence, pages: list[int]
+    ) -> list[int]:
         """The cached pages in front of the latest snapshot of the state; releases the others."""
         size = self.limits.page_size
         count = states.longest_prefix([seq.page_key(i, size) for i in range(len(pages))])
         for page in reversed(pages[count:]):
             self.pool.decref(page)
-        seq.note_prefix(count * size, len(pages) * size if len(pages) > count else 0)
+        seq.set_restored_prefix(count * size, len(pages) * size if len(pages) > count else 0)
         return pages[:count]
 
-    def _drop_partial_beams(self, picked: dict[Sequence, int]) -> None:
+    def _unschedule_incomplete_searches(self, picked: dict[Sequence, int]) -> None:
         """Remove the beams of a search of which not all are scheduled."""
         for seq in list(picked):
-            if seq.beam_search is None or len(seq.siblings) <= 1 or seq.remaining > 1:
+            if seq.beam_search is None or len(seq.siblings) <= 1 or seq.num_uncomputed > 1:
                 continue
-            if any(s not in picked or s.remaining != 1 for s in seq.siblings):
+            if any(s not in picked or s.num_uncomputed != 1 for s in seq.siblings):
                 picked.pop(seq)
 
     def _schedule_forks(self, schedule: Schedule) -> None:

@@ -295,7 +295,7 @@ class Sequence:
         """Count ``count`` more tokens as computed, by a step that was launched."""
         self.computed += count
 
-    def expect_token(self) -> None:
+    def add_pending_token(self) -> None:
         """Count one more token as sampled on the device."""
         self.pending += 1
 
@@ -304,20 +304,20 @@ class Sequence:
         self.pending -= 1
         self.tokens.append(token)
 
-    def restart(self) -> None:
+    def reset_for_recompute(self) -> None:
         """Compute all tokens again, after a preemption."""
         self.computed = self.num_cached_pages = self.snapshot_end = self.branch_end = 0
 
-    def note_prefix(self, restored: int, branch_end: int) -> None:
+    def set_restored_prefix(self, restored: int, branch_end: int) -> None:
         """Record the tokens in front of the snapshot that it starts from, and ``branch_end``."""
         self.snapshot_end, self.branch_end = restored, branch_end
 
-    def note_snapshot(self, snapshot: Snapshot) -> None:
+    def add_planned_snapshot(self, snapshot: Snapshot) -> None:
         """Let the next step keep a copy of the recurrent state."""
         self.snapshots.append(snapshot)
         self.snapshot_end = snapshot.end
 
-    def snapshot_of_step(self, count: int) -> Snapshot | None:
+    def next_step_snapshot(self, count: int) -> Snapshot | None:
         """The snapshot that the next step, of ``count`` tokens, keeps."""
         last = self.snapshots[-1] if self.snapshots else None
         # one of the step before may end where this one starts
@@ -325,7 +325,7 @@ class Sequence:
             return None
         return last
 
-    def take_snapshots(self, known: int | None) -> list[Snapshot]:
+    def pop_snapshots(self, known: int | None) -> list[Snapshot]:
         """Return the snapshots behind the first ``known`` tokens (None: all), and forget them."""
         behind = [each for each in self.snapshots if known is None or each.end <= known]
         if behind:
@@ -344,7 +344,7 @@ class Sequence:
         """Store the sequences that will fork from this one."""
         self.siblings = siblings
 
-    def take_siblings(self) -> list[Sequence]:
+    def pop_siblings(self) -> list[Sequence]:
         """Return the sequences that have not forked from this one, which forgets them."""
         siblings, self.siblings = self.siblings, []
         return siblings
@@ -378,7 +378,7 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
-    def remaining(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens still to be computed."""
         return len(self.tokens) + self.pending - self.computed
 

@@ -85,9 +85,9 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
         raise UsageError("the saved session is damaged (its sha256 differs); save it again")
     start = len(MAGIC) + _LENGTH.size
     if len(content) < start:
-        raise _inconsistent()
+        raise _inconsistent_error()
     (length,) = _LENGTH.unpack(content[len(MAGIC) : start].tobytes())
-    header = _header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
+    header = _parse_header(content[start : start + min(length, MAX_HEADER_BYTES)].tobytes())
     _check_ranks(_num_ranks(header), _num_ranks(layout))
     for key, what in (
         ("engine", "engine"),
@@ -100,14 +100,14 @@ def read_session(path: Path, layout: Mapping[str, Any]) -> SessionPages:
     ):
         if header.get(key) != layout.get(key):
             raise UsageError(f"the session was saved with another {what}; it cannot be restored")
-    return _pages(header, content[start + length :], layout)
+    return _split_into_pages(header, content[start + length :], layout)
 
 
 def _num_ranks(layout: Mapping[str, Any]) -> int:
     """Ranks of a layout, or of a header, which may be forged."""
     sizes = layout.get("rank_page_bytes", [0])
     if not isinstance(sizes, list) or not sizes:
-        raise _inconsistent()
+        raise _inconsistent_error()
     return len(sizes)
 
 
@@ -120,23 +120,25 @@ def _check_ranks(saved: int, current: int) -> None:
         )
 
 
-def _header(text: bytes) -> dict[str, Any]:
+def _parse_header(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
-        raise _inconsistent() from None
+        raise _inconsistent_error() from None
     if not isinstance(header, dict):
-        raise _inconsistent()
+        raise _inconsistent_error()
     return header
 
 
-def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any]) -> SessionPages:
+def _split_into_pages(
+    header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any]
+) -> SessionPages:
     """Cut the body into the pages of each tensor, or of each rank."""
     tokens, count = header.get("tokens"), header.get("pages")
     if not isinstance(tokens, list) or type(count) is not int or count < 1:
-        raise _inconsistent()
+        raise _inconsistent_error()
     if not all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in tokens):
-        raise _inconsistent()
+        raise _inconsistent_error()
     sizes = layout.get("rank_page_bytes")
     if sizes is None:
         sizes = [_page_bytes(shape, dtype) for shape, dtype in layout["tensors"]]
@@ -144,25 +146,25 @@ def _pages(header: Mapping[str, Any], body: np.ndarray, layout: Mapping[str, Any
     whole = len(tokens) % layout["page_size"] == 0
     places = _session_pages(tokens, layout)
     if not whole or count != len(places) or len(body) != count * sum(sizes) + state_bytes:
-        raise _inconsistent()
+        raise _inconsistent_error()
     data, start = [], 0
     for size in sizes:
         data.append(body[start : start + count * size].reshape(count, size))
         start += count * size
     state = body[start:] if "state_bytes" in layout else None
-    return SessionPages(tuple(tokens), tuple(data), state, _spans(header, len(tokens)))
+    return SessionPages(tuple(tokens), tuple(data), state, _parse_spans(header, len(tokens)))
 
 
-def _spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, ...]:
+def _parse_spans(header: Mapping[str, Any], num_tokens: int) -> tuple[EmbeddingSpan, ...]:
     """The ranges of images; the last one may reach beyond the tokens."""
     spans = header.get("images", [])
     if not isinstance(spans, list):
-        raise _inconsistent()
+        raise _inconsistent_error()
     for each in spans:
         if not isinstance(each, list) or [type(field) for field in each] != [int, int, str]:
-            raise _inconsistent()
+            raise _inconsistent_error()
         if not (0 <= each[0] < num_tokens and each[1] > 0 and each[2].isascii()):
-            raise _inconsistent()
+            raise _inconsistent_error()
     return tuple(EmbeddingSpan(*each) for each in spans)
 
 
@@ -176,5 +178,5 @@ def _page_bytes(shape: list[int], dtype: str) -> int:
     return int(np.prod(shape)) * widths.get(dtype, 1)
 
 
-def _inconsistent() -> UsageError:
+def _inconsistent_error() -> UsageError:
     return UsageError("the saved session contradicts itself; save it again")

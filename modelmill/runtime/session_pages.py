@@ -88,7 +88,7 @@ def _rank_sizes(core: EngineCore) -> RankSizes | None:
     """The sizes of all ranks; None: there is one."""
     if core.model_runner.tp_group.size == 1:
         return None
-    with core.model_runner.guard_ranks():
+    with core.model_runner.translate_rank_errors():
         return gather_sizes(core.model_runner)
 
 
@@ -171,7 +171,7 @@ def _copy_pages(
     if sizes is None:
         index = torch.tensor(pages, device=core.device)
         return tuple(_to_bytes(each[index]) for each in core.model_runner.kv.tensors)
-    with core.model_runner.guard_ranks():
+    with core.model_runner.translate_rank_errors():
         return gather_pages(core.model_runner, sizes, pages)
 
 
@@ -195,7 +195,7 @@ def _copy_state(core: EngineCore, key: bytes, sizes: RankSizes | None) -> np.nda
         return None
     if sizes is None:
         return cache.buffer[slot].cpu().numpy().copy()
-    with core.model_runner.guard_ranks():
+    with core.model_runner.translate_rank_errors():
         return gather_state(core.model_runner, sizes, slot)
 
 
@@ -241,7 +241,7 @@ def import_session(core: EngineCore, session: SessionPages, cache_salt: str) -> 
             pages.append((position, page))
         _write_pages(core, fresh, session.data, sizes)
         for row, page in fresh:
-            pool.cache(page, group_keys[row])
+            pool.add_to_prefix_cache(page, group_keys[row])
         if session.state is not None:
             _write_state(core, keys[-1], session.state, sizes)
     finally:
@@ -267,7 +267,7 @@ def _write_state(core: EngineCore, key: bytes, state: np.ndarray, sizes: RankSiz
     if sizes is None:
         cache.buffer[slot].copy_(torch.from_numpy(state))
         return
-    with core.model_runner.guard_ranks():
+    with core.model_runner.translate_rank_errors():
         scatter_state(core.model_runner, sizes, slot, state)
 
 
@@ -298,7 +298,7 @@ def _write_pages(
             _write_page(core, page, [each[row] for each in data])
         return
     picked = [row for row, _ in rows]
-    with core.model_runner.guard_ranks():
+    with core.model_runner.translate_rank_errors():
         scatter_pages(
             core.model_runner, sizes, [page for _, page in rows], [each[picked] for each in data]
         )

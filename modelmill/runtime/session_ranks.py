@@ -146,7 +146,7 @@ def _scatter_pages(
     runner: ModelRunner, widths: tuple[int, ...], pages: Seq[int], values: np.ndarray | None
 ) -> None:
     """Write this rank's columns of rank 0's ``values`` [pages, bytes of all ranks]."""
-    columns = _receive(runner, widths, len(pages), values)
+    columns = _scatter_columns(runner, widths, len(pages), values)
     index = torch.tensor(pages, dtype=torch.int64, device=runner.device)
     start = 0
     for tensor in runner.kv.tensors:
@@ -165,10 +165,10 @@ def _scatter_state(
 ) -> None:
     assert runner.states is not None, "rank 0 has recurrent state, so every rank has"
     values = None if state is None else state.reshape(1, -1)
-    runner.states.buffer[slot].copy_(_receive(runner, widths, 1, values)[0])
+    runner.states.buffer[slot].copy_(_scatter_columns(runner, widths, 1, values)[0])
 
 
-def _receive(
+def _scatter_columns(
     runner: ModelRunner, widths: tuple[int, ...], rows: int, values: np.ndarray | None
 ) -> torch.Tensor:
     """This rank's columns of rank 0's ``values`` [rows, bytes of all ranks]; None elsewhere."""

@@ -30,7 +30,7 @@ def sleep(core: EngineCore) -> SleepReport:
         CapacityError: the host has not enough memory; the engine goes on.
         RankError: another rank has ended.
     """
-    memory = _sleepable(core)
+    memory = _require_sleepable_memory(core)
     while core.has_work and not core.output_processor.live_sequences:
         core.step()  # one that was launched ahead in vain
     if core.has_work:
@@ -50,7 +50,7 @@ def wake_up(core: EngineCore) -> SleepReport:
         CapacityError: the GPU is full; the engine still sleeps.
         RankError: another rank has ended.
     """
-    memory = _sleepable(core)
+    memory = _require_sleepable_memory(core)
     started = time.perf_counter()
     if memory.is_asleep:
         _on_all_ranks(core, WAKE_UP)
@@ -66,7 +66,7 @@ def run_sleep_command(runner: ModelRunner, command: str) -> None:
         runner.memory.wake_up()
 
 
-def _sleepable(core: EngineCore) -> SleepableMemory:
+def _require_sleepable_memory(core: EngineCore) -> SleepableMemory:
     if core.model_runner.memory is None:
         raise UsageError("the engine was opened without sleep mode; give enable_sleep_mode")
     return core.model_runner.memory
@@ -76,7 +76,7 @@ def _on_all_ranks(core: EngineCore, command: str) -> None:
     runner, workers = core.model_runner, core.model_runner.tp_workers
     if command == SLEEP:
         run_sleep_command(runner, command)  # first: if the host is full, no rank sleeps
-    with runner.guard_ranks():
+    with runner.translate_rank_errors():
         if workers is not None:
             workers.broadcast(StepCommand(command))
     if command == WAKE_UP:

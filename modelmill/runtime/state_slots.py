@@ -64,12 +64,12 @@ class StateSlots:
         """Forget copies into the slot of a sequence that stops."""
         self._copies = [pair for pair in self._copies if pair[1] != row]
 
-    def take_copies(self) -> list[tuple[int, int]]:
+    def pop_copies(self) -> list[tuple[int, int]]:
         """The copies (from, to) to make before the next step, in order."""
         copies, self._copies = self._copies, []
         return copies
 
-    def end_of_part(self, seq: Sequence, count: int, most: int) -> int:
+    def clip_to_page_boundary(self, seq: Sequence, count: int, most: int) -> int:
         """How many of the ``count`` next tokens of a sequence a step takes.
 
         Parts of a prompt end at full pages: then the states behind the pages do not depend on how
@@ -83,11 +83,11 @@ class StateSlots:
         first, end, size = seq.computed, seq.computed + count, self._page_size
         if first < seq.branch_end < end:
             return seq.branch_end - first
-        if count == seq.remaining or end % size == 0:
+        if count == seq.num_uncomputed or end % size == 0:
             return count
         if end // size * size > first:
             return end // size * size - first
-        whole = min((first // size + 1) * size - first, seq.remaining)
+        whole = min((first // size + 1) * size - first, seq.num_uncomputed)
         return whole if whole <= most else 0
 
     def plan_snapshot(self, seq: Sequence, count: int) -> None:
@@ -101,13 +101,17 @@ class StateSlots:
         at = last // size * size
         if at < first or at <= seq.snapshot_end or at == 0:
             return
-        if end < seq.prompt_len - 1 and at != seq.branch_end and not self._wants_middle(seq, end):
+        if (
+            end < seq.prompt_len - 1
+            and at != seq.branch_end
+            and not self._keeps_intermediate_snapshot(seq, end)
+        ):
             return
         slot = self._alloc()
         if slot is not None:
-            seq.note_snapshot(Snapshot(at, slot))
+            seq.add_planned_snapshot(Snapshot(at, slot))
 
-    def _wants_middle(self, seq: Sequence, end: int) -> bool:
+    def _keeps_intermediate_snapshot(self, seq: Sequence, end: int) -> bool:
         """Whether a snapshot between two parts of a prompt is kept: where slots are free.
 
         A long prompt that is preempted then starts from its latest part.
@@ -144,7 +148,7 @@ class StateSlots:
 
     def publish(self, seq: Sequence, known: int) -> None:
         """Put the snapshots behind the first ``known`` tokens of a sequence into the cache."""
-        for snapshot in seq.take_snapshots(known):
+        for snapshot in seq.pop_snapshots(known):
             key = seq.page_key(snapshot.end // self._page_size - 1, self._page_size)
             if key in self._slot_by_key:
                 self._slot_by_key.move_to_end(key)
@@ -162,5 +166,5 @@ class StateSlots:
 
     def release(self, seq: Sequence) -> None:
         """Free the slots that a sequence, which stops, was to write."""
-        self._free += [snapshot.slot for snapshot in seq.take_snapshots(None)]
+        self._free += [snapshot.slot for snapshot in seq.pop_snapshots(None)]
         self.drop_copies_into(seq.table_row)

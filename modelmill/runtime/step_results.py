@@ -148,7 +148,7 @@ class PendingStep:
     computed_after: list[int] = field(default_factory=list)
     ready_event: torch.cuda.Event | None = None
 
-    def copied_to_host(self) -> PendingStep:
+    def with_host_copies(self) -> PendingStep:
         """The step with asynchronous copies of its results, and an event behind them."""
         copied = replace(
             self,

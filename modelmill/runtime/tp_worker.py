@@ -127,7 +127,7 @@ def _run_step(
     views, buffer = packer.receive_buffer(command.layout)
     if not _receive_into(link, buffer):
         return False
-    packer.send(views)
+    packer.upload(views)
     runner.run_command(command, command.batch(views))
     return True
 

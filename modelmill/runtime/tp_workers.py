@@ -191,7 +191,7 @@ class TPWorkers:
                     f"{START_TIMEOUT_SECONDS:.0f} s"
                 )
         self.raise_if_failed()
-        with self.guard():
+        with self.translate_errors():
             self._tp_group = DistributedTPGroup(
                 0, self._size, self._rendezvous.serve(), self._device
             )
@@ -231,7 +231,7 @@ class TPWorkers:
             raise RankError(str(self._failed))
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Within the block, an error caused by the end of a rank becomes a RankError."""
         try:
             yield

@@ -85,7 +85,7 @@ class AttentionRecorder:
         q = inputs.q
         k = inputs.k_cache
         window = inputs.window
-        mods = None if inputs.score_mods is None else inputs.score_mods.kind
+        mods = None if inputs.score_mods is None else inputs.score_mods.specialization_key
         self.calls.setdefault((q.shape[1:], q.dtype, k.shape[1:], k.dtype, window, mods), inputs)
         return self._run(inputs)
 
@@ -202,7 +202,7 @@ def _run_gemm(run: Callable[..., object], args: tuple[Any, ...], rows: int) -> N
         if not hasattr(arg, "_fields"):
             return arg
         row_operands = {
-            name: _with_rows(value, len(x), rows)
+            name: _resize_row_operand(value, len(x), rows)
             for name, value in zip(arg._fields, arg, strict=True)
             if name in ROW_OPERANDS
         }
@@ -212,7 +212,7 @@ def _run_gemm(run: Callable[..., object], args: tuple[Any, ...], rows: int) -> N
         run(*map(resized, args))
 
 
-def _with_rows(arg: torch.Tensor | None, rows: int, new_rows: int) -> torch.Tensor | None:
+def _resize_row_operand(arg: torch.Tensor | None, rows: int, new_rows: int) -> torch.Tensor | None:
     """Ones (integers: −1) in the place of an operand with one row per row of x; others as is."""
     if arg is None or arg.dim() == 0 or len(arg) != rows:
         return arg

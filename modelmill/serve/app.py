@@ -135,7 +135,7 @@ def make_app(service: Service) -> ASGIApp:
         stored_responses.router, stored_responses.by_id, saved_sessions.router, ollama.listing,
     ):  # fmt: skip
         app.include_router(more)
-    app.add_route("/openapi.json", _document, include_in_schema=False)
+    app.add_route("/openapi.json", _serve_openapi, include_in_schema=False)
     app.add_exception_handler(ApiError, _handle_error)
     app.add_exception_handler(ModelmillError, _handle_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
@@ -155,7 +155,7 @@ def make_app(service: Service) -> ASGIApp:
     return guarded
 
 
-async def _document(request: Request) -> Response:
+async def _serve_openapi(request: Request) -> Response:
     """Serve the OpenAPI document; making it takes half a second."""
     return await run_in_threadpool(lambda: Utf8JsonResponse(request.app.openapi()))
 

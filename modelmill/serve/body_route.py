@@ -73,7 +73,9 @@ async def read_body(request: Request, model: type[S]) -> S:
         data += piece
     if not data:
         raise invalid_request("the request's body is empty; send an object")
-    if not _is_json(request.headers.get("content-type", "")) and not _may_omit_type(request):
+    if not _is_json(request.headers.get("content-type", "")) and not _may_omit_content_type(
+        request
+    ):
         # form types: curl's default, and allowed from pages of other origins without CORS
         raise invalid_request(
             "the request's content type is not JSON: add the header content-type: application/json"
@@ -87,7 +89,7 @@ async def read_body(request: Request, model: type[S]) -> S:
     return await run_while_connected(request.receive, work)
 
 
-def _may_omit_type(request: Request) -> bool:
+def _may_omit_content_type(request: Request) -> bool:
     """Whether a body without a JSON type is read: Ollama's clients and examples send none.
 
     Not from browsers, which would send it from pages of other origins; they name the origin.

@@ -12,7 +12,7 @@ from modelmill.text.chat_format_files import load_format
 from modelmill.text_processor import TextProcessor
 
 
-class CallProgress:
+class ToolCallProgress:
     """Counts the calls, and keeps the arguments of the last one."""
 
     def __init__(self, chat: ChatRequest, text_processor: TextProcessor) -> None:

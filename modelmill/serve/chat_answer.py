@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from modelmill.outputs import OutputDelta
 from modelmill.request_state import RequestState
-from modelmill.serve.call_progress import CallProgress, stop_strings
+from modelmill.serve.call_progress import ToolCallProgress, stop_strings
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.request_handle import RequestHandle, StreamItem
@@ -34,7 +34,7 @@ class ChatAnswer:
         self, chat: ChatRequest, text_processor: TextProcessor, state: RequestState
     ) -> None:
         """Start one choice; state: the engine's request, which knows how the prompt ends."""
-        self._calls = CallProgress(chat, text_processor)
+        self._calls = ToolCallProgress(chat, text_processor)
         self._reader = AnswerReader(chat, text_processor, state)
         self._stops = stop_strings(chat)
         self._may_call = bool(chat.offered_tools)

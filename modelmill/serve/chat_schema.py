@@ -67,7 +67,7 @@ class ChatRequest(GenerationFields):
             raise RequestError("tool_choice needs tools")
         if len(set(names)) < len(names):
             raise RequestError("tools has two functions of the same name")
-        chosen = [] if self.tool_choice is None else self._chosen_names()
+        chosen = [] if self.tool_choice is None else self._tool_choice_names()
         if not set(chosen) <= set(names):
             raise RequestError("tool_choice names a function that is not among the tools")
         for tool in self.tools or ():
@@ -101,13 +101,13 @@ class ChatRequest(GenerationFields):
         if self.tool_choice == "none":
             return []
         allowed = isinstance(self.tool_choice, AllowedToolChoice)
-        names = frozenset(self._chosen_names() if allowed else ())
+        names = frozenset(self._tool_choice_names() if allowed else ())
         return [
             tool.to_function() for tool in self.tools or () if not allowed or tool.name in names
         ]
 
     @property
-    def custom_names(self) -> frozenset[str]:
+    def custom_tool_names(self) -> frozenset[str]:
         """Names of the custom tools."""
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
@@ -121,7 +121,7 @@ class ChatRequest(GenerationFields):
         ]
         return [*unenforced, *super().warnings]
 
-    def _chosen_names(self) -> list[str]:
+    def _tool_choice_names(self) -> list[str]:
         """Names of the functions in tool_choice."""
         choice = self.tool_choice
         if isinstance(choice, (NamedToolChoice, CustomToolChoice)):
@@ -153,7 +153,7 @@ class ChatRequest(GenerationFields):
         if grammar is not None:
             self._warnings[:] = ["response_format: it has no effect where a call is forced"]
         named = isinstance(self.tool_choice, (NamedToolChoice, CustomToolChoice))
-        name = self._chosen_names()[0] if named else None
+        name = self._tool_choice_names()[0] if named else None
         return forced_call_grammar(
             self.offered_tools, name, several=name is None and self.parallel_tool_calls is True
         )

@@ -33,15 +33,15 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def call_json(call: ParsedToolCall, custom_names: Collection[str]) -> dict[str, Any]:
+def call_json(call: ParsedToolCall, custom_tool_names: Collection[str]) -> dict[str, Any]:
     """A complete call of a message, as OpenAI writes it."""
-    if call.name in custom_names:
+    if call.name in custom_tool_names:
         custom = {"name": call.name, "input": custom_input(call.arguments)}
         return {"id": call.id, "type": "custom", "custom": custom}
     return function_call_json(call.id, call.name, call.arguments)
 
 
-def function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def as_function_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """An earlier call of a custom tool as the call of its function; others stay as they are."""
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, Mapping):
@@ -57,8 +57,8 @@ def custom_function_call(id: Any, name: Any, text: Any) -> dict[str, Any]:
 class ToolCallDeltaFormatter:
     """Formats the deltas of the calls of one choice."""
 
-    def __init__(self, custom_names: Collection[str]) -> None:
-        self._custom_names = custom_names
+    def __init__(self, custom_tool_names: Collection[str]) -> None:
+        self._custom_names = custom_tool_names
         self._open: ToolCallDelta | None = None
         self._arguments: list[str] = []
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from modelmill.core.types import MAX_INT32, POOL_MEAN
-from modelmill.outputs import unit_vector
+from modelmill.outputs import truncate_and_normalize
 from modelmill.serve.access.priority_field import PriorityField
 from modelmill.serve.catalogue.keep_alive import KeepAliveField
 from modelmill.serve.prompt_fields import TextList, TokenIdLists, TokenIds, list_prompts
@@ -65,5 +65,5 @@ def format_embedding(state: bytes, dimensions: int | None, as_base64: bool) -> l
     Raises:
         RequestError: the state has fewer dimensions, or is zero.
     """
-    unit = unit_vector(state, dimensions)
+    unit = truncate_and_normalize(state, dimensions)
     return base64.b64encode(unit.tobytes()).decode() if as_base64 else unit.tolist()

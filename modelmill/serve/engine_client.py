@@ -234,7 +234,7 @@ class EngineClient:
             []
             if self._text_processor is None
             else ["text", "image"]
-            if self._text_processor.reads_images
+            if self._text_processor.supports_images
             else ["text"]
         )
 
@@ -254,7 +254,7 @@ class EngineClient:
             return None
         return (
             self._text_processor.generation_defaults.to_dict(),
-            self._text_processor.suggested_defaults.to_dict(),
+            self._text_processor.checkpoint_defaults.to_dict(),
         )
 
     @property
@@ -288,7 +288,7 @@ class EngineClient:
             return (cache,)
         return cache, f"experts by rank: {', '.join(map(str, info.experts_by_rank))}"
 
-    def check_segments(self) -> None:
+    def check_accepts_segmentation(self) -> None:
         """Check that the engine can take a segmentation request now.
 
         Raises:
@@ -320,7 +320,7 @@ class EngineClient:
             EngineNotReady: the engine is not ready.
             QueueFull: too many jobs wait.
         """
-        self.check_segments()
+        self.check_accepts_segmentation()
         if self.segment_client.is_full(job, self._max_waiting + 1):
             raise QueueFull(
                 f"the engine {self.name} has {len(self.segment_client)} images in its queue; try "
@@ -504,7 +504,7 @@ class EngineClient:
         )
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
-            self._send(self._reopen_message())
+            self._send(self._make_open_message())
             hang_task = asyncio.create_task(
                 self._watch_for_hang(watchdog, self._writer, self._worker_process)
             )
@@ -566,7 +566,7 @@ class EngineClient:
         # close the socket now: clients get the error without waiting for the process to exit
         writer.transport.abort()
 
-    def _reopen_message(self) -> OpenEngine:
+    def _make_open_message(self) -> OpenEngine:
         """The OpenEngine message; a restarted worker takes the same memory as the previous one."""
         if self.engine_info is None or self.engine_info.engine_type == SEGMENTATION:
             return self._open_engine

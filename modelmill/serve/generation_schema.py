@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import MAX_INT32, TOKEN_IDS, Grammar, SamplingParams
-from modelmill.serve.peer_fields import PeerFields
+from modelmill.serve.peer_fields import CompatibilityFields
 from modelmill.serve.prompt_fields import TextList, TokenIds
 from modelmill.serve.sampling_schema import SamplingFields, sampling_field
 from modelmill.serve.schema_coercion import usable_grammar
@@ -35,7 +35,7 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(SamplingFields, PeerFields):
+class GenerationFields(SamplingFields, CompatibilityFields):
     """Fields of completions and chat completions."""
 
     n: int | None = sampling_field("n")

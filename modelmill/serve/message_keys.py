@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from modelmill.serve.custom_tools import function_call
+from modelmill.serve.custom_tools import as_function_call
 from modelmill.serve.strict_models import JsonObjectList
 
 DROPPED_KEYS = frozenset(
@@ -35,7 +35,7 @@ def _clean(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     is_empty = is_answer and message.get("content") is None and not calls
     if isinstance(calls, list) and any(isinstance(c, dict) and c.get("custom") for c in calls):
-        converted = [function_call(c) if isinstance(c, dict) else c for c in calls]
+        converted = [as_function_call(c) if isinstance(c, dict) else c for c in calls]
         message = {**message, "tool_calls": converted}
     if not is_empty and "reasoning" not in message and DROPPED_KEYS.isdisjoint(message):
         return message

@@ -39,7 +39,7 @@ from modelmill.serve.service import (
     Service,
     ServiceLimits,
 )
-from modelmill.serve.traces import FinishedRequest, Traces
+from modelmill.serve.traces import FinishedRequest, RequestTracer
 
 PUBLIC_PATHS = (b"/health", b"/ping", *PAGE_PATHS)
 IMAGE_PATHS = (
@@ -300,7 +300,7 @@ class _RequestContext:
     """One request: its id, status and line in the access log."""
 
     def __init__(
-        self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: Traces | None
+        self, scope: Scope, headers: dict[bytes, bytes], send: Send, traces: RequestTracer | None
     ) -> None:
         requested_id = headers.get(b"x-request-id", b"").decode("latin-1")
         self.id = requested_id if _ID.fullmatch(requested_id) else secrets.token_hex(16)

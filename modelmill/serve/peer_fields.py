@@ -55,7 +55,7 @@ class AccountFields(StrictModel):
     prompt_cache_options: JsonObject | None = ignored("as prompt_cache_retention")
 
 
-class PeerFields(StrictModel):
+class CompatibilityFields(StrictModel):
     """Fields of vLLM's, SGLang's and llama.cpp's chat and text completions."""
 
     metadata: Metadata | None = ignored("nothing is stored")

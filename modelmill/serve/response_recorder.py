@@ -19,7 +19,7 @@ def owner_of(request: Request) -> str:
     return str(request.scope.get(OWNER_KEY, ""))
 
 
-def stores(service: Service, body: ResponsesRequest) -> bool:
+def should_store(service: Service, body: ResponsesRequest) -> bool:
     """Whether the response is stored: unless the client says no, or the server has no room."""
     return body.store is not False and service.response_store.max_bytes > 0
 

@@ -30,22 +30,22 @@ _NAMED_SCHEMA_KEYS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 
 
-def coerce_grammar(grammar: Grammar) -> tuple[Grammar, list[str]]:
+def relax_grammar(grammar: Grammar) -> tuple[Grammar, list[str]]:
     """Weaken the schemas of a grammar.
 
     Returns:
         The grammar, the same object if it needs no change, and what it does not enforce.
     """
     try:
-        return _coerce_schemas(grammar)
+        return _relax_schemas(grammar)
     except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return grammar, []
 
 
-def _coerce_schemas(grammar: Grammar) -> tuple[Grammar, list[str]]:
+def _relax_schemas(grammar: Grammar) -> tuple[Grammar, list[str]]:
     if grammar.grammar_type == "json":
         original = json.loads(grammar.text)
-        schema, reasons = coerce_schema(original)
+        schema, reasons = relax_schema(original)
         same = schema == original
         return grammar if same else Grammar("json", json.dumps(schema)), reasons
     if grammar.grammar_type != "calls":
@@ -53,7 +53,7 @@ def _coerce_schemas(grammar: Grammar) -> tuple[Grammar, list[str]]:
     value = json.loads(grammar.text)
     functions, all_reasons = [], list[str]()
     for function in value["functions"]:
-        arguments, reasons = coerce_schema(function["arguments"])
+        arguments, reasons = relax_schema(function["arguments"])
         functions.append({**function, "arguments": arguments})
         all_reasons += [f"{function['name']}: {reason}" for reason in reasons]
     if functions == value["functions"]:
@@ -77,7 +77,7 @@ def usable_grammar(grammar: Grammar, field: str) -> tuple[Grammar, list[str]]:
         first_error = f"{field}: {str(error).removeprefix(f'{field}: ')}"
     else:
         return grammar, []
-    coerced, reasons = coerce_grammar(grammar)
+    coerced, reasons = relax_grammar(grammar)
     try:
         if coerced is grammar:
             raise RequestError(first_error)
@@ -87,7 +87,7 @@ def usable_grammar(grammar: Grammar, field: str) -> tuple[Grammar, list[str]]:
     return coerced, [f"{field}: {reason}" for reason in reasons]
 
 
-def coerce_schema(schema: Any) -> tuple[Any, list[str]]:
+def relax_schema(schema: Any) -> tuple[Any, list[str]]:
     """Weaken a schema: the result, and a reason for each change."""
     coercion = _Coercion(schema)
     return coercion.apply(schema), list(coercion.reasons)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from modelmill.outputs import unit_vector
+from modelmill.outputs import truncate_and_normalize
 from modelmill.request_state import RequestState
 from modelmill.serve.scoring_schema import RerankRequest
 
@@ -19,12 +19,12 @@ METHOD = "embedding_cosine"
 
 def cosine(one: RequestState, other: RequestState) -> float:
     """The cosine of two embeddings. Raises RequestError for one of length zero."""
-    return float(_unit(one) @ _unit(other))
+    return float(_unit_embedding(one) @ _unit_embedding(other))
 
 
-def _unit(state: RequestState) -> np.ndarray:
+def _unit_embedding(state: RequestState) -> np.ndarray:
     assert state.output.embedding is not None, "the request has an embedding"
-    return unit_vector(state.output.embedding)
+    return truncate_and_normalize(state.output.embedding)
 
 
 def rerank_results(

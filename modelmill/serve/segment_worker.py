@@ -120,7 +120,7 @@ class SegmentWorker:
             if isinstance(message, SegmentJob):
                 self._waiting_jobs.append(message)
             elif isinstance(message, AbortRequest):
-                self._drop(message.id)
+                self._abort_job(message.id)
             elif isinstance(message, GetStats):
                 running = int(self._current_job is not None)
                 stats = Stats(
@@ -140,7 +140,7 @@ class SegmentWorker:
                 self._channel.send(Heartbeat())
         return True
 
-    def _drop(self, id: str) -> None:
+    def _abort_job(self, id: str) -> None:
         self._waiting_jobs = deque(job for job in self._waiting_jobs if job.id != id)
         if self._current_job is not None and self._current_job.id == id:
             self._current_job = None
@@ -238,7 +238,7 @@ class SegmentWorker:
             raise _InvalidField(str(error), "image") from None
         pixels = image.width * image.height
         if job.automatic_masks is not None and pixels > MAX_AUTOMATIC_MASK_PIXELS:
-            raise _too_large(pixels)
+            raise _too_large_error(pixels)
         before = self.sam.num_embedded
         embedding = self.sam.embed_images([image], [job.cache_salt])[0]
         cached = self.sam.num_embedded == before and embedding.digest not in self._batch_embedded
@@ -297,7 +297,7 @@ class SegmentWorker:
     def _automatic_masks(self, job: SegmentJob, image_embedding: ImageEmbedding) -> list[Mask]:
         pixels = image_embedding.size[0] * image_embedding.size[1]
         if pixels > MAX_AUTOMATIC_MASK_PIXELS:
-            raise _too_large(pixels)
+            raise _too_large_error(pixels)
         self._current_job = job
 
         def on_progress(*_: str | int) -> None:
@@ -331,7 +331,7 @@ class _InvalidField(RequestError):
         self.param = param
 
 
-def _too_large(pixels: int) -> RequestError:
+def _too_large_error(pixels: int) -> RequestError:
     return RequestError(
         f"everything takes images of up to {MAX_AUTOMATIC_MASK_PIXELS} pixels, this one has "
         f"{pixels}; make it smaller"

@@ -27,7 +27,7 @@ from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.engine_state import EngineState
 from modelmill.serve.http_protocol import HEADER_BYTES, HttpProtocol
 from modelmill.serve.service import Service, ServiceLimits
-from modelmill.serve.traces import Traces
+from modelmill.serve.traces import RequestTracer
 
 _log = log.get_logger("serve")
 
@@ -51,7 +51,7 @@ class ServerOptions:
     port: int = 8000
     drain_timeout: float = 30.0
     limits: ServiceLimits = field(default_factory=ServiceLimits)
-    traces: Traces | None = None
+    traces: RequestTracer | None = None
 
 
 class _UvicornServer(uvicorn.Server):
@@ -83,7 +83,7 @@ class Server:
         )
         self._watch = watch
         if watch is not None:
-            watch.notify(self.service.add_model, self.service.remove_model)
+            watch.set_callbacks(self.service.add_model, self.service.remove_model)
         self._num_signals = 0
         self._stop_requested = asyncio.Event()
         self._failed_engine: EngineClient | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from modelmill.core.errors import UsageError
 from modelmill.serve.access.key_limits import KeyUsage
 from modelmill.serve.access.key_policy import KeyPolicy
-from modelmill.serve.access.request_use import RequestUse
+from modelmill.serve.access.request_use import RequestAccounting
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.catalogue.manager import ModelManager
 from modelmill.serve.engine_client import EngineClient
@@ -24,7 +24,7 @@ from modelmill.serve.json_scan import JsonLimits
 from modelmill.serve.metrics import ServerMetrics
 from modelmill.serve.response_store import DEFAULT_STORE_BYTES, ResponseStore
 from modelmill.serve.segment_messages import SEGMENTATION
-from modelmill.serve.traces import Traces
+from modelmill.serve.traces import RequestTracer
 
 T = TypeVar("T")
 INTERNAL_KEY = "modelmill.internal"
@@ -102,7 +102,7 @@ class Service:
     metrics: ServerMetrics = field(default_factory=ServerMetrics)
     draining: bool = False
     num_active: int = 0
-    traces: Traces | None = None
+    traces: RequestTracer | None = None
     catalogue: ModelManager | None = None
 
     def __post_init__(self) -> None:
@@ -116,8 +116,8 @@ class Service:
         for engine in self.unique_engines:
             self._record_metrics(engine)
         if self.catalogue is not None:
-            self.catalogue.notify_replace(self._replace_engine)
-            self.catalogue.notify_removed(self.metrics.remove_model)
+            self.catalogue.set_replace_callback(self._replace_engine)
+            self.catalogue.set_removed_callback(self.metrics.remove_model)
             self.catalogue.set_metrics(self.metrics.loads)
         self._text_pool = ThreadPoolExecutor(4, thread_name_prefix="modelmill-text")
         # one thread each, because parsing holds the GIL for some milliseconds. Large bodies have
@@ -145,9 +145,9 @@ class Service:
             name: each for name, each in self.engines.items() if each is not model.engine
         }
 
-    def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestUse:
-        """Count a request of a key; raises as ``RequestUse``."""
-        return RequestUse(policy, self._key_usages.get(policy), priority)
+    def begin_use(self, policy: KeyPolicy, priority: int | None) -> RequestAccounting:
+        """Count a request of a key; raises as ``RequestAccounting``."""
+        return RequestAccounting(policy, self._key_usages.get(policy), priority)
 
     def begin_request(self) -> None:
         """Count one more request that runs."""
@@ -171,7 +171,7 @@ class Service:
         """The engines that are loaded from the start to the end, in order."""
         if self.catalogue is None:
             return self.unique_engines
-        return [each for each in self.unique_engines if self.catalogue.find(each) is None]
+        return [each for each in self.unique_engines if self.catalogue.find_by_client(each) is None]
 
     def _record_metrics(self, engine: EngineClient) -> None:
         engine.set_metrics(self.metrics.for_engine(engine.name), self.metrics.segment)

@@ -29,7 +29,7 @@ def request_timings(states: Sequence[RequestState]) -> dict[str, Any]:
     }
 
 
-def last_fields(body: GenerationFields, states: Sequence[RequestState]) -> dict[str, Any]:
+def final_timing_fields(body: GenerationFields, states: Sequence[RequestState]) -> dict[str, Any]:
     """Keys of an answer that are known at its end: timings and warnings, if there are any."""
     out: dict[str, Any] = {}
     if body.timings_per_token:

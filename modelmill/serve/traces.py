@@ -41,7 +41,7 @@ class FinishedRequest:
     started_at: float
 
 
-class Traces:
+class RequestTracer:
     """Makes spans and passes them to an exporter."""
 
     def __init__(self, provider: Any) -> None:
@@ -57,7 +57,7 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     @staticmethod
-    def export_to(endpoint: str) -> Traces:
+    def for_endpoint(endpoint: str) -> RequestTracer:
         """Send spans to a collector over OTLP/HTTP; a URL without a path gets /v1/traces.
 
         Raises:
@@ -77,7 +77,7 @@ class Traces:
         resource = Resource.create({"service.name": "modelmill", "service.version": __version__})
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
-        return Traces(provider)
+        return RequestTracer(provider)
 
     def record_span(self, request: FinishedRequest) -> str:
         """Make the span of a request; return its trace id, 32 hexadecimal digits."""

@@ -154,12 +154,12 @@ class EngineWorker:
         elif isinstance(message, LoadedSession):
             self._sessions.finish_restore(message)
         elif isinstance(message, (SleepEngine, WakeEngine)):
-            self._finish_steps()
+            self._drain_steps()
             with self._inbox.answer_pings():
                 reply = run_sleep_message(self.engine_core, message)
             self._channel.send(reply)
 
-    def _finish_steps(self) -> None:
+    def _drain_steps(self) -> None:
         """Report what requests that have ended leave behind; the server sends no others now."""
         core = self.engine_core
         while core.has_work and not core.output_processor.live_sequences:
@@ -207,7 +207,7 @@ def run_segment_worker(
 
     model = segment_worker.load_sam(open_engine, artifact)
     if open_engine.watchdog_seconds and model.device.type == "cpu":
-        model.on_heartbeat(
+        model.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
     inbox.finish_opening()
@@ -260,9 +260,9 @@ def main(argv: list[str]) -> int:
         return 1
     except BrokenPipeError:
         return EXIT_SERVER_GONE
-    inbox.accept_grammars(_AnswerGuideFactory(Path(path), open_engine.chat_template, core.vocab))
+    inbox.set_guide_factory(_AnswerGuideFactory(Path(path), open_engine.chat_template, core.vocab))
     if sends_op_heartbeats(open_engine, core.device):
-        core.on_heartbeat(
+        core.set_heartbeat(
             HeartbeatSender(channel.send, poll_interval(open_engine.watchdog_seconds))
         )
     inbox.finish_opening()

@@ -133,7 +133,7 @@ class Inbox:
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="modelmill-worker-in", daemon=True).start()
 
-    def accept_grammars(self, make_guide: Callable[[Request], Guide]) -> None:
+    def set_guide_factory(self, make_guide: Callable[[Request], Guide]) -> None:
         """Make guides with ``make_guide`` from now on; without it, grammars are refused."""
         self._make_guide = make_guide
 

@@ -35,9 +35,9 @@ def open_or_build_artifact(open_engine: OpenEngine, on_progress: Progress) -> Ar
     if not is_engine(path) and not (path.is_dir() and path.suffix == ".engine"):
         if not path.exists():
             raise UsageError(f"{path} does not exist; give an engine folder or a checkpoint")
-        from modelmill.llm import cached_engine
+        from modelmill.llm import ensure_engine
 
-        path = cached_engine(
+        path = ensure_engine(
             path, from_dict(BuildConfig, open_engine.build, "build"), on_progress, None
         )
     elif open_engine.build:

@@ -74,7 +74,7 @@ def answer_grammar(
     return Grammar("answer", json.dumps(value))
 
 
-def build_answer(
+def build_answer_grammar(
     value: Mapping[str, Any], builder: LarkBuilder, documents: Mapping[str, Any] | None
 ) -> str:
     """Return the grammar in llguidance's format.
@@ -93,7 +93,7 @@ def build_answer(
         body = _calls(builder, syntax, json.loads(answer["text"]))
     else:
         assert documents is not None, "the answer has a grammar"
-        body = builder.document(dict(documents))
+        body = builder.add_document(dict(documents))
         if syntax.calls.style == "harmony":
             body = f"{builder.literal(f'{harmony.CHANNEL}final{harmony.MESSAGE}')} {body}"
         body = f"{body} {builder.literal(syntax.content[1])}"
@@ -116,7 +116,7 @@ def _thinking(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     if load_format(value["format"]).calls.style == "harmony":
         closing += f"{harmony.START}assistant"
         blank = ""
-    body = f"{builder.text(closing)} {blank}"
+    body = f"{builder.text_until(closing)} {blank}"
     if value["thinking"] == "open":
         return f"{body}"
     return f"({builder.literal(opening)} {body})?"
@@ -129,7 +129,7 @@ def _blank_before_answer(builder: LarkBuilder, value: Mapping[str, Any]) -> str:
     closing mark's own.
     """
     if value["answer"]["type"] in ("json", "calls"):
-        return builder.terminal(r"/[ \n]{1,4}/") + "?"
+        return builder.add_terminal(r"/[ \n]{1,4}/") + "?"
     closing: str = value["marks"][1]
     own = closing[len(closing.rstrip()) :]
     return f"{json.dumps(own)}?" if own else ""
@@ -153,39 +153,43 @@ def _calls(builder: LarkBuilder, syntax: ChatSyntax, value: Mapping[str, Any]) -
         more = f"({mark} {body}){{0,{most - 1}}}"
     end = builder.literal(closing) if closing else ""
     if calls.style == "react":
-        thought = f"{_thought(builder)} {body}"
-        text = builder.free_text(("Action:",)) if value.get("optional") else ""
+        thought = f"{_react_thought(builder)} {body}"
+        text = builder.text_without(("Action:",)) if value.get("optional") else ""
         return f"({text} | {thought})" if text else thought
     if syntax.begun:
-        return _begun_calls(builder, syntax, f"{body} {more} {end}", bool(value.get("optional")))
+        return _calls_begun_in_prompt(
+            builder, syntax, f"{body} {more} {end}", bool(value.get("optional"))
+        )
     content_end = syntax.content[1]
     if not value.get("optional"):
         return f"{builder.literal(content_end + prefix)} {body} {more} {end}"
     if content_end:
-        text = builder.free_text((content_end, prefix))
+        text = builder.text_without((content_end, prefix))
         call = f"{builder.literal(prefix)} {body} {more} {end}"
         return f"{text}? {builder.literal(content_end)} ({call})?"
     names = [function["name"] for function in functions]
     return _optional_calls(builder, calls, prefix, f"{body} {more} {end}", names)
 
 
-def _begun_calls(builder: LarkBuilder, syntax: ChatSyntax, body: str, optional: bool) -> str:
+def _calls_begun_in_prompt(
+    builder: LarkBuilder, syntax: ChatSyntax, body: str, optional: bool
+) -> str:
     """Calls whose first mark the prompt has begun; perhaps text, or text and then calls."""
     opening = syntax.calls.call[0]
     first = f"{builder.literal(opening.removeprefix(syntax.begun))} {body}"
     if not optional:
         return first
     mark = builder.literal(syntax.content[0].removeprefix(syntax.begun))
-    text = builder.free_text((opening,))
-    return f"({first} | {mark} ({builder.text(opening)} {body} | {text})?)"
+    text = builder.text_without((opening,))
+    return f"({first} | {mark} ({builder.text_until(opening)} {body} | {text})?)"
 
 
-def _thought(builder: LarkBuilder) -> str:
+def _react_thought(builder: LarkBuilder) -> str:
     """ReAct's thought up to the action."""
-    lead = builder.terminal(
+    lead = builder.add_terminal(
         r"/((?s:.*)\n)?Action: / & ~/(?s:.*)Final Answer:(?s:.*)/ & ~/(?s:.*)Action(?s:.*)Action: /"
     )
-    return builder.rule(lead, "[lazy]")
+    return builder.add_rule(lead, "[lazy]")
 
 
 def _optional_calls(
@@ -194,7 +198,7 @@ def _optional_calls(
     """Text, or text and calls; the text has nothing that the parser reads as a call."""
     if calls.style == "harmony":
         final = builder.literal(f"{harmony.CHANNEL}final{harmony.MESSAGE}")
-        return f"({final} {builder.free_text(())} | {body})"
+        return f"({final} {builder.text_without(())} | {body})"
     parts = split_mark(prefix)
     if calls.whole_marks:
         parts = tuple(filter(None, (calls.section[0].strip(), calls.call[0].strip())))
@@ -211,15 +215,15 @@ def _optional_calls(
         marks += [f"[{name}(" for name in names]
     excluded = tuple(filter(None, marks))
     start = r"/[^{\[\s](?s:.*)/" if calls.bare else ANY_TEXT
-    text = builder.free_text(excluded, start)
+    text = builder.text_without(excluded, start)
     if not opener:
         return f"({text} | {builder.literal(prefix)} {body})"
     rest = prefix[prefix.index(opener) + len(opener) :]
     call = f"{builder.literal(rest)} {body}"
-    if builder.is_token(opener):
+    if builder.is_control_token(opener):
         return f"{text}? ({builder.literal(opener)} {call})?"
     terms = (r"~/(?s:\s*[{\[].*)/",) if calls.bare else ()
-    return f"({builder.text(opener, terms=terms)} {call} | {text})"
+    return f"({builder.text_until(opener, terms=terms)} {call} | {text})"
 
 
 def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) -> str:
@@ -230,36 +234,36 @@ def _call(builder: LarkBuilder, calls: CallSyntax, function: Mapping[str, Any]) 
         key, text, arguments = (
             json.dumps(json.dumps(each)) for each in (calls.name_key, name, calls.arguments_key)
         )
-        value = builder.schema(schema)
+        value = builder.add_schema(schema)
         number = ""
         if calls.number_key:
-            digits = builder.terminal(f'/"[0-9]{{1,{MAX_ID_DIGITS}}}"/')
+            digits = builder.add_terminal(f'/"[0-9]{{1,{MAX_ID_DIGITS}}}"/')
             number = f'{json.dumps(json.dumps(calls.number_key))} s ":" s {digits} s "," s '
         body = f'"{{" s {number}{key} s ":" s {text} s "," s {arguments} s ":" s {value} s "}}"'
         return f"{body} {close}"
     if calls.style == "react":
-        return f"{json.dumps(name + calls.name_end)} {builder.schema(schema)}"
+        return f"{json.dumps(name + calls.name_end)} {builder.add_schema(schema)}"
     if calls.style == "harmony":
         header = (
             f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json"
             f"{harmony.MESSAGE}"
         )
-        return f"{builder.literal(header)} {builder.schema(schema)}"
+        return f"{builder.literal(header)} {builder.add_schema(schema)}"
     if calls.style == "tags":
-        head = f"{_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+        head = f"{_call_head(builder, calls, name)} {builder.literal(calls.name_end)}"
         return f"{head} {TagGrammar(builder, calls, name, schema).tags()} {close}"
     parts = ArgumentGrammar(builder, calls, name, schema) if not calls.writes_json else None
     if calls.style == "pythonic":
         assert parts is not None, "this style has a syntax of its own"
-        return f'{json.dumps(name + "(")} {parts.keywords()} ")"'
-    head = f"{_head(builder, calls, name)} {builder.literal(calls.name_end)}"
+        return f'{json.dumps(name + "(")} {parts.python_keyword_arguments()} ")"'
+    head = f"{_call_head(builder, calls, name)} {builder.literal(calls.name_end)}"
     if parts is None:
-        return f"{head} {builder.schema(schema)} {close}"
-    body = parts.parameters() if calls.style == "parameters" else parts.marked()
+        return f"{head} {builder.add_schema(schema)} {close}"
+    body = parts.delimited_arguments() if calls.style == "parameters" else parts.bare_key_object()
     return f"{head} {body} {close}"
 
 
-def _head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
+def _call_head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
     parts, rest = [], calls.head.replace("{name}", name)
     for field, pattern in (
         ("{index}", f"/[0-9]{{1,{MAX_ID_DIGITS}}}/"),
@@ -268,6 +272,6 @@ def _head(builder: LarkBuilder, calls: CallSyntax, name: str) -> str:
     ):
         before, found, after = rest.partition(field)
         if found:
-            parts += [builder.literal(before), builder.terminal(pattern)]
+            parts += [builder.literal(before), builder.add_terminal(pattern)]
             rest = after
     return " ".join(filter(None, [*parts, builder.literal(rest)]))

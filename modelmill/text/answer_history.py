@@ -138,7 +138,7 @@ class AnswerHistory:
                 key = salt, message_digest(answer)
                 if key in self._answers:
                     self._answers.move_to_end(key)
-                    out.append(_by_likelihood(self._answers[key], answer))
+                    out.append(_sort_by_similarity(self._answers[key], answer))
         return out
 
 
@@ -203,7 +203,7 @@ def _as_answer(message: Mapping[str, Any]) -> ParsedAnswer | None:
     )
 
 
-def _by_likelihood(answers: Sequence[PastAnswer], message: ParsedAnswer) -> list[PastAnswer]:
+def _sort_by_similarity(answers: Sequence[PastAnswer], message: ParsedAnswer) -> list[PastAnswer]:
     call_ids = tuple(call.id for call in message.calls)
     reasoning = text_digest(message.reasoning)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, overlap
+from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, longest_suffix_overlap
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.checked_calls import CheckedCallReader
 from modelmill.text.json_calls import JsonCallReader
@@ -120,7 +120,7 @@ class MarkedAnswerParser(AnswerParser):
         self._content_marks = tuple(filter(None, (*syntax.content, *syntax.dropped)))
         if self._reader is not None and syntax.begun:
             # text may end with a part of the mark, so that only mark and name together are certain
-            self._reader.open_at(self._first_marks[1:])
+            self._reader.restrict_opening_marks(self._first_marks[1:])
         self._openers = self._reader.openers if self._reader is not None else ()
         self._thinking_open, self._thinking_close = ("", "") if thinking is None else thinking.marks
         ends_at_calls = thinking is not None and thinking.ends_at_calls and self._reader is not None
@@ -144,11 +144,11 @@ class MarkedAnswerParser(AnswerParser):
         if cut:
             # the begin of a mark is no text
             marks = self._thinking_ends if self.in_reasoning else self._content_ends()
-            if self._mode == self._scan_begun:
+            if self._mode == self._scan_prompt_mark:
                 rest = ""
             if self._mode == self._scan_start and not self.in_reasoning:
                 marks = (*marks, self._thinking_open)
-            size = overlap(rest, marks)
+            size = longest_suffix_overlap(rest, marks)
             is_mark = size >= MIN_CUT_MARK_CHARS or self._output.follows_call
             rest = rest[: len(rest) - size] if is_mark else rest
         if self.in_reasoning:
@@ -161,7 +161,7 @@ class MarkedAnswerParser(AnswerParser):
         """The mode at the begin of the content."""
         self._marked = False
         if self._begun:
-            return self._scan_begun
+            return self._scan_prompt_mark
         if self._reader is None or not self._bare:
             return self._scan_content
         self._reader.begin()
@@ -183,7 +183,7 @@ class MarkedAnswerParser(AnswerParser):
         """Emit the thinking up to its end."""
         place, mark = find_first(self._buffer, self._thinking_ends)
         if place < 0:
-            stop = len(self._buffer) - overlap(self._buffer, self._thinking_ends)
+            stop = len(self._buffer) - longest_suffix_overlap(self._buffer, self._thinking_ends)
             self._output.add_reasoning(self._buffer[:stop])
             self._buffer = self._buffer[stop:]
             return False
@@ -196,7 +196,7 @@ class MarkedAnswerParser(AnswerParser):
         self._mode = self._begin_content()
         return True
 
-    def _scan_begun(self) -> bool:
+    def _scan_prompt_mark(self) -> bool:
         """Detect what continues the mark that the prompt begins."""
         marks = tuple(mark.removeprefix(self._begun) for mark in self._first_marks)
         if self._buffer.startswith(marks):
@@ -211,7 +211,7 @@ class MarkedAnswerParser(AnswerParser):
         ends = self._content_ends()
         place, mark = find_first(self._buffer, ends)
         if not mark:
-            place = len(self._buffer) - overlap(self._buffer, ends)
+            place = len(self._buffer) - longest_suffix_overlap(self._buffer, ends)
         self._output.add_text(self._buffer[:place])
         self._buffer = self._buffer[place:]
         if mark in self._content_marks:
@@ -243,7 +243,7 @@ class MarkedAnswerParser(AnswerParser):
         self._buffer = self._buffer[at:]
         if not (reader.closed or reader.rejected or final):
             return False
-        text = reader.release()
+        text = reader.take_non_call_text()
         marked = self._marked or reader.num_calls or text.lstrip().startswith(reader.openers)
         self._mode = self._scan_content
         if reader.closed:

@@ -52,7 +52,7 @@ def prompt_tail(
     if not places or (isinstance(base[-1], str) and len(base[-1]) > MAX_TAIL_TEXT):
         return None
     first = places[-TAIL_TOKENS:][0]
-    return PromptTail(tuple(_short(piece) for piece in base[first:]), begun)
+    return PromptTail(tuple(_piece_digest(piece) for piece in base[first:]), begun)
 
 
 def _split_thinking(
@@ -71,7 +71,7 @@ def _split_thinking(
     return pieces, ()
 
 
-def _short(piece: Piece) -> Piece | bytes:
+def _piece_digest(piece: Piece) -> Piece | bytes:
     if isinstance(piece, int) or len(piece) <= MAX_TAIL_TEXT:
         return piece
     return hashlib.sha256(piece.encode("utf-8", "surrogatepass")).digest()
@@ -107,7 +107,7 @@ class AnswerSplicer:
             answers: what each message of the assistant may be, in order; messages may be missing.
         """
         out: list[Piece] = []
-        rest, places = list(pieces), _control_places(pieces)
+        rest, places = list(pieces), _control_token_positions(pieces)
         begin, offset = 0, 0  # of what was not copied yet
         for candidates in answers:
             match = next(
@@ -120,10 +120,10 @@ class AnswerSplicer:
             )
             if match is None:
                 continue
-            out += _between(rest, (begin, offset), match.begin)
+            out += _pieces_between(rest, (begin, offset), match.begin)
             out += match.replacement
             begin, offset = match.end, 0
-        return [*out, *_between(rest, (begin, offset), (len(rest), 0))]
+        return [*out, *_pieces_between(rest, (begin, offset), (len(rest), 0))]
 
     def _find(
         self,
@@ -134,7 +134,7 @@ class AnswerSplicer:
     ) -> _Match | None:
         """Find an answer behind a position of the prompt."""
         if answer.usable is None:
-            answer.set_usable(self._says_what_was_sent(answer))
+            answer.set_usable(self._has_nothing_dropped(answer))
         if not answer.usable:
             return None
         last = next(each for each in reversed(answer.tail.base) if isinstance(each, int))
@@ -188,7 +188,7 @@ class AnswerSplicer:
             if isinstance(pieces[place], int) and pieces[place] in self.end_ids
         )
         for end in itertools.islice(ends, MAX_MESSAGE_ENDS):
-            segment = list(_between(pieces, start, (end, 0)))
+            segment = list(_pieces_between(pieces, start, (end, 0)))
             written = self._parse(segment, thinks)
             if not self._is_same(written, answer):
                 continue
@@ -196,7 +196,7 @@ class AnswerSplicer:
                 return _Match(start, end, list(answer.ids))
             rest = None if written.reasoning.strip() else self._without_thinking(answer)
             if rest is not None:
-                return _Match(start, end, [*self._lead(segment), *rest])
+                return _Match(start, end, [*self._text_before_content(segment), *rest])
         return None
 
     def _is_same(self, written: ParsedAnswer, answer: PastAnswer) -> bool:
@@ -208,7 +208,7 @@ class AnswerSplicer:
             return False
         return text_digest(written.reasoning) in (answer.reasoning, b"")
 
-    def _says_what_was_sent(self, answer: PastAnswer) -> bool:
+    def _has_nothing_dropped(self, answer: PastAnswer) -> bool:
         """Whether nothing was dropped from an answer, such as calls above a limit."""
         parsed = self._parse(answer.ids, answer.thinks)
         return (
@@ -256,7 +256,7 @@ class AnswerSplicer:
                     return None
         return None
 
-    def _lead(self, segment: Sequence[Piece]) -> list[Piece]:
+    def _text_before_content(self, segment: Sequence[Piece]) -> list[Piece]:
         """What a template writes before the content in place of the thinking: blanks, marks."""
         close = self._thinking_end()
         id = self.tokenizer.special.get(close)
@@ -289,7 +289,7 @@ class _Match:
     replacement: list[Piece]
 
 
-def _control_places(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+def _control_token_positions(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     places: dict[int, list[int]] = {}
     for place, piece in enumerate(pieces):
         if isinstance(piece, int):
@@ -304,7 +304,7 @@ def _match_tail(
     text = base[-1] if isinstance(base[-1], str) else ""
     head = base[:-1] if text else base
     first = place - len(head) + 1
-    if first < 0 or tuple(map(_short, pieces[first : place + 1])) != tuple(head):
+    if first < 0 or tuple(map(_piece_digest, pieces[first : place + 1])) != tuple(head):
         return None
     return _match_text(pieces, (place + 1, 0), text)
 
@@ -337,7 +337,7 @@ def _match_text(pieces: Sequence[Piece], start: _Position, text: str) -> _Positi
     return (index + 1, 0) if offset == len(piece) else (index, offset)
 
 
-def _between(pieces: Sequence[Piece], begin: _Position, end: _Position) -> Iterator[Piece]:
+def _pieces_between(pieces: Sequence[Piece], begin: _Position, end: _Position) -> Iterator[Piece]:
     """The pieces from one position to another."""
     for index in range(begin[0], min(end[0] + 1, len(pieces))):
         piece = pieces[index]

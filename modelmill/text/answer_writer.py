@@ -46,7 +46,7 @@ def write_answer(
         several: whether a single call stands in a list, too, where that is possible.
     """
     if syntax.calls.style == "harmony":
-        return _write_messages(answer)
+        return _write_harmony_messages(answer)
     text = ""
     if thinking is not None and (answer.reasoning or thinks):
         text = ("" if thinks else thinking.open) + answer.reasoning + thinking.close
@@ -89,7 +89,7 @@ def write_call(calls: CallSyntax, call: ParsedToolCall, index: int = 0) -> str:
     elif calls.style == "tags":
         body = to_tags(call.arguments, calls.tag_prefix)
     else:
-        body = to_marked(call.arguments, calls.string_mark)
+        body = to_marked_strings(call.arguments, calls.string_mark)
     return opening + head + calls.name_end + body + closing
 
 
@@ -155,7 +155,7 @@ def _tagged(value: Any, prefix: str) -> str:
     )
 
 
-def to_marked(value: str, string_mark: str) -> str:
+def to_marked_strings(value: str, string_mark: str) -> str:
     """Convert JSON text to a value with marked strings and bare keys (Gemma)."""
     if not string_mark:
         return value
@@ -170,7 +170,7 @@ def _marked(value: Any, mark: str) -> str:
     return f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value)
 
 
-def _write_messages(answer: ParsedAnswer) -> str:
+def _write_harmony_messages(answer: ParsedAnswer) -> str:
     """Messages of gpt-oss; the prompt began the first one with <|start|>assistant."""
     messages = []
     if answer.reasoning:

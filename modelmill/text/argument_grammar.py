@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.core.errors import RequestError
-from modelmill.text.answer_writer import escape_attribute, to_marked, to_python
+from modelmill.text.answer_writer import escape_attribute, to_marked_strings, to_python
 from modelmill.text.chat_syntax import CallSyntax, ParameterSyntax
 from modelmill.text.lark_builder import LarkBuilder, regex_literal
 from modelmill.text.parameter_types import (
@@ -77,7 +77,7 @@ class ArgumentGrammar:
             "syntax cannot express; declare plain properties instead"
         )
 
-    def parameters(self) -> str:
+    def delimited_arguments(self) -> str:
         """Arguments between marks of their own."""
         parameter = self._calls.parameter
         assert parameter is not None, "this style has marks of an argument"
@@ -111,7 +111,7 @@ class ArgumentGrammar:
             (attribute if parameter.type_attribute else "") + parameter.key_end
         )
 
-    def keywords(self) -> str:
+    def python_keyword_arguments(self) -> str:
         """Keyword arguments in Python's syntax."""
 
         def keyword(key: str, schema: Schema) -> str:
@@ -139,7 +139,7 @@ class ArgumentGrammar:
         members = [each for each in schema_members(self._top) if each[0].isidentifier()]
         return self._separated(members, ", ", keyword)
 
-    def marked(self) -> str:
+    def bare_key_object(self) -> str:
         """An object with bare keys and marked strings (Gemma)."""
         return self._marked_object(self._top)
 
@@ -179,8 +179,8 @@ class ArgumentGrammar:
                 self._refuse_string(key)
         if len(types) > 1:
             terms.append(_JSON_TEXT)
-        empty = not low and (not isinstance(pattern, str) or _matches_nothing(pattern))
-        return lambda close: builder.text(close, terms=terms, empty=empty)
+        empty = not low and (not isinstance(pattern, str) or _matches_empty_text(pattern))
+        return lambda close: builder.text_until(close, terms=terms, empty=empty)
 
     def _refuse_string(self, key: str) -> None:
         raise RequestError(
@@ -197,14 +197,14 @@ class ArgumentGrammar:
                 "$defs": {"root": _with_root_in_defs(self._root)},
             }
         if types is None:
-            return self._builder.schema(local)
+            return self._builder.add_schema(local)
         defs = {"$defs": local.pop("$defs")} if "$defs" in local else {}
         if "enum" in local:
             local["enum"] = [each for each in local["enum"] if not isinstance(each, str)]
-            return self._builder.schema({**defs, **local})
+            return self._builder.add_schema({**defs, **local})
         if set(local) <= {"type", "description", "title", "default"}:
-            return self._builder.schema({"type": list(types)})
-        return self._builder.schema({**defs, "allOf": [local, {"type": list(types)}]})
+            return self._builder.add_schema({"type": list(types)})
+        return self._builder.add_schema({**defs, "allOf": [local, {"type": list(types)}]})
 
     # -- Gemma's values
 
@@ -224,7 +224,7 @@ class ArgumentGrammar:
         mark = self._calls.string_mark
         if "const" in schema or "enum" in schema:
             values = schema.get("enum", [schema.get("const")])
-            texts = (self._builder.literal(to_marked(json.dumps(v), mark)) for v in values)
+            texts = (self._builder.literal(to_marked_strings(json.dumps(v), mark)) for v in values)
             return f"({' | '.join(texts)})"
         for key in ("anyOf", "oneOf"):
             if key in schema:
@@ -250,11 +250,11 @@ class ArgumentGrammar:
             more = f'("," {item}){{{max(low - 1, 0)},{high - 1 if high != "" and high else high}}}'
             some = f"{item} {more}" if high != 0 else ""
             return f'"[" ({some}){"" if low else "?"} "]"' if some else '"[" "]"'
-        return self._builder.schema({**schema, "type": value_type})
+        return self._builder.add_schema({**schema, "type": value_type})
 
     def _marked_reference(self, reference: str) -> str:
         if reference not in self._rules:
-            self._rules[reference] = self._builder.name("d")
+            self._rules[reference] = self._builder.new_name("d")
             target = self._resolve({"$ref": reference})
             self._builder.define(self._rules[reference], self._marked_value(target))
         return self._rules[reference]
@@ -275,9 +275,9 @@ class ArgumentGrammar:
                 head = first
                 rest = f"{comma} {member} {rest}"
             else:
-                head = f"({self._builder.rule(first)} | {head})" if head else f"({first})?"
+                head = f"({self._builder.add_rule(first)} | {head})" if head else f"({first})?"
                 rest = f"({comma} {member})? {rest}"
-            rest = self._builder.rule(rest)
+            rest = self._builder.add_rule(rest)
         return head
 
 
@@ -303,7 +303,7 @@ def _search_pattern(pattern: str) -> str:
     return f"/{start}({body.replace('/', chr(92) + '/')}){end}/"
 
 
-def _matches_nothing(pattern: str) -> bool:
+def _matches_empty_text(pattern: str) -> bool:
     """Whether a pattern matches the empty text, as far as Python can tell."""
     try:
         return re.search(pattern, "") is not None

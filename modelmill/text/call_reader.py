@@ -11,7 +11,7 @@ from typing import Any
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.parameter_types import required_arguments
-from modelmill.text.value_stream import ValueStream, suffix_overlap
+from modelmill.text.value_stream import JsonValueConverter, suffix_overlap
 
 ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 """Names of the tools → JSON schema of their parameters."""
@@ -42,7 +42,7 @@ def find_first(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int, str
     return (match.start(), match[0]) if match else (-1, "")
 
 
-def overlap(text: str, marks: tuple[str, ...]) -> int:
+def longest_suffix_overlap(text: str, marks: tuple[str, ...]) -> int:
     """Return how many characters at the end of the text may begin one of the marks."""
     begins, longest = _search_begins(marks)
     if begins(text, max(0, len(text) - longest + 1)) is None:
@@ -75,7 +75,7 @@ class CallReader(ABC):
     Attributes:
         openers: marks in content at which a block may begin.
         closed: the block is complete; what follows is content.
-        rejected: the text since the last call is none; ``release`` returns it.
+        rejected: the text since the last call is none; ``take_non_call_text`` returns it.
         num_calls: calls so far.
         cut: the answer was cut off by a limit.
         dropped_section: the mark of a section came without a call, and is no text.
@@ -106,7 +106,7 @@ class CallReader(ABC):
         self._drops = self._final = False
         self.begin()
 
-    def open_at(self, marks: tuple[str, ...]) -> None:
+    def restrict_opening_marks(self, marks: tuple[str, ...]) -> None:
         """Let a block begin at these marks only."""
         self.openers = marks
 
@@ -144,7 +144,7 @@ class CallReader(ABC):
         """Say that nothing follows; cut: the answer was cut off by a limit."""
         self.cut = cut
 
-    def release(self) -> str:
+    def take_non_call_text(self) -> str:
         """Return the consumed text that is no call."""
         pending, self._pending = "".join(self._pending), []
         return pending
@@ -153,12 +153,12 @@ class CallReader(ABC):
         self.num_calls += 1
         self._output.begin_call(name, id)
 
-    def _call_done(self) -> None:
+    def _commit_call_text(self) -> None:
         """What was consumed so far, with what the current state consumes, belongs to a call."""
         self._pending = []
         self._drops = True
 
-    def _drop(self) -> None:
+    def _discard_consumed(self) -> None:
         """What the current state consumes is a mark."""
         self._drops = True
 
@@ -188,7 +188,7 @@ class CallReader(ABC):
                 return count, len(text)  # a mark that the end of the answer cut off
         return count, at
 
-    def _pass_marks(
+    def _match_marks(
         self, text: str, at: int, parts: tuple[str, ...], following: Callable[[str, int], int]
     ) -> int:
         """Match marks; after them comes ``following``."""
@@ -203,32 +203,34 @@ class CallReader(ABC):
         _, place = self._match(text, at, parts)
         if place is None:
             return at
-        self._drop()
+        self._discard_consumed()
         self.closed = True
         return place
 
-    def _pass_on(self, value: ValueStream, at: int, following: Callable[[str, int], int]) -> int:
+    def _forward_value(
+        self, value: JsonValueConverter, at: int, following: Callable[[str, int], int]
+    ) -> int:
         """Pass on what was read of a value up to ``at``; after its end comes ``following``."""
         self._close_at_end(value)
         self._output.add_arguments(value.take())
-        self._call_done()
+        self._commit_call_text()
         if value.failed:
             self._state = self._skip_call
         elif value.done:
             self._state = following
         return at
 
-    def _feed_to(self, reader: CallReader, text: str, at: int) -> int:
+    def _delegate_to(self, reader: CallReader, text: str, at: int) -> int:
         """Let a reader of another style read the whole block; its calls are this one's."""
         reader.end(self.cut)
         at = reader.feed(text, at, self._final)
         self.num_calls = reader.num_calls
         if self.num_calls:
-            self._call_done()
+            self._commit_call_text()
         self.closed, self.rejected = reader.closed, reader.rejected
         return at
 
-    def _close_at_end(self, value: ValueStream) -> None:
+    def _close_at_end(self, value: JsonValueConverter) -> None:
         """Complete a value that an answer leaves open, unless a limit cut it off.
 
         JSON that a model writes itself stays as it is: a client sees that it is not complete.
@@ -243,10 +245,10 @@ class CallReader(ABC):
 
     def _skip_call(self, text: str, at: int) -> int:
         """Discard the rest of a call whose arguments are broken."""
-        self._call_done()
+        self._commit_call_text()
         ends = (*self._ends, *self.openers)
         place, mark = find_first(text, ends, at)
         if place >= 0:
             self.closed = True
             return place + len(mark) if mark in self._ends else place
-        return len(text) if self._final else max(at, len(text) - overlap(text, ends))
+        return len(text) if self._final else max(at, len(text) - longest_suffix_overlap(text, ends))

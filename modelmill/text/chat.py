@@ -12,7 +12,12 @@ from modelmill.text.chat_format import ChatFormat
 from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
 from modelmill.text.chat_syntax import NO_MARKS
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
-from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
+from modelmill.text.control_tokens import (
+    ControlTokenGuard,
+    iter_strings,
+    remove_marks,
+    unused_mark_char,
+)
 from modelmill.text.image_chat import IMAGE_CHAT_FILE as IMAGE_CHAT
 from modelmill.text.image_chat import load_image_chat
 from modelmill.text.messages import ChatTemplateKwargs, Messages, check_json_data, validate_messages
@@ -200,7 +205,7 @@ class TemplateChat(ChatFormat):
         """Return the prompt as text and, where the template wrote control tokens, their ids."""
         text, mark = self._render(messages, add_generation_prompt, **template)
         pieces = self._tokenizer.split_special(text)
-        return [unmark(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
+        return [remove_marks(piece, mark) if isinstance(piece, str) else piece for piece in pieces]
 
     def render(
         self,
@@ -209,7 +214,7 @@ class TemplateChat(ChatFormat):
         **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """See ``ChatFormat.render``."""
-        return unmark(*self._render(messages, add_generation_prompt, **template))
+        return remove_marks(*self._render(messages, add_generation_prompt, **template))
 
     def close(self) -> None:
         """End the template process; the next rendering starts another."""
@@ -239,10 +244,15 @@ class TemplateChat(ChatFormat):
                 raise RequestError(f"the template option {key!r} is set by the engine")
             check_json_data(value, f"the template option {key[:40]!r}")
             template_options[key] = value
-        mark = free_mark([template, *self._tokenizer.special, *iter_strings(template_options)])
+        mark = unused_mark_char(
+            [template, *self._tokenizer.special, *iter_strings(template_options)]
+        )
         variables = {
             **self._tokenizer.template_names,
-            **{key: self._guard.mark(value, mark) for key, value in template_options.items()},
+            **{
+                key: self._guard.insert_marks(value, mark)
+                for key, value in template_options.items()
+            },
             "add_generation_prompt": add_generation_prompt,
         }
         return self._process.render(template, variables), mark
@@ -275,11 +285,11 @@ class TemplateChat(ChatFormat):
 
         adapted = adapt_messages(messages, parts, calls)
         if "message.thinking" in template:  # gpt-oss's name of it
-            adapted = [_with_thinking(message) for message in adapted]
+            adapted = [_with_gpt_oss_thinking(message) for message in adapted]
         return adapted
 
 
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+def _with_gpt_oss_thinking(message: dict[str, Any]) -> dict[str, Any]:
     """Give the thinking under gpt-oss's name; its template refuses it beside content and calls."""
     both = message.get("content") and message.get("tool_calls")
     if both or not message.get("reasoning_content"):

@@ -159,7 +159,7 @@ class CallSyntax:
         return self.style not in ("parameters", "tags", "pythonic") and not self.string_mark
 
 
-def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
+def json_list_syntax(open: str, close: str = "]", content_end: str = "\n") -> CallSyntax:
     """Return the syntax of calls that are the objects of one JSON list.
 
     Args:
@@ -170,7 +170,7 @@ def json_list(open: str, close: str = "]", content_end: str = "\n") -> CallSynta
     return CallSyntax("json", section=(open, close), separator=", ", content_end=content_end)
 
 
-def python_list(marks: Marks) -> CallSyntax:
+def python_list_syntax(marks: Marks) -> CallSyntax:
     """Return the syntax of calls that are one list in Python's syntax, alone in the answer.
 
     Args:

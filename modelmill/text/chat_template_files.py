@@ -32,10 +32,10 @@ def with_chat_template(files: dict[str, bytes], source: str | Path) -> dict[str,
         for name, data in files.items()
         if name != IMAGE_CHAT and not name.startswith(f"{MORE_TEMPLATES}/")
     }
-    return {**others, "chat_template.jinja": _read_template(source)}
+    return {**others, "chat_template.jinja": _resolve_template_source(source)}
 
 
-def _read_template(source: str | Path) -> bytes:
+def _resolve_template_source(source: str | Path) -> bytes:
     """Read a chat template: a shipped one's name (vicuna, chatml), a file, or template text."""
     shipped = resources.files("modelmill.text") / "templates" / f"{source}.jinja"
     try:

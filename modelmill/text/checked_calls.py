@@ -51,7 +51,7 @@ class CheckedCallReader(CallReader):
         end = self._reader.feed(text, at, self._final)
         self._read.append(text[at:end])
         if self._reader.closed and self._report("".join(self._read)):
-            self._call_done()
+            self._commit_call_text()
             return self._end_block(end)
         self.rejected = self._reader.closed or self._reader.rejected
         return end

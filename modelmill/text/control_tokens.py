@@ -31,16 +31,17 @@ class ControlTokenGuard:
         self._tails = {text[-size:].lower() for text in texts for size in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
 
-    def mark(self, value: Any, mark: str) -> Any:
+    def insert_marks(self, value: Any, mark: str) -> Any:
         """A copy of JSON data with the mark inside every text that needs one, keys included."""
         if isinstance(value, str):
             return self._mark_text(value, mark)
         if isinstance(value, Mapping):
             return {
-                self._mark_text(key, mark): self.mark(item, mark) for key, item in value.items()
+                self._mark_text(key, mark): self.insert_marks(item, mark)
+                for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.mark(item, mark) for item in value]
+            return [self.insert_marks(item, mark) for item in value]
         return value
 
     def _mark_text(self, text: str, mark: str) -> str:
@@ -60,7 +61,7 @@ class ControlTokenGuard:
         return before + marked + after
 
 
-def free_mark(texts: Iterable[str]) -> str:
+def unused_mark_char(texts: Iterable[str]) -> str:
     r"""Return a private-use character that occurs in none of `texts`, also not as a \u escape.
 
     Raises:
@@ -75,7 +76,7 @@ def free_mark(texts: Iterable[str]) -> str:
     )
 
 
-def unmark(text: str, mark: str) -> str:
+def remove_marks(text: str, mark: str) -> str:
     r"""Remove the marks from `text`, also where a filter wrote them as \u escapes."""
     text = text.replace(mark, "")
     return text.replace(f"\\u{ord(mark):04x}", "") if "\\u" in text else text

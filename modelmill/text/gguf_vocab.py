@@ -68,7 +68,7 @@ SPECIAL_TOKEN_ROLES = {
 }
 
 
-def load_gguf(files: Mapping[str, bytes]) -> Tokenizer:
+def load_gguf_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """Load the tokenizer of gguf_vocab.json.
 
     Raises:
@@ -131,7 +131,9 @@ def _byte_level(
     core.pre_tokenizer = _pre_tokenizer(pre)
     if pre.startswith("qwen"):
         core.normalizer = normalizers.NFC()
-    return _finish(core, data, tokens, types, _settings(data, files, pre == "llama3", tokens))
+    return _add_special_tokens(
+        core, data, tokens, types, _settings(data, files, pre == "llama3", tokens)
+    )
 
 
 def _character_level(
@@ -146,7 +148,7 @@ def _character_level(
         {text: id for id, text in enumerate(tokens)}, _merges(data), "the GGUF file's vocabulary"
     )
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
-    return _finish(core, data, tokens, types, _settings(data, files, True, tokens))
+    return _add_special_tokens(core, data, tokens, types, _settings(data, files, True, tokens))
 
 
 def _merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -166,7 +168,7 @@ def _merges(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(pair[:cut], pair[cut + 1 :]) for pair, cut in zip(merges, cuts, strict=True)]
 
 
-def _finish(
+def _add_special_tokens(
     core: tokenizers.Tokenizer,
     data: Mapping[str, Any],
     tokens: list[str],

@@ -17,7 +17,7 @@ from modelmill.core.errors import MissingDependency, RequestError
 from modelmill.core.packages import install_command
 from modelmill.core.quoting import one_line
 from modelmill.core.types import Grammar
-from modelmill.text.answer_grammar import build_answer
+from modelmill.text.answer_grammar import build_answer_grammar
 from modelmill.text.chat_format_files import FALLBACK
 from modelmill.text.lark_builder import LarkBuilder
 from modelmill.text.messages import check_json_data
@@ -47,7 +47,7 @@ def check_grammar(grammar: Grammar) -> None:
     Raises:
         RequestError: with a message of one line if it is not.
     """
-    lib = _library()
+    lib = _import_llguidance()
     if inner_type(grammar) == "answer":
         return  # any text: only the thinking has a budget
     with _grammar_errors(grammar):
@@ -89,7 +89,7 @@ class GuideFactory:
         Raises:
             RequestError: if no id ends an answer.
         """
-        lib = _library()
+        lib = _import_llguidance()
         self._lib, self._vocab = lib, vocab
         self._tokenizer = tokenizer
         self._special = {
@@ -277,7 +277,9 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
         documents = None
         if inner.grammar_type != "calls":
             (documents,) = json.loads(_to_llguidance(inner, lib))["grammars"]
-        return build_answer(value, LarkBuilder(special or {}, _documents(lib)), documents)
+        return build_answer_grammar(
+            value, LarkBuilder(special or {}, _schema_converter(lib)), documents
+        )
     if grammar.grammar_type == "choice":
         if (
             not isinstance(value, list)
@@ -293,7 +295,7 @@ def _to_llguidance(grammar: Grammar, lib: Any, special: Mapping[str, int] | None
     if grammar.grammar_type == "calls":
         answer = {"type": "calls", "text": grammar.text}
         value = {"format": FALLBACK, "marks": None, "thinking": "free", "answer": answer}
-        return build_answer(value, LarkBuilder({}, _documents(lib)), None)
+        return build_answer_grammar(value, LarkBuilder({}, _schema_converter(lib)), None)
     if not isinstance(value, dict):
         raise RequestError("a JSON schema must be an object")
     return _schema(value, lib)
@@ -312,7 +314,7 @@ def _schema(value: dict[str, Any], lib: Any) -> str:
     )
 
 
-def _documents(lib: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _schema_converter(lib: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the conversion of a schema to a document of llguidance."""
 
     def convert(schema: dict[str, Any]) -> dict[str, Any]:
@@ -344,7 +346,7 @@ def _parser_limits(lib: Any) -> Any:
     )
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:

@@ -11,8 +11,8 @@ import re
 
 from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_reader import ToolSchemas, find_first, overlap
-from modelmill.text.value_stream import ValueStream
+from modelmill.text.call_reader import ToolSchemas, find_first, longest_suffix_overlap
+from modelmill.text.value_stream import JsonValueConverter
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
@@ -31,7 +31,7 @@ class HarmonyParser(AnswerParser):
         super().__init__(tools, output)
         self._mode = self._scan_header
         self._header = ""
-        self._arguments = ValueStream()
+        self._arguments = JsonValueConverter()
         self._has_arguments = False
 
     def flush(self, cut: bool = False) -> list[AnswerPiece]:
@@ -66,7 +66,7 @@ class HarmonyParser(AnswerParser):
         self._mode = self._scan_content
         if name in self._tools:
             self._output.begin_call(name)
-            self._arguments, self._has_arguments = ValueStream(), False
+            self._arguments, self._has_arguments = JsonValueConverter(), False
             self._mode = self._scan_call
         elif channel and channel[1] == "analysis":
             self.in_reasoning = True
@@ -122,7 +122,7 @@ class HarmonyParser(AnswerParser):
         """Take the text of a message up to its end, and whether it ended."""
         place, mark = find_first(self._buffer, _ENDS)
         if place < 0:
-            stop = len(self._buffer) - overlap(self._buffer, _ENDS)
+            stop = len(self._buffer) - longest_suffix_overlap(self._buffer, _ENDS)
             text, self._buffer = self._buffer[:stop], self._buffer[stop:]
             return text, False
         text, self._buffer = self._buffer[:place], self._buffer[place:]

@@ -30,7 +30,7 @@ AFFIX_PROBES = ("x", "1", ".")
 """Texts to find out what is added around one; some tokenizers drop some."""
 
 
-def load_hf(files: Mapping[str, bytes]) -> Tokenizer:
+def load_tokenizer_json(files: Mapping[str, bytes]) -> Tokenizer:
     """Load the tokenizer of tokenizer.json.
 
     Raises:
@@ -146,7 +146,9 @@ def from_core(
     }
     # transformers takes a tokenizer.json's own post-processor, whatever tokenizer_config.json says
     # beside it
-    prefix, suffix = _affixes(core, settings if file != "tokenizer.json" else None, by_id)
+    prefix, suffix = _prefix_and_suffix_ids(
+        core, settings if file != "tokenizer.json" else None, by_id
+    )
     traits = VocabInfo(
         tokenizer_type=tokenizer_type,
         vocab_size=max(core.get_vocab(with_added_tokens=True).values()) + 1,
@@ -177,7 +179,7 @@ class HfTokenizer(Tokenizer):
         self._control = frozenset(traits.special.values())
         self._added = {id: token.content for id, token in core.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
-        spec = json.loads(decoders_json(core))
+        spec = json.loads(checked_decoder_json(core))
         self._byte_level = "ByteLevel" in json.dumps(spec)
         self.each_byte = not self._byte_level
         self._drops_space = not self._byte_level and _drops_leading_space(spec)
@@ -255,7 +257,7 @@ class HfTokenizer(Tokenizer):
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode("utf-8")
 
 
-def decoders_json(core: tokenizers.Tokenizer) -> str:
+def checked_decoder_json(core: tokenizers.Tokenizer) -> str:
     """The decoder as JSON; TokenizerError when it is not one whose bytes we can name."""
     decoder = core.decoder
     text = decoder.__getstate__().decode() if decoder is not None else "null"
@@ -324,7 +326,7 @@ def _make_no_prefix_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
-def _affixes(
+def _prefix_and_suffix_ids(
     core: tokenizers.Tokenizer, settings: TokenizerSettings | None, by_id: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the library adds around a text, unless add_bos/add_eos are set."""

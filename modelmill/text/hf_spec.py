@@ -32,7 +32,7 @@ def check_spec(spec: Mapping[str, Any]) -> None:
     check_vocab(vocab, "tokenizer.json")
     assert isinstance(vocab, dict)
     by_id = {id: text for text, id in vocab.items()}
-    if _growth(spec.get("normalizer")) > MAX_GROWTH:
+    if _max_growth(spec.get("normalizer")) > MAX_GROWTH:
         raise TokenizerError(
             "tokenizer.json: its normalizer makes texts many times longer; no known tokenizer does"
         )
@@ -94,15 +94,15 @@ def check_vocab(vocab: object, file: str) -> None:
         raise TokenizerError(f"{file}: two tokens share an id")
 
 
-def _growth(step: object) -> int:
+def _max_growth(step: object) -> int:
     """How many times longer a normalizer's replacements can make a text, at most."""
     if isinstance(step, list):
         total = 1
         for part in step:
-            total = min(total * _growth(part), MAX_GROWTH + 1)
+            total = min(total * _max_growth(part), MAX_GROWTH + 1)
         return total
     if not isinstance(step, dict):
         return 1
     content = step.get("content")
     own = len(content) if step.get("type") == "Replace" and isinstance(content, str) else 1
-    return max(own, 1) * _growth(step.get("normalizers"))
+    return max(own, 1) * _max_growth(step.get("normalizers"))

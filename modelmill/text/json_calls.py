@@ -10,11 +10,11 @@ from modelmill.text.call_reader import (
     MAX_HEAD_CHARS,
     CallReader,
     find_first,
-    overlap,
+    longest_suffix_overlap,
     split_mark,
 )
 from modelmill.text.tokenizer_base import replace_surrogates
-from modelmill.text.value_stream import ValueStream, clean_json
+from modelmill.text.value_stream import JsonValueConverter, clean_json
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 MAX_CODE_CHARS = 4096
@@ -33,7 +33,7 @@ class JsonCallReader(CallReader):
         )
         closing = (part.removeprefix("]") for part in (*self._close, *self._section_close))
         self._closing = tuple(filter(None, closing))
-        self._value: ValueStream | None = None
+        self._value: JsonValueConverter | None = None
         self._in_list = False
         self._reset_object()
         return self._scan_open
@@ -80,7 +80,7 @@ class JsonCallReader(CallReader):
             at += 1
         if at > start:
             if self.num_calls:
-                self._call_done()
+                self._commit_call_text()
             return at
         if at == len(text):
             return self._end_block(at) if self._final and self.num_calls else at
@@ -106,7 +106,7 @@ class JsonCallReader(CallReader):
             return self._object_done(at)
         if char not in "\"'":
             return self._fail(at)
-        self._value, self._key, self._passing = ValueStream(), None, False
+        self._value, self._key, self._passing = JsonValueConverter(), None, False
         self._key_chars = 0
         self._state = self._scan_value
         return at
@@ -124,7 +124,7 @@ class JsonCallReader(CallReader):
             return at
         if text[at].isspace():
             return at + 1
-        self._value = ValueStream()
+        self._value = JsonValueConverter()
         self._passing = (
             text[at] == "{"
             and self._key in ARGUMENT_KEYS
@@ -139,8 +139,8 @@ class JsonCallReader(CallReader):
         assert value is not None, "a value has begun"
         start = at
         at = value.feed(text, at, self._final)
-        if self._passing and (self._emitted or self._begin_passing(value)):
-            return self._pass_on(value, at, self._scan_next)
+        if self._passing and (self._emitted or self._begin_forwarding(value)):
+            return self._forward_value(value, at, self._scan_next)
         if value.failed:
             return self._fail(at)
         self._key_chars += (at - start) if self._key is None else 0
@@ -151,7 +151,7 @@ class JsonCallReader(CallReader):
             return at
         return at if self._value_done(value.take()) else self._fail(at)
 
-    def _begin_passing(self, value: ValueStream) -> bool:
+    def _begin_forwarding(self, value: JsonValueConverter) -> bool:
         """Report the call once its arguments are more than a brace."""
         self._begun += value.take()
         if not self._begun[1:].strip():
@@ -185,11 +185,15 @@ class JsonCallReader(CallReader):
 
     def _skip_line(self, text: str, at: int) -> int:
         """Discard the rest of a line that is no call; the next one may be one."""
-        self._call_done()
+        self._commit_call_text()
         ends = ("\n", self._section_close[0])
         place, mark = find_first(text, ends, at)
         if place < 0:
-            return len(text) if self._final else max(at, len(text) - overlap(text, ends))
+            return (
+                len(text)
+                if self._final
+                else max(at, len(text) - longest_suffix_overlap(text, ends))
+            )
         self._state = self._scan_between if mark == "\n" else self._scan_close
         return place
 
@@ -229,7 +233,7 @@ class JsonCallReader(CallReader):
     def _emit_call(self, arguments: str) -> None:
         assert self._name is not None, "a call has a name"
         self._emitted = True
-        self._call_done()
+        self._commit_call_text()
         self._begin_call(self._name)
         self._output.add_arguments(arguments)
 
@@ -238,7 +242,7 @@ class JsonCallReader(CallReader):
             if self._name is None or not self._needs_no_arguments(self._name):
                 return self._fail(at)
             self._emit_call("{}")
-        self._call_done()
+        self._commit_call_text()
         self._state = self._scan_between
         return at + 1
 
@@ -251,7 +255,7 @@ class JsonCallReader(CallReader):
         call = _parse_python_call(text[at:].strip())
         if call is None or call[0] not in self._tools:
             return self._reject(at)
-        self._call_done()
+        self._commit_call_text()
         self._begin_call(call[0])
         self._output.add_arguments(call[1])
         return self._end_block(len(text))

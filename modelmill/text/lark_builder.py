@@ -38,14 +38,14 @@ class LarkBuilder:
         self._documents: list[dict[str, Any]] = []
         self._names = 0
 
-    def name(self, prefix: str) -> str:
+    def new_name(self, prefix: str) -> str:
         """Return a new name."""
         self._names += 1
         return f"{prefix}{self._names}"
 
-    def rule(self, expression: str, options: str = "") -> str:
+    def add_rule(self, expression: str, options: str = "") -> str:
         """Add a rule; returns its name."""
-        name = self.name("r")
+        name = self.new_name("r")
         self._lines.append(f"{name}{options}: {expression}")
         return name
 
@@ -53,19 +53,19 @@ class LarkBuilder:
         """Add the rule of a name."""
         self._lines.append(f"{name}: {expression}")
 
-    def terminal(self, expression: str) -> str:
+    def add_terminal(self, expression: str) -> str:
         """Add a terminal; returns its name."""
-        name = self.name("T")
+        name = self.new_name("T")
         self._lines.append(f"{name}: {expression}")
         return name
 
-    def schema(self, schema: dict[str, Any]) -> str:
+    def add_schema(self, schema: dict[str, Any]) -> str:
         """Add a JSON schema as a document of its own, so that its references stay its own."""
-        return self.document(self._to_grammar(schema))
+        return self.add_document(self._to_grammar(schema))
 
-    def document(self, document: dict[str, Any]) -> str:
+    def add_document(self, document: dict[str, Any]) -> str:
         """Add another grammar; returns a reference to it."""
-        name = self.name("g")
+        name = self.new_name("g")
         self._documents.append({**document, "name": name})
         return f"@{name}"
 
@@ -77,7 +77,7 @@ class LarkBuilder:
             parts.append(json.dumps(piece, ensure_ascii=False) if token is None else f"<[{token}]>")
         return " ".join(parts)
 
-    def text(self, mark: str, *, terms: Sequence[str] = (), empty: bool = True) -> str:
+    def text_until(self, mark: str, *, terms: Sequence[str] = (), empty: bool = True) -> str:
         """Return the expression of a text and the mark that ends it and does not occur in it.
 
         Args:
@@ -89,7 +89,7 @@ class LarkBuilder:
         contains = f"~/(?s:.*){regex_literal(core)}(?s:.*)/"
         pieces = self._split(mark)
         if pieces and pieces[0] in self._special:
-            body = self.terminal(" & ".join((ANY_TEXT, *terms, contains)))
+            body = self.add_terminal(" & ".join((ANY_TEXT, *terms, contains)))
             return f"{body}{'?' if empty else ''} {self.literal(mark)}"
         head = next((i for i, piece in enumerate(pieces) if piece in self._special), len(pieces))
         # the text ends at the first mark; blanks after it are the mark's
@@ -97,19 +97,19 @@ class LarkBuilder:
         kept = ending.rstrip() or ending
         rest = self.literal(ending[len(kept) :] + "".join(pieces[head:]))
         if terms or kept != kept.lstrip():
-            body = self.terminal(" & ".join(("/(?s:.*)/", *terms, contains)))
-            whole = self.terminal(f"{body} {json.dumps(kept, ensure_ascii=False)}")
+            body = self.add_terminal(" & ".join(("/(?s:.*)/", *terms, contains)))
+            whole = self.add_terminal(f"{body} {json.dumps(kept, ensure_ascii=False)}")
         else:
             whole = f"/(?s:.*){regex_literal(kept)}/"
-        return " ".join(filter(None, (self.rule(whole, "[lazy]"), rest)))
+        return " ".join(filter(None, (self.add_rule(whole, "[lazy]"), rest)))
 
-    def free_text(self, excluded: tuple[str, ...], start: str = "") -> str:
+    def text_without(self, excluded: tuple[str, ...], start: str = "") -> str:
         """Return the terminal of a text that is not empty and contains none of the marks."""
         marks = "|".join(map(regex_literal, excluded))
         without = f" & ~/(?s:.*)({marks})(?s:.*)/" if excluded else ""
-        return self.terminal((start or ANY_TEXT) + without)
+        return self.add_terminal((start or ANY_TEXT) + without)
 
-    def is_token(self, mark: str) -> bool:
+    def is_control_token(self, mark: str) -> bool:
         """Whether a mark is a control token."""
         return mark in self._special
 

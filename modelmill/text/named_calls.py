@@ -17,7 +17,7 @@ from modelmill.text.call_reader import (
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
 from modelmill.text.parameter_types import takes_arguments
-from modelmill.text.value_stream import ValueStream, split_object
+from modelmill.text.value_stream import JsonValueConverter, split_object
 
 
 class NamedCallReader(CallReader):
@@ -34,7 +34,7 @@ class NamedCallReader(CallReader):
         self._name_end = split_mark(syntax.name_end)
         empty_ends = (syntax.empty_end,) if syntax.empty_end else ()
         self._head_ends = (*self._name_end[:1], *self._argument_starts(), *empty_ends)
-        self._arguments = ValueStream(syntax.string_mark)
+        self._arguments = JsonValueConverter(syntax.string_mark)
         self._name = self._begun = ""
         self._id: str | None = None
         self._has_section = self._is_begun = False
@@ -44,7 +44,7 @@ class NamedCallReader(CallReader):
         return ("{",)
 
     def _scan_section(self, text: str, at: int) -> int:
-        place = self._pass_marks(text, at, self._section, self._scan_open)
+        place = self._match_marks(text, at, self._section, self._scan_open)
         self._has_section = place > at
         return place
 
@@ -55,7 +55,7 @@ class NamedCallReader(CallReader):
             return at
         if self._open and (place == at or not text[:place].endswith(self._open[-1])):
             if self._has_section:
-                self._call_done()  # the mark of a section without a call is no text
+                self._commit_call_text()  # the mark of a section without a call is no text
                 self.dropped_section = True
             return self._reject(at)
         return self._begin_head(place)
@@ -76,7 +76,7 @@ class NamedCallReader(CallReader):
         return start
 
     def _scan_objects(self, text: str, at: int) -> int:
-        return self._feed_to(self._json_calls, text, at)
+        return self._delegate_to(self._json_calls, text, at)
 
     def _scan_head(self, text: str, at: int) -> int:
         """The name with what stands around it."""
@@ -114,8 +114,8 @@ class NamedCallReader(CallReader):
         return at
 
     def _scan_name_end(self, text: str, at: int) -> int:
-        self._arguments = ValueStream(self._syntax.string_mark)
-        return self._pass_marks(text, at, self._name_end, self._scan_arguments)
+        self._arguments = JsonValueConverter(self._syntax.string_mark)
+        return self._match_marks(text, at, self._name_end, self._scan_arguments)
 
     def _scan_arguments(self, text: str, at: int) -> int:
         place = skip_blank(text, at)
@@ -137,33 +137,33 @@ class NamedCallReader(CallReader):
         value = self._arguments
         at = value.feed(text, at, self._final)
         if self._is_begun:
-            return self._pass_on(value, at, self._scan_close)
+            return self._forward_value(value, at, self._scan_close)
         self._begun += value.take()
         if value.failed:
             return self._reject(at)
         if not value.done:
             return at
-        self._name = self._tool_of(self._begun)
+        self._name = self._tool_for_arguments(self._begun)
         if not self._name:
             return self._reject(at)
         self._begin_value()
         self._output.add_arguments(self._begun)
-        return self._pass_on(value, at, self._scan_close)
+        return self._forward_value(value, at, self._scan_close)
 
     def _begin_value(self) -> None:
         self._begin_call(self._name, self._id)
-        self._call_done()
+        self._commit_call_text()
         self._is_begun = True
 
-    def _tool_of(self, arguments: str) -> str:
+    def _tool_for_arguments(self, arguments: str) -> str:
         """The one tool that takes these arguments; "" if it is none or not certain."""
         keys = {key for key, _ in split_object(arguments) or ()}
         names = [name for name, schema in self._tools.items() if takes_arguments(schema, keys)]
         return names[0] if len(names) == 1 else ""
 
     def _scan_close(self, text: str, at: int) -> int:
-        self._call_done()
-        return self._pass_marks(text, at, self._close, self._scan_next)
+        self._commit_call_text()
+        return self._match_marks(text, at, self._close, self._scan_next)
 
     def _scan_next(self, text: str, at: int) -> int:
         """After a call: another one, the end of the section, or content."""
@@ -181,11 +181,11 @@ class NamedCallReader(CallReader):
             if not self._final:
                 return at
             if self.cut:  # inside the marks before another call
-                self._drop()
+                self._discard_consumed()
                 return self._end_block(len(text))
         for part in (*self._open[:1], *self._syntax.openers):
             if rest.startswith(part):
-                self._drop()
+                self._discard_consumed()
                 self._state = self._scan_open
                 return place
             if part.startswith(rest) and not self._final:

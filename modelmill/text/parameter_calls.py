@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from modelmill.text.call_reader import MAX_HEAD_CHARS, find_first, overlap, skip_blank, split_mark
+from modelmill.text.call_reader import (
+    MAX_HEAD_CHARS,
+    find_first,
+    longest_suffix_overlap,
+    skip_blank,
+    split_mark,
+)
 from modelmill.text.named_calls import NamedCallReader
 from modelmill.text.parameter_types import ParameterType, parameter_type, typed_value
-from modelmill.text.value_stream import ValueStream, escape_text
+from modelmill.text.value_stream import JsonValueConverter, escape_text
 
 ESCAPED_BREAK = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
@@ -35,7 +41,7 @@ class ParameterCallReader(NamedCallReader):
         self._num_arguments = 0
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
-        self._json, self._json_size = ValueStream(), 0
+        self._json, self._json_size = JsonValueConverter(), 0
         self._has_brace = False
         return super()._first_state()
 
@@ -80,12 +86,12 @@ class ParameterCallReader(NamedCallReader):
             self._is_begun = True
             self._begin_call(self._name, self._id)
             self._output.add_arguments("{")
-            self._call_done()
+            self._commit_call_text()
 
-    def _drop(self) -> None:
+    def _discard_consumed(self) -> None:
         """What a call has is no text, once it is reported."""
         if self._is_begun:
-            super()._drop()
+            super()._discard_consumed()
 
     def _skip_rest(self, at: int) -> int:
         """A call is broken between two arguments; it is none if it is not reported."""
@@ -98,7 +104,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_parameter(self, text: str, at: int) -> int:
         """An argument, or the end of the call."""
-        self._drop()
+        self._discard_consumed()
         count, place = self._match(text, at, self._param_open)
         if place is None:
             return at
@@ -114,7 +120,7 @@ class ParameterCallReader(NamedCallReader):
                 return at
             if count > 1:
                 self._object_close = split_mark(self._parameter.whole[1])
-                self._state = self._scan_whole
+                self._state = self._scan_single_object
                 return place
         ends = self._close or self._section_close
         count, place = self._match(text, at, ends)
@@ -131,9 +137,9 @@ class ParameterCallReader(NamedCallReader):
         self._state = self._scan_next
         return place
 
-    def _scan_whole(self, text: str, at: int) -> int:
+    def _scan_single_object(self, text: str, at: int) -> int:
         """Behind the mark before all arguments as one object."""
-        self._drop()
+        self._discard_consumed()
         start = skip_blank(text, at)
         if start == len(text):
             return at
@@ -144,13 +150,13 @@ class ParameterCallReader(NamedCallReader):
         return at
 
     def _begin_object(self, at: int) -> int:
-        self._json, self._begun, self._has_brace = ValueStream(), "", True
+        self._json, self._begun, self._has_brace = JsonValueConverter(), "", True
         self._state = self._scan_object
         return at
 
     def _scan_object(self, text: str, at: int) -> int:
         """All arguments as one object, which some models write instead."""
-        self._drop()
+        self._discard_consumed()
         at = self._json.feed(text, at, self._final)
         self._close_at_end(self._json)
         self._begun += self._json.take()
@@ -169,7 +175,7 @@ class ParameterCallReader(NamedCallReader):
         return at
 
     def _scan_object_end(self, text: str, at: int) -> int:
-        self._drop()
+        self._discard_consumed()
         ends = self._close or self._section_close
         _, place = self._match(text, at, (*self._object_close, *ends))
         if place is None:
@@ -178,7 +184,7 @@ class ParameterCallReader(NamedCallReader):
         return place
 
     def _scan_key(self, text: str, at: int) -> int:
-        self._drop()
+        self._discard_consumed()
         mark = self._key_end[0]
         place = text.find(mark, at)
         if place < 0:
@@ -223,7 +229,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_wrapper(self, text: str, at: int) -> int:
         """All arguments as one object under a name of its own."""
-        self._drop()
+        self._discard_consumed()
         start = skip_blank(text, at)
         if start == len(text) and not self._final:
             return at
@@ -235,14 +241,14 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_value_start(self, text: str, at: int) -> int:
         """Skip the line break before a value."""
-        self._drop()
+        self._discard_consumed()
         blank = self._value_start
         rest = text[at : at + len(blank)]
         if len(rest) < len(blank) and blank.startswith(rest) and not self._final:
             return at
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
-        self._json, self._json_size = ValueStream(), 0
+        self._json, self._json_size = JsonValueConverter(), 0
         self._state = self._scan_verbatim if self._parameter.verbatim[0] else self._scan_text
         return at + len(blank) if rest == blank else at
 
@@ -252,7 +258,7 @@ class ParameterCallReader(NamedCallReader):
         start = skip_blank(text, at)
         if mark.startswith(text[start : start + len(mark)]):
             if text.startswith(mark, start):
-                self._drop()
+                self._discard_consumed()
                 self._state = self._scan_verbatim_text
                 return start + len(mark)
             if not self._final:
@@ -261,13 +267,13 @@ class ParameterCallReader(NamedCallReader):
         return at
 
     def _scan_verbatim_text(self, text: str, at: int) -> int:
-        self._drop()
+        self._discard_consumed()
         mark = self._parameter.verbatim[1]
         place = text.find(mark, at)
         if place < 0:
             if not self._type.is_string and not self._final:
                 return at
-            stop = len(text) - overlap(text[at:], (mark,))
+            stop = len(text) - longest_suffix_overlap(text[at:], (mark,))
             return self._end_at_text(text, at, stop)
         self._end_value(text[at:place])
         return place + len(mark)
@@ -291,7 +297,7 @@ class ParameterCallReader(NamedCallReader):
 
     def _scan_text(self, text: str, at: int) -> int:
         """A value up to its closing mark; a string is passed on as it comes."""
-        self._drop()
+        self._discard_consumed()
         place = self._json_end(text, at) if not self._type.is_string else -1
         if place is None:
             return at
@@ -301,7 +307,9 @@ class ParameterCallReader(NamedCallReader):
         if place < 0:
             if not self._type.is_string and not self._final:
                 return at
-            stop = len(text) - overlap(text[at:], (self._value_end + self._value_close, *marks))
+            stop = len(text) - longest_suffix_overlap(
+                text[at:], (self._value_end + self._value_close, *marks)
+            )
             return self._end_at_text(text, at, stop)
         value = text[at:place]
         if self._value_end and value.endswith(self._value_end):
@@ -337,8 +345,8 @@ class ParameterCallReader(NamedCallReader):
         return None if begun else -1
 
     def _scan_value_close(self, text: str, at: int) -> int:
-        self._drop()
-        return self._pass_marks(text, at, split_mark(self._parameter.close), self._scan_parameter)
+        self._discard_consumed()
+        return self._match_marks(text, at, split_mark(self._parameter.close), self._scan_parameter)
 
 
 def _split_attribute(key: str) -> tuple[str, bool | None]:

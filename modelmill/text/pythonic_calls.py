@@ -15,7 +15,7 @@ from modelmill.text.call_reader import (
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.value_stream import ValueStream
+from modelmill.text.value_stream import JsonValueConverter
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
@@ -34,7 +34,7 @@ class PythonicCallReader(CallReader):
     def _first_state(self) -> Callable[[str, int], int]:
         self._name = ""
         self._started = False
-        self._value = ValueStream()
+        self._value = JsonValueConverter()
         self._has_mark = False
         self._read, self._list = "", ""
         self._in_brackets = "[" in self._syntax.section[0]
@@ -73,7 +73,7 @@ class PythonicCallReader(CallReader):
 
     def _scan_json(self, text: str, at: int) -> int:
         """JSON objects between the marks, which a prompt may ask for."""
-        return self._feed_to(self._json, text, at)
+        return self._delegate_to(self._json, text, at)
 
     def _scan_name(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
@@ -82,7 +82,7 @@ class PythonicCallReader(CallReader):
         if end == len(text) and not self._final and end - start < MAX_HEAD_CHARS:
             return at
         if self._has_mark and text[start : start + 1] == "]":
-            self._call_done()  # an empty list
+            self._commit_call_text()  # an empty list
             return self._end_list(text, at)
         if match is None or text[end : end + 1] != "(" or match[0] not in self._tools:
             return self._end_list(text, at) if self.num_calls else self._reject(at)
@@ -106,7 +106,7 @@ class PythonicCallReader(CallReader):
             return self._end_call(end) if self._started and end == len(text) else self._fail(at)
         self._start_call(f'{", " if self._started else "{"}"{match[0]}": ')
         self._started = True
-        self._value = ValueStream()
+        self._value = JsonValueConverter()
         self._state = self._scan_value
         return end + 1
 
@@ -114,17 +114,17 @@ class PythonicCallReader(CallReader):
         if not self._started:
             self._begin_call(self._name)
         self._output.add_arguments(arguments)
-        self._call_done()
+        self._commit_call_text()
 
     def _scan_value(self, text: str, at: int) -> int:
         at = self._value.feed(text, at, self._final and not self.cut)
-        return self._pass_on(self._value, at, self._scan_comma)
+        return self._forward_value(self._value, at, self._scan_comma)
 
     def _scan_comma(self, text: str, at: int) -> int:
         start = skip_blank(text, at)
         if start == len(text):
             return self._end_call(at)
-        self._drop()
+        self._discard_consumed()
         if text[start] == ",":
             self._state = self._scan_key
             return start + 1
@@ -140,7 +140,7 @@ class PythonicCallReader(CallReader):
 
     def _scan_next(self, text: str, at: int) -> int:
         """After a call: another one, or the end of the list."""
-        self._call_done()
+        self._commit_call_text()
         start = skip_blank(text, at)
         if start == len(text):
             return self._end_block(at) if self._final else at
@@ -155,7 +155,7 @@ class PythonicCallReader(CallReader):
 
     def _end_list(self, text: str, at: int) -> int:
         """A comma before the end of the list."""
-        self._drop()
+        self._discard_consumed()
         self._state = self._scan_close
         start = skip_blank(text, at)
         return start + (text[start : start + 1] == "]")
@@ -170,7 +170,7 @@ class PythonicCallReader(CallReader):
         count, place = self._match(text, at, closing)
         if place is None:
             return at
-        self._drop()
+        self._discard_consumed()
         if not count:
             return self._end_block(place)
         self._state = self._scan_repeat
@@ -181,14 +181,14 @@ class PythonicCallReader(CallReader):
         place = skip_blank(text, at)
         rest = text[place : place + len(self._list)]
         if rest == self._list:
-            self._drop()
+            self._discard_consumed()
             self._state = self._scan_close
             return place + len(rest)
         if not self._list.startswith(rest):
             return self._end_block(at)
         if not self._final:
             return at
-        self._drop()  # the answer ends inside the repeat
+        self._discard_consumed()  # the answer ends inside the repeat
         return self._end_block(len(text))
 
     def _fail(self, at: int) -> int:

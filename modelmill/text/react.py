@@ -17,7 +17,7 @@ from modelmill.text.answer_parser import AnswerParser
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
 from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.tool_prompts import OBSERVATION, arguments_json, split_parallel_calls
-from modelmill.text.value_stream import ValueStream, escape_text, suffix_overlap
+from modelmill.text.value_stream import JsonValueConverter, escape_text, suffix_overlap
 
 TOOL = (
     "{name}: Call this tool to interact with the {name} API. What is the {name} API useful for? "
@@ -170,7 +170,7 @@ class ReactToolParser(AnswerParser):
         self._mode = self._scan_thought if thinking else self._scan_start
         self._added_chars = 0  # characters at the head of the buffer that the model did not write
         self._has_answer = False
-        self._arguments: ValueStream | None = None
+        self._arguments: JsonValueConverter | None = None
         self._is_text = False  # the arguments are no JSON object: they become a JSON string
 
     def flush(self, cut: bool = False) -> list[AnswerPiece]:
@@ -275,7 +275,7 @@ class ReactToolParser(AnswerParser):
                 self._end_arguments("")
                 return False
             self._is_text = not self._buffer.startswith("{")
-            self._arguments = ValueStream()
+            self._arguments = JsonValueConverter()
             if self._is_text:
                 self._output.add_arguments('"')
         place = self._buffer.find("\n" + OBSERVATION)

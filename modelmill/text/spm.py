@@ -34,7 +34,7 @@ SPACE = "▁"
 BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def load_spm(files: Mapping[str, bytes]) -> Tokenizer:
+def load_spm_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """Load tokenizer.model with added_tokens.json and the config files.
 
     Raises:

@@ -27,7 +27,7 @@ class StopMatcher:
         self._match: list[str | None] = [None]  # the longest stop string that ends in this state
         for stop in stops:
             self._insert(stop)
-        self._link()
+        self._build_failure_links()
         self._state = 0
         # the text that may still become a stop string; its length is the depth of the state
         self._pending = ""
@@ -78,7 +78,7 @@ class StopMatcher:
             state = self._next[state][char]
         self._match[state] = stop
 
-    def _link(self) -> None:
+    def _build_failure_links(self) -> None:
         """Link each state to its longest proper suffix that is a state, breadth first."""
         queue = deque(self._next[0].values())
         while queue:

@@ -10,7 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelmill.text.call_reader import MAX_HEAD_CHARS, CallReader, overlap, skip_blank
+from modelmill.text.call_reader import (
+    MAX_HEAD_CHARS,
+    CallReader,
+    longest_suffix_overlap,
+    skip_blank,
+)
 from modelmill.text.parameter_types import schema_types
 from modelmill.text.tag_values import TagNode
 from modelmill.text.value_stream import escape_text
@@ -52,7 +57,7 @@ class TagCallReader(CallReader):
         )
         return (None if begun else ""), at
 
-    def _called(self, tag: str) -> str | None:
+    def _function_for_tag(self, tag: str) -> str | None:
         """The declared function that a tag calls."""
         match = self._head.fullmatch(tag)
         return match[1] if match and match[1] in self._tools else None
@@ -60,7 +65,7 @@ class TagCallReader(CallReader):
     def _ends_call(self, tag: str) -> bool:
         """Whether a tag ends a call, or shows that its end is missing."""
         ends = (f"/{self._call_tag}", f"/{self._section_tag}")
-        return tag in ends or self._called(tag) is not None
+        return tag in ends or self._function_for_tag(tag) is not None
 
     # -- states
 
@@ -68,29 +73,29 @@ class TagCallReader(CallReader):
         """The mark of the section or of a call, or the end of the section."""
         tag, end = self._next_tag(text, skip_blank(text, at))
         if tag is None and self._final and self.cut and self.num_calls:
-            self._drop()
+            self._discard_consumed()
             return self._end_block(len(text))
         if tag is None and (self.cut or not self._final):
             return at
         if tag == self._section_tag and not self.num_calls:
             return end
         if tag == f"/{self._section_tag}" and self.num_calls:
-            self._drop()
+            self._discard_consumed()
             return self._end_block(end)
-        name = self._called(tag or "")
+        name = self._function_for_tag(tag or "")
         if name is None:
             return self._end_block(at) if self.num_calls else self._reject(at)
         self._name, self._num_arguments = name, 0
         self._root = self._tools.get(name) or {}
         self._begin_call(name)
         self._output.add_arguments("{")
-        self._call_done()
+        self._commit_call_text()
         self._state = self._scan_argument
         return end
 
     def _scan_argument(self, text: str, at: int) -> int:
         """The next argument, or the end of the call."""
-        self._drop()
+        self._discard_consumed()
         place = text.find(self._mark, at)
         if place < 0:
             return self._wait_for_tag(text, at)
@@ -109,7 +114,7 @@ class TagCallReader(CallReader):
 
     def _wait_for_tag(self, text: str, at: int) -> int:
         if not self._final:
-            return len(text) - overlap(text[at:], (self._mark,))
+            return len(text) - longest_suffix_overlap(text[at:], (self._mark,))
         if not self.cut:
             self._output.add_arguments("}")
         return self._end_block(len(text))
@@ -132,11 +137,13 @@ class TagCallReader(CallReader):
 
         A tag that opens inside is part of it, and so is the one that closes that tag.
         """
-        self._drop()
+        self._discard_consumed()
         place = text.find(self._mark, at)
         whole = self._final and not self.cut
         if place < 0:
-            stop = len(text) if whole else len(text) - overlap(text[at:], (self._mark,))
+            stop = (
+                len(text) if whole else len(text) - longest_suffix_overlap(text[at:], (self._mark,))
+            )
             self._output.add_arguments(escape_text(text[at:stop]) + ('"' if whole else ""))
             if whole:
                 self._state = self._scan_argument
@@ -166,10 +173,10 @@ class TagCallReader(CallReader):
 
     def _scan_value(self, text: str, at: int) -> int:
         """A value with its nested tags, up to its closing tag."""
-        self._drop()
+        self._discard_consumed()
         node = self._nodes[-1]
         place = text.find(self._mark, at)
-        stop = place if place >= 0 else len(text) - overlap(text[at:], (self._mark,))
+        stop = place if place >= 0 else len(text) - longest_suffix_overlap(text[at:], (self._mark,))
         node.texts.append(text[at:stop])
         if place < 0:
             if self._final and not self.cut:

@@ -63,7 +63,7 @@ class TagGrammar(ArgumentGrammar):
             items = schema.get("items")
             item = self._tagged(ITEM, items if isinstance(items, Mapping) else {})
             low, high = int(schema.get("minItems", 0)), schema.get("maxItems", "")
-            return f"({builder.rule(item)}){{{low},{high}}} {builder.literal(close)}"
+            return f"({builder.add_rule(item)}){{{low},{high}}} {builder.literal(close)}"
         if "enum" in schema or "const" in schema:
             return self._listed(schema, types, close)
         string, other = self._by_type(schema)
@@ -93,7 +93,7 @@ class TagGrammar(ArgumentGrammar):
     def _tagged_reference(self, reference: str, close: str) -> str:
         key = f"{reference} {close}"
         if key not in self._rules:
-            self._rules[key] = self._builder.name("d")
+            self._rules[key] = self._builder.new_name("d")
             target = self._resolve({"$ref": reference})
             self._builder.define(self._rules[key], self._tagged_value(target, close))
         return self._rules[key]

@@ -42,7 +42,7 @@ class ThinkingBudget:
         """Whether the thinking is over, or the answer has none."""
         return self._ended
 
-    def forced(self) -> int | None:
+    def forced_token(self) -> int | None:
         """Return the token that must come next; None if any may."""
         if self._forced:
             return self._forced[0]
@@ -86,7 +86,7 @@ class BudgetGuide:
 
     def mask(self) -> np.ndarray:
         """Return the mask of the allowed tokens, see ``GrammarGuide.mask``."""
-        token = self._budget.forced()
+        token = self._budget.forced_token()
         full = np.full(self._budget.size, 255, dtype=np.uint8)
         bits: np.ndarray = full if self._guide is None else self._guide.mask()
         self.failed = self._guide is not None and self._guide.failed

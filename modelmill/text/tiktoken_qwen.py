@@ -30,7 +30,7 @@ LONG_BLANK_RUN = re.compile(rf"\s{{{MAX_BLANK_RUN + 1},}}")
 LONG_MARK_RUN = re.compile(rf"[^\x00-\u02ff]{{{MAX_MARK_RUN + 1},}}")
 
 
-def load_tiktoken(files: Mapping[str, bytes]) -> Tokenizer:
+def load_tiktoken_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The one *.tiktoken among `files`; raises TokenizerError naming it when it is broken."""
     name = next(name for name in sorted(files) if name.endswith(".tiktoken"))
     ranks = read_ranks(files[name], name)

@@ -20,21 +20,21 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """
     # imported here, not above: a server with a tiktoken model need not load the other two libraries
     if "gguf_vocab.json" in files:
-        from modelmill.text.gguf_vocab import load_gguf
+        from modelmill.text.gguf_vocab import load_gguf_tokenizer
 
-        return load_gguf(files)
+        return load_gguf_tokenizer(files)
     if "tokenizer.json" in files:
-        from modelmill.text.hf import load_hf
+        from modelmill.text.hf import load_tokenizer_json
 
-        return load_hf(files)
+        return load_tokenizer_json(files)
     if any(name.endswith(".tiktoken") for name in files):
-        from modelmill.text.tiktoken_qwen import load_tiktoken
+        from modelmill.text.tiktoken_qwen import load_tiktoken_tokenizer
 
-        return load_tiktoken(files)
+        return load_tiktoken_tokenizer(files)
     if "tokenizer.model" in files:
-        from modelmill.text.spm import load_spm
+        from modelmill.text.spm import load_spm_tokenizer
 
-        return load_spm(files)
+        return load_spm_tokenizer(files)
     if "vocab.json" in files and "merges.txt" in files:
         from modelmill.text.hf import load_vocab_merges
 

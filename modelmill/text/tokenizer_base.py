@@ -191,7 +191,7 @@ class Tokenizer(ABC):
         stream = Utf8Stream(each_byte=True)
         return "".join(map(stream.push, chunks)) + stream.flush()
 
-    def check_against(self, vocab_rows: int) -> None:
+    def check_ids_fit(self, vocab_rows: int) -> None:
         """Check that all ids fit into an embedding of `vocab_rows` rows.
 
         Raises:

@@ -90,10 +90,10 @@ def arguments_schema(function: Schema) -> dict[str, Any]:
         isinstance(declared_type, list) and "object" in declared_type
     ):
         raise RequestError(f"tools: the parameters of {function['name']} must have the type object")
-    return close_schema({**parameters, "type": "object"})
+    return forbid_additional_properties({**parameters, "type": "object"})
 
 
-def close_schema(schema: Schema) -> dict[str, Any]:
+def forbid_additional_properties(schema: Schema) -> dict[str, Any]:
     """Forbid properties that a schema does not name; a value that fits the result fits the schema.
 
     Unchanged are objects that set additionalProperties or patternProperties, and combined schemas:

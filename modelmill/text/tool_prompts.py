@@ -53,7 +53,7 @@ def prepare_tools(
     ):
         return list(messages), {}
     if format_name == WITHOUT_TOOLS and (tools or not writes_calls):
-        return list(describe_tools(messages, tools)), {}
+        return list(tools_as_text(messages, tools)), {}
     calls = load_format(format_name).calls
     out = validate_messages(messages, as_sent=True)
     if calls.one_per_message:
@@ -76,7 +76,7 @@ def with_call_stops(params: SamplingParams, format_name: str) -> SamplingParams:
     return replace(params, stop=tuple(dict.fromkeys((*params.stop, *stops))))
 
 
-def describe_tools(
+def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Convert a conversation for a chat format without tools.

@@ -47,7 +47,7 @@ def escape_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class ValueStream:
+class JsonValueConverter:
     """Converts one value.
 
     Attributes:
@@ -316,7 +316,7 @@ class ValueStream:
 
 def clean_json(text: str) -> str | None:
     """Convert a whole value to JSON; None if it is not one value."""
-    stream = ValueStream()
+    stream = JsonValueConverter()
     at = stream.feed(text, 0, final=True)
     return stream.take() if stream.done and not text[at:].strip() else None
 
@@ -346,7 +346,7 @@ def split_object(text: str) -> list[tuple[str, str]] | None:
 
 
 def _take_value(text: str, at: int) -> tuple[str | None, int]:
-    stream = ValueStream()
+    stream = JsonValueConverter()
     at = stream.feed(text, at)
     return (stream.take() if stream.done else None), at
 

@@ -20,7 +20,7 @@ MAX_LOGIT_MAGNITUDE = 1000.0  # no logit is so far from 0
 CROP_EDGE_PIXELS = 20.0  # a box nearer to its crop's edge than this was probably cut off there
 
 
-def _limited(default: float, low: int, high: float) -> Any:
+def _bounded_field(default: float, low: int, high: float) -> Any:
     """A field whose value is between ``low`` and ``high``; of the default's type."""
     return field(default=default, metadata={"limits": (low, high)})
 
@@ -29,16 +29,16 @@ def _limited(default: float, low: int, high: float) -> Any:
 class AutomaticMaskOptions:
     """Options of the automatic mask generator, with SAM's names and defaults."""
 
-    points_per_side: int = _limited(32, 1, 256)
-    points_per_batch: int = _limited(64, 1, 1024)
-    pred_iou_thresh: float = _limited(0.88, 0, 1)
-    stability_score_thresh: float = _limited(0.95, 0, 1)
-    stability_score_offset: float = _limited(1.0, 0, MAX_LOGIT_MAGNITUDE)
-    box_nms_thresh: float = _limited(0.7, 0, 1)
-    crop_n_layers: int = _limited(0, 0, 4)
-    crop_nms_thresh: float = _limited(0.7, 0, 1)
+    points_per_side: int = _bounded_field(32, 1, 256)
+    points_per_batch: int = _bounded_field(64, 1, 1024)
+    pred_iou_thresh: float = _bounded_field(0.88, 0, 1)
+    stability_score_thresh: float = _bounded_field(0.95, 0, 1)
+    stability_score_offset: float = _bounded_field(1.0, 0, MAX_LOGIT_MAGNITUDE)
+    box_nms_thresh: float = _bounded_field(0.7, 0, 1)
+    crop_n_layers: int = _bounded_field(0, 0, 4)
+    crop_nms_thresh: float = _bounded_field(0.7, 0, 1)
     crop_overlap_ratio: float = 512 / 1500
-    crop_n_points_downscale_factor: int = _limited(1, 1, 64)
+    crop_n_points_downscale_factor: int = _bounded_field(1, 1, 64)
     min_mask_region_area: int = 0
 
     def __post_init__(self) -> None:

@@ -127,7 +127,7 @@ class SamModel:
         self.captured_calls = CapturedCalls(enabled=self.device.type == "cuda")
         self.num_embedded = 0  # pictures embedded so far
 
-    def on_heartbeat(self, heartbeat: Callable[[], None]) -> None:
+    def set_heartbeat(self, heartbeat: Callable[[], None]) -> None:
         """Call ``heartbeat`` after every op from now on, to show progress on large pictures."""
         self.vision = replace(self.vision, ops=with_heartbeat(self.vision.ops, heartbeat))
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from modelmill.core.errors import CorruptArtifact
-from modelmill.ops.int8_linear import packable, quantize, uses_int8pack_mm
+from modelmill.ops.int8_linear import quantize, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.registry import Ops
 from modelmill.weights.base import TensorLayout, UpcastSpec, WeightFormat, pad_columns, slice_tensor
 
@@ -87,7 +87,9 @@ class Int8Weight(WeightFormat):
 
     def unpack(self, dtype: torch.dtype) -> Int8Weight:
         """Return the weight with its values expanded for activations of dtype."""
-        packed = self.weight if dtype is torch.bfloat16 and packable(self.shape[1]) else None
+        packed = (
+            self.weight if dtype is torch.bfloat16 and supports_int8pack_mm(self.shape[1]) else None
+        )
         return replace(self, weight=pad_columns(self.weight.to(dtype)), packed=packed)
 
     def to(self, device: str) -> Int8Weight:

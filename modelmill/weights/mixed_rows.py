@@ -79,15 +79,15 @@ class MixedRowsWeight(WeightFormat):
         """Return each part's rows of the bias, the same tensors in every call."""
         if bias is None:
             return [None] * len(self.parts)
-        split = self._biases.get(id(bias))
+        split = self._split_bias_cache.get(id(bias))
         if split is None or split[0] is not bias:
             rows = [part.shape[0] for part in self.parts]
-            self._biases.clear()
-            split = self._biases[id(bias)] = (bias, bias.split(rows))
+            self._split_bias_cache.clear()
+            split = self._split_bias_cache[id(bias)] = (bias, bias.split(rows))
         return split[1]
 
     @cached_property
-    def _biases(self) -> dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+    def _split_bias_cache(self) -> dict[int, tuple[torch.Tensor, Sequence[torch.Tensor]]]:
         """The last bias and its parts, by its identity: bound ops compare operands by it."""
         return {}
 

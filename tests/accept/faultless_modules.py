@@ -58,11 +58,17 @@ class FaultlessModules:
         if f"{name}_norm" in weights:
             x = self.norm(x, weights[f"{name}_norm"], reference.eps)
         # The table from a frequency off by one unit in the last place: what another pow() gives.
-        cos, sin = reference.rope_for(prompt).cos_sin(x.shape[0], prompt, torch.float32)
+        cos, sin = reference.rope_for_prompt_length(prompt).cos_sin(
+            x.shape[0], prompt, torch.float32
+        )
         place = torch.arange(x.shape[0], dtype=torch.float64)[:, None]
         off = place * (1 + 2.0**-23)
-        rates = reference.rope_for(prompt).frequencies(x.shape[0], prompt, torch.float32).double()
-        gain = reference.rope_for(prompt).attention_factor()
+        rates = (
+            reference.rope_for_prompt_length(prompt)
+            .frequencies(x.shape[0], prompt, torch.float32)
+            .double()
+        )
+        gain = reference.rope_for_prompt_length(prompt).attention_factor()
         cos, sin = (
             ((off * rates).cos() * gain).to(self.dtype),
             ((off * rates).sin() * gain).to(self.dtype),

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.run import NUM_SEQUENCES, SEQUENCE_LENGTH, compare_engine, sample_ids
+from modelmill.accept.run import (
+    NUM_SEQUENCES,
+    SEQUENCE_LENGTH,
+    acceptance_token_ids,
+    compare_engine,
+)
 from modelmill.artifact.store import open_artifact
 from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import RunConfig
@@ -61,7 +66,9 @@ def test_two_judgements_are_equal(built_engine: tuple[Path, Path, dict[str, Any]
     checkpoint, engine, report = built_engine
     again = EngineCore.open(engine, RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert again.artifact is not None
-    second = compare_engine(again, open_checkpoint(checkpoint), sample_ids(again.artifact))
+    second = compare_engine(
+        again, open_checkpoint(checkpoint), acceptance_token_ids(again.artifact)
+    )
     assert second == report
 
 
@@ -89,8 +96,8 @@ def test_ids_without_a_tokenizer_are_seeded(
     built_engine: tuple[Path, Path, dict[str, Any]],
 ) -> None:
     artifact = open_artifact(built_engine[1])
-    ids = sample_ids(artifact)
-    assert ids == sample_ids(artifact)
+    ids = acceptance_token_ids(artifact)
+    assert ids == acceptance_token_ids(artifact)
     assert [len(one) for one in ids] == [SEQUENCE_LENGTH] * NUM_SEQUENCES
     assert all(0 <= id < 160 for one in ids for id in one)
 
@@ -122,7 +129,9 @@ def test_what_connects_the_modules_is_judged(
     monkeypatch.setattr(PreNormLayer, "forward", doubled)
     loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
+    report = compare_engine(
+        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
+    )
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (2, "layer")
 
@@ -131,18 +140,20 @@ def test_a_fault_of_the_fused_layers_alone_is_found(
     built_engine: tuple[Path, Path, dict[str, Any]], monkeypatch: Any
 ) -> None:
     """Hooks see the plain modules; what only the fused ones do wrong shows in the sequences."""
-    from modelmill.nn.fusion import FusedLayer
+    from modelmill.nn.fusion import FusedDecoderLayer
 
-    forward = FusedLayer.forward
+    forward = FusedDecoderLayer.forward
 
     def doubled(self: Any, x: Any, residual: Any, *args: Any) -> Any:
         branch, residual = forward(self, x, residual, *args)
         return branch if branch is None else branch * 2, residual
 
-    monkeypatch.setattr(FusedLayer, "forward", doubled)
+    monkeypatch.setattr(FusedDecoderLayer, "forward", doubled)
     loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
+    report = compare_engine(
+        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
+    )
     assert not report["accepted"]
 
 
@@ -151,7 +162,9 @@ def test_a_fault_of_decode_alone_is_found(built_engine: tuple[Path, Path, dict[s
     with page_lost_before_decoding():
         loop = EngineCore.open(built_engine[1], RunConfig(device="cpu", kv_cache_bytes=1 << 22))
         assert loop.artifact is not None
-        report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
+        report = compare_engine(
+            loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
+        )
     assert not report["accepted"]
     assert report["module"] is None
     assert "between the modules" in report["verdict"]
@@ -164,7 +177,9 @@ def test_nan_in_the_engine_is_refused(
     assert loop.artifact is not None
     norm = loop.model.get_submodule("layers.1.mlp_norm")
     norm.weight = torch.full_like(norm.weight, float("nan"))
-    report = compare_engine(loop, open_checkpoint(built_engine[0]), sample_ids(loop.artifact))
+    report = compare_engine(
+        loop, open_checkpoint(built_engine[0]), acceptance_token_ids(loop.artifact)
+    )
     assert (report["layer"], report["module"]) == (1, "mlp_norm")
     json.dumps(report, allow_nan=False)
 

@@ -20,7 +20,7 @@ from modelmill.accept.embedding_and_head import (
     dequantize_row_blocks,
 )
 from modelmill.accept.reference import tensor_source
-from modelmill.accept.run import sample_ids
+from modelmill.accept.run import acceptance_token_ids
 from modelmill.weights import base
 from tests.accept.build_and_accept import build_and_accept
 from tests.accept.planted_faults import change_tensor
@@ -80,7 +80,7 @@ def unseen(vocab: int) -> list[int]:
     """The ids that acceptance does not read in an engine without a tokenizer."""
     manifest = SimpleNamespace(max_model_len=LENGTH, config={"vocab_size": vocab})
     made: Any = SimpleNamespace(manifest=manifest, tokenizer_files=dict)
-    return sorted(set(range(vocab)) - {id for ids in sample_ids(made) for id in ids})
+    return sorted(set(range(vocab)) - {id for ids in acceptance_token_ids(made) for id in ids})
 
 
 def all_spoiled(table: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Rows:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix, self.source, self.device = matrix, self, matrix.device
 
-    def further_tables(self) -> dict[str, str]:
+    def extra_embedding_tables(self) -> dict[str, str]:
         return {}
 
     def embedding_tables(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelmill.accept.run import compare_engine, sample_ids
+from modelmill.accept.run import acceptance_token_ids, compare_engine
 from modelmill.builder.build_engine import build
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import open_checkpoint
@@ -72,7 +72,7 @@ def test_compare_names_the_fault_of_an_unjudged_engine(
         )
     loop = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
     assert loop.artifact is not None
-    report = compare_engine(loop, checkpoint, sample_ids(loop.artifact))
+    report = compare_engine(loop, checkpoint, acceptance_token_ids(loop.artifact))
     assert report["verdict"] == "bug at layer 1, module attn.o_proj"
 
 

@@ -285,8 +285,8 @@ def test_the_reference_is_transformers(tmp_path: Path) -> None:
     assert (stages[-1].expected[0] - expected).abs().max() < 1e-5 * expected.abs().max()
     points, labels = torch.tensor([[[30.0, 40.0], [0.0, 0.0]]]), torch.tensor([[1, -1]])
     decoder = SamDecoderReference(reference)
-    sparse, dense, at = (s.expected[0] for s in decoder.prompt_stages(points, labels, None))
-    *_, last = decoder.decoder_stages(expected, at, sparse, dense)
+    sparse, dense, at = (s.expected[0] for s in decoder.prompt_encoder_stages(points, labels, None))
+    *_, last = decoder.mask_decoder_stages(expected, at, sparse, dense)
     outputs = model(
         pixel_values=pixels, input_points=points[:, None, :1], input_labels=labels[:, None, :1]
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from modelmill.accept.static_ranges import calibration_share, range_report
+from modelmill.accept.static_ranges import calibration_out_of_range_share, static_range_report
 from tests.accept.build_and_accept import build_and_accept
 
 SMALL = {"calibration_samples": 4, "calibration_length": 64}
@@ -61,16 +61,20 @@ class _Use:
 
     counts: Mapping[str, tuple[int, int]] = {"a": (30, 100), "b": (0, 100)}
 
-    def share(self) -> float:
+    def out_of_range_share(self) -> float:
         return 0.15
 
-    def worst(self) -> tuple[str, float]:
+    def worst_module(self) -> tuple[str, float]:
         return "a", 0.3
 
 
 def test_ranges_that_clip_in_calibration_already_are_compared_with_that() -> None:
     """4-bit ranges clip on purpose."""
     use: Any = _Use()
-    assert "warnings" in range_report(use, [{"outside_range": 0.01}])
-    assert "warnings" not in range_report(use, [{"outside_range": 0.08}]), "not three times as many"
-    assert calibration_share([{"outside_range": 0.5}, {"outside_range": 0.0}, {}]) == 0.25
+    assert "warnings" in static_range_report(use, [{"outside_range": 0.01}])
+    assert "warnings" not in static_range_report(use, [{"outside_range": 0.08}]), (
+        "not three times as many"
+    )
+    assert (
+        calibration_out_of_range_share([{"outside_range": 0.5}, {"outside_range": 0.0}, {}]) == 0.25
+    )

@@ -83,7 +83,7 @@ def test_every_fault_is_out_of_bounds(
                 arithmetic_of(row.name.split()[-1]), dtype, recipe, length=len(IDS)
             )
             assert bound.violations(row), row
-            assert bound.excess(row) > 2, row
+            assert bound.error_to_bound_ratio(row) > 2, row
 
 
 def test_nan_is_out_of_bounds() -> None:

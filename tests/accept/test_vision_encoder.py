@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.accept.run import compare_engine, sample_ids
+from modelmill.accept.run import acceptance_token_ids, compare_engine
 from modelmill.accept.vision_encoder import check_vision_encoder
 from modelmill.builder.plan import make_plan
 from modelmill.checkpoint.open import Checkpoint, open_checkpoint
@@ -129,7 +129,7 @@ def test_the_language_model_is_judged_as_well(opened_engine: tuple[EngineCore, C
     broken = EngineCore.open(loop.artifact, loop.config)
     weight = broken.model.layers[1].mlp.down_proj.weight  # type: ignore[index, union-attr]
     weight.weight.data = weight.weight.data * 1.05
-    report = compare_engine(broken, checkpoint, sample_ids(loop.artifact))
+    report = compare_engine(broken, checkpoint, acceptance_token_ids(loop.artifact))
     assert not report["accepted"]
     assert (report["layer"], report["module"]) == (1, "mlp.down_proj")
 

@@ -455,7 +455,7 @@ def test_a_view_knows_what_was_read() -> None:
     part = view.sub_view(view["e"], "e.")
     assert view.unread() == {"b": 2, "d": 4, "e.x": 1}
     assert part["x"] == 1
-    view.ignore({"e.y": 7})
+    view.mark_unread({"e.y": 7})
     assert view.unread() == {"b": 2, "d": 4, "e.y": 7}
 
 
@@ -472,7 +472,7 @@ def blip2(change: dict[str, Any]) -> list[str]:
     family, view = find_module("modelmill.models", "minigpt4"), ConfigView(config)
     assert family is not None
     family.config_from_hf(view)
-    view.ignore(unread)
+    view.mark_unread(unread)
     return check_unread_keys(view, family, "config.json")
 
 

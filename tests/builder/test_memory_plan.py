@@ -69,7 +69,7 @@ def test_of_many_batches_only_one_is_inside_a_layer(tmp_path: Path) -> None:
 def test_a_vit_is_judged_head_by_head(itemsize: int, mib: int) -> None:
     # mib: what a build of SAM's ViT-B with random weights allocated (VmHWM less what is mapped and
     # the process)
-    planned = memory_plan.encoding_bytes(
+    planned = memory_plan.encoder_acceptance_bytes(
         SamVitSpec(width=768, depth=12, heads=12, global_attn_indexes=(2, 5, 8, 11), inner=3072),
         0,
         itemsize,
@@ -103,7 +103,11 @@ def test_no_way_out_is_named_where_there_is_none(
 
 def test_the_peak_is_of_the_costliest_stage() -> None:
     memory = BuildMemory(
-        process_bytes=100, mapped_bytes=10, writing_bytes=1, calibration_bytes=3, acceptance_bytes=2
+        process_bytes=100,
+        mapped_bytes=10,
+        write_buffer_bytes=1,
+        calibration_bytes=3,
+        acceptance_bytes=2,
     )
     assert (memory.allocated_bytes, memory.peak_bytes) == (3, 113)
     assert BuildMemory(100, 10, 1, 0, 2).without_acceptance().allocated_bytes == 1
@@ -119,9 +123,9 @@ def test_wider_and_rounded_layers_take_more(llama: Path) -> None:
         for each in (plain, rounded)
     )
     assert of_plain < of_rounded
-    assert memory_plan.writing_bytes(checkpoint, plain.tensors) < memory_plan.writing_bytes(
-        checkpoint, rounded.tensors
-    )
+    assert memory_plan.write_buffer_bytes(
+        checkpoint, plain.tensors
+    ) < memory_plan.write_buffer_bytes(checkpoint, rounded.tensors)
     assert memory_plan.mapped_bytes(checkpoint, plain.tensors) > plain.weight_bytes
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from modelmill.artifact.store import facts_path, open_artifact
+from modelmill.artifact.store import open_artifact, quantization_facts_path
 from modelmill.builder import build_engine
 from modelmill.builder.calibration_data import (
     MIN_TOKENS,
@@ -122,8 +122,10 @@ def test_what_was_done_is_kept_with_the_engine(llama: Path, tmp_path: Path) -> N
     source = artifact.manifest.source["calibration"]
     assert source["name"] == "modelmill's own text"
     assert artifact.manifest.build["calibration"] == f"sha256:{source['sha256']}"
-    assert facts_path(1) in artifact.manifest.files
-    (engine / facts_path(1)).write_text(json.dumps({"facts": {}, "scales": {"qkv": 3}}))
+    assert quantization_facts_path(1) in artifact.manifest.files
+    (engine / quantization_facts_path(1)).write_text(
+        json.dumps({"facts": {}, "scales": {"qkv": 3}})
+    )
     with pytest.raises(CorruptArtifact, match="layer-0001"):
         artifact.quantization_facts()
 
@@ -223,7 +225,7 @@ def test_a_file_that_says_too_little_is_named(tmp_path: Path) -> None:
     files = {"gguf_vocab.json": b""}
     with mock.patch("modelmill.builder.calibration_data.load_calibration_ids",
         return_value=[]), mock.patch(
-        "modelmill.builder.calibration_data.reads_images", return_value=False
+        "modelmill.builder.calibration_data.chat_supports_images", return_value=False
     ):  # fmt: skip
         path = lines(tmp_path / "none.jsonl", {"text": ""})
         source = find_calibration(BuildConfig(calibration=str(path)), 40)

@@ -67,7 +67,7 @@ def test_the_plan_of_a_rank_is_what_it_loads(case: str, tmp_path: Path) -> None:
     assert planned.weight_bytes == pytest.approx(loaded_bytes(largest, stored), rel=0.005)
     assert planned.weight_bytes < plan.weight_bytes
     assert isinstance(largest.kv, KVShape)
-    assert planned.kv.layer_sizes == largest.kv.layer_sizes
+    assert planned.kv.layer_kv_sizes == largest.kv.layer_kv_sizes
     assert planned.state.slot_bytes(torch.float32) == model_state_shape(largest).slot_bytes(
         torch.float32
     )

@@ -51,7 +51,7 @@ def test_the_end_of_the_input_and_the_prompts() -> None:
 
 def test_a_pipe_gives_its_lines_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('a\\\n"""b\n'))
-    assert [chat_input.pipe_line() for _ in range(3)] == ["a\\", '"""b', None]
+    assert [chat_input.read_pipe_line() for _ in range(3)] == ["a\\", '"""b', None]
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def test_lines_of_earlier_chats_come_back(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.keep_history()
+    chat_input.persist_history()
     readline.add_history("What is a watermill?")
     registered[0]()
     file = chat_input.history_file()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     readline.clear_history()
-    chat_input.keep_history()
+    chat_input.persist_history()
     assert readline.get_history_item(1) == "What is a watermill?"
 
 
@@ -84,5 +84,5 @@ def test_a_history_that_cannot_be_written_is_none(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.keep_history()
+    chat_input.persist_history()
     registered[0]()

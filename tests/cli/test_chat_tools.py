@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from modelmill.cli.chat_tools import ask_results, call_message, read_tools, shown_call, shown_tools
+from modelmill.cli.chat_tools import (
+    ask_tool_results,
+    call_message,
+    format_call,
+    format_tools,
+    read_tools,
+)
 from modelmill.core.errors import UsageError
 from modelmill.text.answer_pieces import ParsedToolCall
 
@@ -30,7 +36,7 @@ def test_a_file_of_tools(tmp_path: Path, wrapped: bool) -> None:
     file.write_text(json.dumps({"tools": [WEATHER, TIME]} if wrapped else [WEATHER, TIME]))
     tools = read_tools(file)
     assert tools == (WEATHER, TIME)
-    assert shown_tools(tools).splitlines() == ["weather(city, day): Weather of a city", "time()"]
+    assert format_tools(tools).splitlines() == ["weather(city, day): Weather of a city", "time()"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_results_are_typed_or_read_from_a_file(tmp_path: Path) -> None:
         prompts.append(prompt)
         return next(lines)
 
-    assert ask_results(CALLS, read_line, complaints.append) == [
+    assert ask_tool_results(CALLS, read_line, complaints.append) == [
         {"role": "tool", "tool_call_id": "a", "content": "Sun"},
         {"role": "tool", "tool_call_id": "b", "content": "10 o'clock"},
     ]
@@ -78,11 +84,11 @@ def test_results_are_typed_or_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["", "  ", None])
 def test_an_empty_result_leaves_the_calls_open(line: str | None) -> None:
     lines = iter(["Sun", line])
-    assert ask_results(CALLS, lambda _: next(lines), lambda _: None) is None
+    assert ask_tool_results(CALLS, lambda _: next(lines), lambda _: None) is None
 
 
 def test_how_calls_are_shown_and_stored() -> None:
-    assert shown_call(CALLS[0]) == '[call] weather({"city": "Rome"})'
+    assert format_call(CALLS[0]) == '[call] weather({"city": "Rome"})'
     message = call_message("So:", CALLS[:1])
     assert message["content"] == "So:"
     assert message["tool_calls"] == [

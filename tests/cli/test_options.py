@@ -15,14 +15,14 @@ from modelmill.cli import main as command
 from modelmill.cli import serve
 from modelmill.cli.engine_options import (
     REFERENCE_GPU_FRACTION,
-    CacheBuildOptions,
+    CheckpointBuildOptions,
     share_gpu_with_reference,
 )
 from modelmill.cli.options import (
     CommonArgs,
     _parse_value,
     collect_flags,
-    config,
+    config_field,
     flag_variable,
 )
 from modelmill.core.config import BuildConfig, RunConfig, non_default_fields, option
@@ -42,9 +42,9 @@ class Args(CommonArgs):
     sizes: tuple[int, ...] = option((1, 2), "sizes")
     two: tuple[str, str] | None = option(None, "two values")
     what: str = option("a", "a choice", choices=("a", "b"), flags=("-w",))
-    build: BuildConfig = config(BuildConfig, "Build", exclude=("calibration",))
-    run: RunConfig = config(RunConfig, "Run")
-    sampling: SamplingParams = config(SamplingParams, "Sampling")
+    build: BuildConfig = config_field(BuildConfig, "Build", exclude=("calibration",))
+    run: RunConfig = config_field(RunConfig, "Run")
+    sampling: SamplingParams = config_field(SamplingParams, "Sampling")
 
 
 class Probe:
@@ -293,7 +293,7 @@ def test_flags_stand_once_with_help_and_a_variable() -> None:
 
 def test_borrowed_options_follow_their_source() -> None:
     own = {each.name: each for each in fields(BuildConfig)}
-    for each in fields(CacheBuildOptions):
+    for each in fields(CheckpointBuildOptions):
         assert each.default == own[each.name].default
         assert each.metadata["choices"] == own[each.name].metadata["choices"]
 

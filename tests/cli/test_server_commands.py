@@ -19,7 +19,7 @@ from modelmill.core.server_records import ServerRecord, running_servers
 
 SERVER = """
 import http.server, json, os, signal, sys
-from modelmill.core.server_records import recorded
+from modelmill.core.server_records import record_server
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503)
@@ -29,7 +29,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         pass
 server = http.server.HTTPServer(("127.0.0.1", 0), Health)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with recorded(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
+with record_server(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
     print("ready", flush=True)
     server.serve_forever()
 """
@@ -127,9 +127,9 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     facts = ps.server_facts(server)
     assert facts["models"] == ["a", "b", "c"]
     assert facts["model_states"] == states
-    assert ps.model_list(facts) == "a, b (unloaded), c (sleeping)"
+    assert ps.format_model_list(facts) == "a, b (unloaded), c (sleeping)"
     monkeypatch.setattr(ps, "server_health", lambda _: {"status": "ok", "engines": []})
-    assert ps.model_list(ps.server_facts(server)) == "none now"
+    assert ps.format_model_list(ps.server_facts(server)) == "none now"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_models_that_come_and_go_are_listed_with_their_state(
     [(5, "5 s"), (61, "1 min"), (3700, "1 h 1 min"), (90000, "1 d 1 h")],
 )
 def test_durations(seconds: int, text: str) -> None:
-    assert ps.duration(seconds) == text
+    assert ps.format_duration(seconds) == text
 
 
 def launched(cli: Any, *words: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from modelmill.outputs import RequestOutput, CompletionOutput
 from modelmill.cli.chat_model import ChatDelta
 from modelmill.cli.chat import ChatSession
-from modelmill.cli.chat_input import read_message, terminal_line
+from modelmill.cli.chat_input import read_message, read_terminal_line
 from modelmill.core.types import SamplingParams
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
 
 session = ChatSession(Engine(), SamplingParams(), None)
 while True:
-    line = read_message(terminal_line)
+    line = read_message(read_terminal_line)
     print("read", repr(line), flush=True)
     if line in (None, "/exit"):
         break

@@ -70,7 +70,7 @@ def plain(messages: list[dict[str, str]], add_generation_prompt: bool = True) ->
 def check(llm: Any, judge: TextReference, monkeypatch: pytest.MonkeyPatch) -> list[TokenizerCheck]:
     monkeypatch.setattr(compare, "_transformers_reference", lambda checkpoint: judge)
     checkpoint: Any = SimpleNamespace(tokenizer_files=lambda: {"tokenizer.json": b""})
-    return compare.check_text(llm, checkpoint)
+    return compare.check_tokenizer_and_chat(llm, checkpoint)
 
 
 def test_equal_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_template_that_the_other_side_cannot_render_proves_nothing(
 
 def test_a_missing_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     none: Any = SimpleNamespace(tokenizer_files=dict)
-    assert compare.check_text(fake(list, None), none) == []
+    assert compare.check_tokenizer_and_chat(fake(list, None), none) == []
     llm = SimpleNamespace(tokenizer=None, chat_format=None)
     assert check(llm, TextReference("other", list, None), monkeypatch)[0].equal is False
 

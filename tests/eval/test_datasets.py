@@ -13,7 +13,7 @@ from modelmill.eval.datasets import (
     read_articles,
     read_dataset,
     read_jsonl,
-    read_trace,
+    read_request_lengths,
 )
 
 
@@ -22,7 +22,7 @@ def encode(text: str) -> list[int]:
 
 
 def test_the_trace_is_selected_by_the_published_rule(shared: Path) -> None:
-    lengths = read_trace(shared / "data/text/azure_conversation_trace.csv", 500)
+    lengths = read_request_lengths(shared / "data/text/azure_conversation_trace.csv", 500)
     assert len(lengths) == 500
     assert sum(prompt for prompt, _ in lengths) == 428_293
     assert sum(output for _, output in lengths) == 109_147
@@ -33,13 +33,13 @@ def test_trace_limits(tmp_path: Path) -> None:
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\nx,3,5\nx,4,1\nx,100,0\nx,60,40\nx,60,41\n"
     )
-    assert sorted(read_trace(path, 10, limit=100)) == [(4, 1), (60, 40)]
+    assert sorted(read_request_lengths(path, 10, limit=100)) == [(4, 1), (60, 40)]
     path.write_text("ContextTokens,GeneratedTokens\n5,many\n")
     with pytest.raises(UsageError, match="line 2"):
-        read_trace(path, 10)
+        read_request_lengths(path, 10)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="no columns"):
-        read_trace(path, 10)
+        read_request_lengths(path, 10)
 
 
 def test_sharegpt(tmp_path: Path) -> None:

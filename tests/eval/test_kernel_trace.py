@@ -13,7 +13,7 @@ from modelmill.eval.kernel_trace import (
     kernels_from_events,
     label_graph_kernels,
     split_runs,
-    timeline,
+    with_gap_and_added_times,
 )
 from modelmill.eval.op_trace import make_label
 
@@ -103,7 +103,7 @@ def test_a_graph_learns_from_launches_by_name_and_order() -> None:
 
 def test_overlap_is_charged_once_and_gaps_are_seen() -> None:
     """a: 0 to 10; b begins early at 6 and ends at 14; c lies within b; d begins 3 after."""
-    kernels = timeline(
+    kernels = with_gap_and_added_times(
         [
             KernelRecord("a", 0, 10),
             KernelRecord("b", 6, 8),
@@ -119,7 +119,7 @@ def test_what_is_added_and_the_gaps_make_the_step(times: list[tuple[float, float
     kernels = [
         KernelRecord(str(i), begins, lasts) for i, (begins, lasts) in enumerate(sorted(times))
     ]
-    records = timeline(kernels)
+    records = with_gap_and_added_times(kernels)
     step_us = max(k.start_us + k.duration_us for k in kernels) - kernels[0].start_us
     assert sum(k.added_us + k.gap_us for k in records) == pytest.approx(step_us, abs=1e-6)
 

@@ -43,7 +43,7 @@ SMALL: dict[str, large_op_cases.CaseMaker] = {
     "layer_norm": partial(layer_norm.cases_for_shapes, [(3, 40)]),
     "add_layer_norm": partial(add_layer_norm.cases_for_shapes, [(3, 40)]),
     "add_layer_norm_quant": partial(add_layer_norm_quant.cases_for_shapes, [(3, 40)]),
-    "rope_cos_sin": partial(large_op_cases.angle_cases, 7, 16),
+    "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 7, 16),
     "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 8),
     "silu_mul": partial(silu_mul.cases_for_shapes, [(3, 40)]),
     "silu_mul_quant": partial(silu_mul_quant.cases_for_shapes, [(3, 40)]),
@@ -92,7 +92,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
         "ssd_scan": partial(ssd_scan.cases_for_shapes, [((99, 1), 1, 2, 64, 64)], chunk=16),
         "quantize": partial(large_op_cases.quantize_cases, 200, 2048),
         "rope_cache": partial(large_op_cases.rope_cases, 19, 2, 64),
-        "rope_cos_sin": partial(large_op_cases.angle_cases, 700, 16),
+        "rope_cos_sin": partial(large_op_cases.rope_angle_cases, 700, 16),
         "rptq_quant": partial(rptq_quant.cases_for_shapes, [(40, 4096, 32)], full=True),
         "rptq_linear": partial(rptq_linear.cases_for_shapes, [(40, 960, 400, 32, 8)]),
         "w8a8_linear_swiglu": partial(w8a8_linear_swiglu.cases_for_shapes, [(40, 640, 320)]),
@@ -107,7 +107,7 @@ def test_bytes_and_operations_are_counted(op: str) -> None:
     make = wide.get(op) or partial(maker.func, [(200, 2048)])  # type: ignore[attr-defined]
     with torch.inference_mode():
         for case in make("cpu", torch.float16):
-            out = registry.by_name(op, registry.reference(op))(**case.args)
+            out = registry.with_named_args(op, registry.reference(op))(**case.args)
             read = [
                 each
                 for name, value in case.args.items()

@@ -114,8 +114,8 @@ def test_what_is_8_bits_of_a_sum_takes_its_own_time() -> None:
     assert Roofline("cuda", 1e9, {"float32": 0.0}).min_seconds(2e9, 0, "float32") == 2.0, (
         "a rate that is not known"
     )
-    assert roofline.bound(3e9, 500, "float32", {"int8": 400}) == "memory"
-    assert roofline.bound(1e9, 500, "float32", {"int8": 400}) == "products"
+    assert roofline.limiting_resource(3e9, 500, "float32", {"int8": 400}) == "memory"
+    assert roofline.limiting_resource(1e9, 500, "float32", {"int8": 400}) == "products"
 
 
 @pytest.mark.gpu
@@ -146,7 +146,9 @@ def test_a_floor_is_the_larger_of_two_times(
     floor = roofline.min_seconds(nbytes, operations, "float32")
     assert floor == max(nbytes / memory, operations / products)
     assert roofline.min_seconds(nbytes, operations, "int4") == nbytes / memory
-    assert (floor == nbytes / memory) == (roofline.bound(nbytes, operations, "float32") == "memory")
+    assert (floor == nbytes / memory) == (
+        roofline.limiting_resource(nbytes, operations, "float32") == "memory"
+    )
 
 
 def test_copies_leave_the_cache_and_share_nothing() -> None:
@@ -221,5 +223,5 @@ def test_extra_cases_are_right_for_their_ops() -> None:
         for op, make in EXTRA_CASES["cpu"].items():
             for case in make("cpu", torch.float32):
                 if "49152" not in case.name and "4096" not in case.name:
-                    registry.by_name(op, registry.reference(op))(**case.args)
+                    registry.with_named_args(op, registry.reference(op))(**case.args)
                 assert case.bytes_moved > 0

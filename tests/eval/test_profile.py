@@ -10,7 +10,7 @@ import torch
 from modelmill.core.errors import CapacityError, UsageError
 from modelmill.eval import profile as profiling
 from modelmill.eval.chrome_trace import make_trace
-from modelmill.eval.kernel_trace import KernelRecord, timeline
+from modelmill.eval.kernel_trace import KernelRecord, with_gap_and_added_times
 from modelmill.eval.op_cost import OpCost
 from modelmill.eval.profile import ProfileCase, make_step, profile_case
 from modelmill.eval.profile_lines import gpu_events, kernel_lines, min_step_us
@@ -119,7 +119,7 @@ def kernels() -> list[KernelRecord]:
             KernelRecord(name, at + begins, lasts, call)
             for (begins, lasts, name), call in zip(times, calls)
         ]
-    return timeline([*records, KernelRecord("argmax", 200.0, 5.0)])
+    return with_gap_and_added_times([*records, KernelRecord("argmax", 200.0, 5.0)])
 
 
 def test_kernels_become_lines_with_the_floor_of_their_op() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.eval import report
-from modelmill.eval.report import Spread
+from modelmill.eval.report import MeasurementStats
 
 
 def test_spread() -> None:
-    spread = Spread.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
+    spread = MeasurementStats.from_values([3.0, 1.0, 2.0, 4.0, 5.0])
     assert (spread.median, spread.min, spread.max, spread.p25, spread.p75, spread.runs) == (
         3,
         1,
@@ -28,13 +28,18 @@ def test_spread() -> None:
     assert (rate.median, rate.min, rate.max) == (20, 12, 60)
     assert rate.p25 == pytest.approx(15)
     with pytest.raises(ValueError):
-        Spread.from_values([])
+        MeasurementStats.from_values([])
 
 
 def test_rows_have_what_is_needed_to_measure_again(tmp_path: Path) -> None:
     path = tmp_path / "a" / "rows.jsonl"
     row = report.make_row(
-        "modelmill bench", "latency", 1.5, "ms", "a chip", spread=Spread.from_values([1.5])
+        "modelmill bench",
+        "latency",
+        1.5,
+        "ms",
+        "a chip",
+        spread=MeasurementStats.from_values([1.5]),
     )
     report.append_rows(path, [row])
     report.append_rows(path, [row])

@@ -12,7 +12,7 @@ import pytest
 
 from modelmill.core.errors import ModelmillError, RequestError, UsageError
 from modelmill.eval.openai_client import OpenAIClient, RequestTiming, time_request
-from modelmill.eval.report import Spread, plot
+from modelmill.eval.report import MeasurementStats, plot
 from modelmill.eval.serving_load import (
     ServingLoad,
     goodput,
@@ -229,7 +229,7 @@ def test_quantiles_are_those_of_every_other_figure(count: int) -> None:
     values = [float(each) for each in range(1, count + 1)]
     quantiles, expected = (
         percentiles_ms([each / 1000 for each in values]),
-        Spread.from_values(values),
+        MeasurementStats.from_values(values),
     )
     assert quantiles is not None
     assert (quantiles["median"], quantiles["p99"]) == pytest.approx((expected.median, expected.p99))

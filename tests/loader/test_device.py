@@ -28,7 +28,7 @@ def test_kernels_are_missing_in_an_empty_cache(
     monkeypatch.setattr(kernels.env, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(kernels, "_compiler", lambda: ("c++", "a version"))
     assert kernels.needs_compile()
-    target = kernels._target(kernels.machine_flags(), "c++", "a version")
+    target = kernels._library_path(kernels.machine_flags(), "c++", "a version")
     target.parent.mkdir()
     target.touch()
     assert not kernels.needs_compile()

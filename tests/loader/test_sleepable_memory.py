@@ -182,7 +182,7 @@ def cuda_region(library: FakeLibrary, nbytes: int) -> CudaRegion:
 
 
 def check_region(region: MemoryRegion, nbytes: int) -> None:
-    """Offload and restore, drop and renew, at one address."""
+    """Offload and restore, drop and reallocate, at one address."""
     assert region.bytes.shape == (nbytes,)
     region.extend(nbytes)
     address = region.bytes.data_ptr()
@@ -197,7 +197,7 @@ def check_region(region: MemoryRegion, nbytes: int) -> None:
         region.forget_copy()
         assert torch.equal(region.bytes, values)
     region.drop()
-    region.renew()
+    region.reallocate()
     assert not region.bytes.any()
 
 
@@ -334,7 +334,7 @@ def test_tensors_move_and_stay_the_same_objects() -> None:
     before = reachable_tensors([module])
     expected, strides = [each.clone() for each in before], [each.stride() for each in before]
     memory = SleepableMemory("cpu")
-    assert memory.adopt([module]) == 3 * sleepable_memory.ALIGNMENT
+    assert memory.move_tensors_in([module]) == 3 * sleepable_memory.ALIGNMENT
     moved = reachable_tensors([module])
     assert len({each.untyped_storage().data_ptr() for each in moved}) == 1
     assert [id(each) for each in moved] == [id(each) for each in before]
@@ -360,7 +360,7 @@ def test_of_a_file_only_what_tensors_view_moves() -> None:
     expected = [each.clone() for each in module.parts]
     memory = SleepableMemory("cpu")
     blocks = 1 + (2 * 4096 + 600 + 2) // sleepable_memory.ALIGNMENT + 1
-    assert memory.adopt([module]) == blocks * sleepable_memory.ALIGNMENT
+    assert memory.move_tensors_in([module]) == blocks * sleepable_memory.ALIGNMENT
     for _ in range(2):
         for part, values in zip(module.parts, expected, strict=True):
             assert torch.equal(part, values)

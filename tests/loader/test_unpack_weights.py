@@ -17,7 +17,7 @@ from modelmill.nn.decoder import Decoder
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
 from modelmill.ops.cpu.common import build
-from modelmill.ops.int8_linear import INT8PACK_MM_MAX_ROWS, packable, uses_int8pack_mm
+from modelmill.ops.int8_linear import INT8PACK_MM_MAX_ROWS, supports_int8pack_mm, uses_int8pack_mm
 from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
 from modelmill.weights import base, int8_group
 from modelmill.weights.base import UnpackedWeight, WeightFormat
@@ -138,7 +138,8 @@ def test_no_weight_is_converted_in_a_step(name: str) -> None:
 
 
 @pytest.mark.skipif(
-    not packable(96), reason="torch has no fast product with packed int8 on this processor"
+    not supports_int8pack_mm(96),
+    reason="torch has no fast product with packed int8 on this processor",
 )
 def test_few_rows_read_int8_weights_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = _weight("int8", 33, 96, torch.bfloat16)

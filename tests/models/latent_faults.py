@@ -10,9 +10,9 @@ import torch
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.latent_attention import (
     LatentAttention,
+    LatentAttentionCore,
     LatentAttentionSpec,
-    LatentCache,
-    LatentCore,
+    RopeAndLatentCache,
 )
 from tests.models.family_cases import Change, PlantedFault, changed, fault, times
 
@@ -32,7 +32,7 @@ def with_module(name: str, module: Callable[[LatentAttentionSpec, int], Any]) ->
     return lambda spec: Changed(**vars(spec))
 
 
-class ValuesFirst(LatentCore):
+class ValuesFirst(LatentAttentionCore):
     """The rows of a head's values in front of its keys'."""
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,7 @@ class ValuesFirst(LatentCore):
         return key_up, value_up
 
 
-class MovedRotation(LatentCache):
+class MovedRotation(RopeAndLatentCache):
     """Other channels of queries and latent vectors are rotated."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from modelmill.models import bloom
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.attention import AttentionCore
-from modelmill.nn.norm import SingleNorm
+from modelmill.nn.norm import NormWithoutResidual
 from tests.models import planted_fault as planted
 from tests.models.family_cases import EvenSlopes, ReversedSlopes, changed
 
@@ -92,7 +92,7 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "one slope for all heads": slopes(lambda right: [right[1]] * len(right)),
     "rows of q, k and v as stored": planted.rule_fault(bloom, not_ungrouped, QKV),
     "norm behind the embedding forgotten": planted.module_fault(
-        SingleNorm, pass_through, "embed", None
+        NormWithoutResidual, pass_through, "embed", None
     ),
     "a bias of q, k and v forgotten": planted.tensor_fault(
         "layers.1.attn.qkv_proj.bias", torch.zeros_like, QKV, 1

@@ -141,7 +141,7 @@ FAULTS: dict[str, PlantedFault] = {
     "decay x 1.05": (lambda: changed_tokens(log_decay=lambda x: x * 1.05), (RULE,), 0),
     "beta without sigmoid": (lambda: changed_tokens(beta=torch.logit), (RULE,), 0),
     "keys not of length 1": (
-        lambda: reference_fault(gated_delta_rule, "_unit", lambda x: x), (RULE,), 0,
+        lambda: reference_fault(gated_delta_rule, "_l2_normalize", lambda x: x), (RULE,), 0,
     ),
     "queries not divided by the root of their size": (
         lambda: changed_tokens(q=lambda x: x * 3.5), (RULE,), 0,

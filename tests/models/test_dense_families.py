@@ -19,7 +19,7 @@ from modelmill.accept.token_scorer import TokenScorer
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.core.registry import find_module
-from modelmill.core.window_pages import pages_in_groups
+from modelmill.core.window_pages import max_pages_in_groups
 from modelmill.parallel.tp_group import SINGLE_RANK
 from modelmill.runtime.engine_core import EngineCore
 from tests.accept.build_and_accept import build_and_accept
@@ -166,7 +166,7 @@ def test_a_warm_prefix_and_preempted_answers(name: str, saved: Mapping[str, Save
 def small_engine(each: Saved) -> EngineCore:
     """An engine with too few pages for all answers at once, of a model that has pages."""
     shape = each.open(max_model_len=64).kv_shape
-    longest = pages_in_groups(64, 8, shape.group_windows, 32)
+    longest = max_pages_in_groups(64, 8, shape.group_windows, 32)
     more = 2 if shape.groups else 3  # pages of one group hold fewer layers
     return each.open(
         page_size=8,

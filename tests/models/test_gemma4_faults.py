@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from modelmill.models import gemma4_text
-from modelmill.nn.expert_branch import ExpertBranch, TwoBranches
+from modelmill.nn.expert_branch import ExpertBranch, ReplicatedBranchSum
 from modelmill.nn.moe import TopKRouting
 from modelmill.nn.per_layer_input import (
     SUM_SCALE,
     GatedPerLayerInput,
     PerLayerInputs,
+    ScaledEmbedding,
     ScaledProjection,
-    ScaledTable,
     WeightedSum,
 )
 from modelmill.nn.scaled_sandwich import ScaledSum
-from modelmill.nn.shared_kv_attention import QueryRope
+from modelmill.nn.shared_kv_attention import QNormAndRope
 from modelmill.nn.value_norm import ValueNorm
 from tests.models.planted_fault import (
     PlantedFault,
@@ -82,7 +82,7 @@ def larger_sum(self: WeightedSum, one: Tensor, other: Tensor, step: Any) -> Tens
     return 1.05 * real_sum(self, one, other, step)
 
 
-def unscaled_table(self: ScaledTable, ids: Tensor, step: Any) -> Tensor:
+def unscaled_table(self: ScaledEmbedding, ids: Tensor, step: Any) -> Tensor:
     return real_table(self, ids, step) / self.scale
 
 
@@ -104,13 +104,13 @@ def scaled_branch(self: ScaledSum, branch: Tensor, residual: Tensor, step: Any) 
     return branch * self.scale + residual
 
 
-def without_turn(self: QueryRope, q: Tensor, rope: Any, step: Any) -> Tensor:
+def without_turn(self: QNormAndRope, q: Tensor, rope: Any, step: Any) -> Tensor:
     rope = rope.local if self.local_rope else rope
     still = replace(rope, cos=torch.ones_like(rope.cos), sin=torch.zeros_like(rope.sin), local=None)
     return real_query_rope(self, q, still, step)
 
 
-def rotation_of_windows(self: QueryRope, q: Tensor, rope: Any, step: Any) -> Tensor:
+def rotation_of_windows(self: QNormAndRope, q: Tensor, rope: Any, step: Any) -> Tensor:
     """Layers with full attention turned as those with a window, and the other way round."""
     cos, sin = rope.local.cos, rope.local.sin
     if not self.local_rope:
@@ -128,7 +128,7 @@ def without_expert_scale(self: TopKRouting, logits: Tensor, step: Any) -> Tensor
     return out
 
 
-def without_experts(self: TwoBranches, mlp: Tensor, experts: Tensor, step: Any) -> Tensor:
+def without_experts(self: ReplicatedBranchSum, mlp: Tensor, experts: Tensor, step: Any) -> Tensor:
     del self, experts, step
     return mlp
 
@@ -153,9 +153,9 @@ def swapped_norms(rule: Any) -> Any:
 
 one = torch.tensor([7])
 real_value_norm, real_inputs = ValueNorm.forward, PerLayerInputs.forward
-real_table, real_projection = ScaledTable.forward, ScaledProjection.forward
+real_table, real_projection = ScaledEmbedding.forward, ScaledProjection.forward
 real_sum = WeightedSum.forward
-real_query_rope, real_routing = QueryRope.forward, TopKRouting.forward
+real_query_rope, real_routing = QNormAndRope.forward, TopKRouting.forward
 FAULTS: dict[str, PlantedFault] = {
     "values not normed": module_fault(
         ValueNorm, without_norm, ("attn.value_norm", "attn.value_norm.eps")
@@ -176,7 +176,7 @@ FAULTS: dict[str, PlantedFault] = {
     ),
     "layer inputs x 1.05": module_fault(WeightedSum, larger_sum, "layer_inputs.sum", None),
     "their table without its factor": module_fault(
-        ScaledTable, unscaled_table, "layer_inputs.table", None
+        ScaledEmbedding, unscaled_table, "layer_inputs.table", None
     ),
     "their projection without its factor": module_fault(
         ScaledProjection, unscaled_projection, "layer_inputs.projection", None
@@ -195,9 +195,9 @@ FAULTS: dict[str, PlantedFault] = {
     "the number of one layer x 1.05": tensor_fault(
         "layers.2.output.scale", lambda t: t * 1.05, "output", 2
     ),
-    "queries of shared layers not turned": module_fault(QueryRope, without_turn, "attn.rope", 4),
+    "queries of shared layers not turned": module_fault(QNormAndRope, without_turn, "attn.rope", 4),
     "the other rotation of shared layers": module_fault(
-        QueryRope, rotation_of_windows, "attn.rope", 5
+        QNormAndRope, rotation_of_windows, "attn.rope", 5
     ),
     "another weight of the queries' norm": tensor_fault(
         "layers.4.attn.rope.q_norm.weight", lambda t: t * 1.05, ("attn.rope", "attn.rope.eps"), 4
@@ -208,7 +208,7 @@ FAULTS: dict[str, PlantedFault] = {
     "a router that reads the experts' input": module_fault(
         ExpertBranch, router_reads_the_experts_input, "experts.moe.router"
     ),
-    "experts forgotten": module_fault(TwoBranches, without_experts, "experts.sum"),
+    "experts forgotten": module_fault(ReplicatedBranchSum, without_experts, "experts.sum"),
     "norms of the two branches exchanged": rule_fault(
         gemma4_text, swapped_norms, ("experts.mlp_post", "experts.mlp_post.eps")
     ),

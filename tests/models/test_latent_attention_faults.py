@@ -14,8 +14,13 @@ import torch
 
 from modelmill.models import deepseek_v3
 from modelmill.nn import latent_attention
-from modelmill.nn.latent_attention import LatentAttention, LatentCache, LatentCore, LatentNorm
-from modelmill.nn.norm import SingleNorm
+from modelmill.nn.latent_attention import (
+    LatentAttention,
+    LatentAttentionCore,
+    LatentNorm,
+    RopeAndLatentCache,
+)
+from modelmill.nn.norm import NormWithoutResidual
 from tests.models import planted_fault as planted
 from tests.models.family_cases import ROTARY, changed, times, with_scaling
 from tests.models.latent_faults import YARN, MovedRotation, ValuesFirst, with_module
@@ -64,7 +69,7 @@ def rotated_queries_first(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (HEADS, NOPE + ROPE)).roll(ROPE, 1).flatten(0, 1)
 
 
-class OtherHeadsKeys(LatentCore):
+class OtherHeadsKeys(LatentAttentionCore):
     """Queries absorb the keys of the next head."""
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +77,7 @@ class OtherHeadsKeys(LatentCore):
         return key_up.roll(1, 0), value_up
 
 
-class OtherHeadsValues(LatentCore):
+class OtherHeadsValues(LatentAttentionCore):
     """Outputs are those of the next head."""
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,21 +85,21 @@ class OtherHeadsValues(LatentCore):
         return key_up, value_up.roll(1, 0)
 
 
-class PlainKeys(LatentCache):
+class PlainKeys(RopeAndLatentCache):
     """Queries rotate, keys do not."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: Any) -> torch.Tensor:
         return x if begin == RANK else super()._rotate(x, begin, rope)
 
 
-class PlainQueries(LatentCache):
+class PlainQueries(RopeAndLatentCache):
     """Keys rotate, queries do not."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: Any) -> torch.Tensor:
         return x if begin == NOPE else super()._rotate(x, begin, rope)
 
 
-class LostRotatedKeys(LatentCache):
+class LostRotatedKeys(RopeAndLatentCache):
     """The cache holds the latent vector alone."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: Any) -> torch.Tensor:
@@ -104,7 +109,7 @@ class LostRotatedKeys(LatentCache):
         return turned
 
 
-class BackwardRotation(LatentCache):
+class BackwardRotation(RopeAndLatentCache):
     """The angles' sign."""
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: Any) -> torch.Tensor:
@@ -162,7 +167,7 @@ FAULTS: dict[str, planted.PlantedFault] = {
     "norm over the rotated key, too": planted.module_fault(LatentNorm, norm_over_all, NORM),
     "norm of keys' vector not used": planted.module_fault(LatentAttention, norm_bypassed, "layer"),
     "norm of queries' vector forgotten": planted.module_fault(
-        SingleNorm, pass_through, "attn.q_a_norm"
+        NormWithoutResidual, pass_through, "attn.q_a_norm"
     ),
     "eps of latent norms x 10": (
         lambda: mock.patch.object(latent_attention, "NORM_EPS", 1e-5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelmill.nn.latent_attention import LatentCore
+from modelmill.nn.latent_attention import LatentAttentionCore
 from tests.models.families.deepseek_v3 import CASE
 from tests.models.saved_family import Saved, compare, drawn_ids
 from tests.runtime import tiny
@@ -21,13 +21,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each step whose prompts were expanded, once for a layer."""
     counts: list[int] = []
-    attend = LatentCore.attend_expanded
+    attend = LatentAttentionCore.attend_expanded
 
-    def counted(self: LatentCore, q: object, step: object) -> object:
+    def counted(self: LatentAttentionCore, q: object, step: object) -> object:
         counts.append(len(q))  # type: ignore[arg-type]
         return attend(self, q, step)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LatentCore, "attend_expanded", counted)
+    monkeypatch.setattr(LatentAttentionCore, "attend_expanded", counted)
     return counts
 
 

@@ -13,7 +13,7 @@ from modelmill.checkpoint.open import open_checkpoint
 from modelmill.core.config import BuildConfig
 from modelmill.core.errors import CheckpointError
 from modelmill.models import ministral3
-from modelmill.nn.query_growth import QueryGrowth
+from modelmill.nn.query_growth import AttentionTemperature
 from tests.models.all_families import CASES
 from tests.models.family_cases import SMALL
 from tests.models.text_half import check_logits, seeded_model
@@ -67,7 +67,7 @@ def test_a_rotation_that_the_config_leaves_out() -> None:
     config = ministral3.config_from_hf(raw)
     stated = transformers.Ministral3Config().rope_parameters
     length = stated["original_max_position_embeddings"]
-    assert config.query_growth == QueryGrowth(stated["llama_4_scaling_beta"], length)
+    assert config.query_growth == AttentionTemperature(stated["llama_4_scaling_beta"], length)
     assert config.rope is not None
     assert config.rope.base == stated["rope_theta"]
     assert {k: v for k, v in config.rope.scaling.items() if k != "rope_theta"}.items() <= (

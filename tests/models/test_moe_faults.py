@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from modelmill.models import qwen2_moe
-from modelmill.nn.moe import CombineExperts, ExpertTokens, SharedExpertGate
+from modelmill.nn.moe import CombineExperts, GatherExpertTokens, SharedExpertGate
 from tests.models.planted_fault import PlantedFault, module_fault, refusal_test, tensor_fault
 
 
@@ -43,7 +43,9 @@ def without_weights(self: CombineExperts, routing: torch.Tensor, *args: Any) -> 
     return real_combine(self, (routing > 0).float(), *args)
 
 
-def reversed_tokens(self: ExpertTokens, x: torch.Tensor, routing: torch.Tensor, step: Any) -> Any:
+def reversed_tokens(
+    self: GatherExpertTokens, x: torch.Tensor, routing: torch.Tensor, step: Any
+) -> Any:
     return real_tokens(self, x, routing, step).flip(0)
 
 
@@ -54,7 +56,7 @@ def without_sigmoid(
     return out * (x.float() @ self.weight.float().T).to(out.dtype)
 
 
-real_combine, real_tokens = CombineExperts.forward, ExpertTokens.forward
+real_combine, real_tokens = CombineExperts.forward, GatherExpertTokens.forward
 FAMILY = "qwen2_moe"
 LAYER = "layers.1.mlp"
 FAULTS: dict[str, PlantedFault] = {
@@ -78,7 +80,7 @@ FAULTS: dict[str, PlantedFault] = {
     "shared expert forgotten": module_fault(CombineExperts, without_shared, "mlp.combine"),
     "weights forgotten": module_fault(CombineExperts, without_weights, "mlp.combine"),
     "tokens of an expert reversed": module_fault(
-        ExpertTokens, reversed_tokens, "mlp.experts.0.tokens"
+        GatherExpertTokens, reversed_tokens, "mlp.experts.0.tokens"
     ),
     "shared gate without its sigmoid": module_fault(
         SharedExpertGate, without_sigmoid, "mlp.shared_gate"

@@ -12,7 +12,7 @@ import torch
 from modelmill.models import gemma2
 from modelmill.nn.attention import AttentionCore
 from modelmill.nn.embedding import LMHead, TokenEmbedding
-from modelmill.nn.norm import SingleNorm
+from modelmill.nn.norm import NormWithoutResidual
 from tests.models import planted_fault as planted
 from tests.models.family_cases import changed, times
 
@@ -33,10 +33,14 @@ def rule(module: str, change: Callable[[Any], Any], layer: int | None = 0) -> pl
 def logits(change: Callable[[torch.Tensor, float], torch.Tensor]) -> planted.PlantedFault:
     """Another bound of the logits."""
 
-    def scale_logits(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def scale_and_softcap_logits(self: Any, x: torch.Tensor) -> torch.Tensor:
         return change(x, self.softcap)
 
-    return lambda: mock.patch.object(LMHead, "scale_logits", scale_logits), HEAD, None
+    return (
+        lambda: mock.patch.object(LMHead, "scale_and_softcap_logits", scale_and_softcap_logits),
+        HEAD,
+        None,
+    )
 
 
 def as_stored(*paths: str) -> Callable[[Any], Any]:
@@ -106,7 +110,7 @@ FAULTS: dict[str, planted.PlantedFault] = {
         "attn_post", exchanged("attn_post", "mlp_norm")
     ),
     "norms behind the branches forgotten": planted.module_fault(
-        SingleNorm, pass_through, "attn_post"
+        NormWithoutResidual, pass_through, "attn_post"
     ),
     "embeddings not scaled": config(EMBED, None, embedding_scale=None),
     "embeddings scaled twice": planted.module_fault(TokenEmbedding, scaled_twice, EMBED, None),

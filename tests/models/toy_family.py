@@ -35,7 +35,7 @@ from modelmill.nn.layer_spec import (
     LinearSpec,
     ModuleSpec,
     NormSpec,
-    Part,
+    RowPart,
     RowProducer,
     SiteSpec,
 )
@@ -105,22 +105,22 @@ class ToyConfig:
 def mixer_modules(hidden, width):
     return (
         LinearSpec(path="mix.in_proj", reads=("attn_input",), writes=("ab",), site="mix_in",
-                   parts=(Part("a", width, "width"), Part("b", width, "width"))),
+                   parts=(RowPart("a", width, "width"), RowPart("b", width, "width"))),
         ModuleSpec(path="mix.gate", reads=("ab",), writes=("mixed",), reference=("mixed",)),
         LinearSpec(path="mix.out_proj", reads=("mixed",), writes=("attn_out",), site="mix_out",
-                   parts=(Part("out", hidden),), split_columns="width"),
+                   parts=(RowPart("out", hidden),), split_columns="width"),
     )
 
 
 def mlp_modules(hidden, inner):
     return (
         LinearSpec(path="mlp.gate_proj", reads=("mlp_input",), writes=("gate",), site="ffn",
-                   parts=(Part("gate", inner, "inner"),)),
+                   parts=(RowPart("gate", inner, "inner"),)),
         LinearSpec(path="mlp.up_proj", reads=("mlp_input",), writes=("up",), site="ffn",
-                   parts=(Part("up", inner, "inner"),)),
+                   parts=(RowPart("up", inner, "inner"),)),
         ModuleSpec(path="mlp.act", reads=("gate", "up"), writes=("act",), reference=("act",)),
         LinearSpec(path="mlp.down_proj", reads=("act",), writes=("mlp_out",), site="ffn_down",
-                   parts=(Part("down", hidden),), split_columns="inner"),
+                   parts=(RowPart("down", hidden),), split_columns="inner"),
     )
 
 

@@ -13,10 +13,10 @@ from modelmill.nn.expert_stack import (
     MAX_CPU_TOKENS,
     OPS,
     STACKED,
-    dequantized_bytes,
+    common_view_base,
+    max_dequantized_expert_bytes,
     stack_experts,
     stack_weights,
-    stacked,
 )
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.linear import Linear
@@ -82,12 +82,12 @@ def test_a_second_pass_finds_the_stack_of_the_first() -> None:
 
 def test_views_in_another_order_are_no_stack() -> None:
     parts = list(torch.arange(12.0).view(3, 4).unbind())
-    stack = stacked(parts)
+    stack = common_view_base(parts)
     assert stack is not None
     assert torch.equal(stack, torch.arange(12.0).view(3, 4))
-    assert stacked(parts[::-1]) is None
-    assert stacked([parts[0], parts[2]]) is None
-    assert stacked([parts[0], parts[1].clone()]) is None
+    assert common_view_base(parts[::-1]) is None
+    assert common_view_base([parts[0], parts[2]]) is None
+    assert common_view_base([parts[0], parts[1].clone()]) is None
 
 
 def lying_in_one_storage(moe: MoE) -> MoE:
@@ -106,14 +106,14 @@ def lying_in_one_storage(moe: MoE) -> MoE:
 def test_views_with_a_gap_behind_each_are_a_stack_where_they_are() -> None:
     data = torch.arange(24.0)
     parts = [data[first : first + 4].view(2, 2) for first in (1, 9, 17)]
-    assert stacked(parts) is None
-    stack = stacked(parts, apart=True)
+    assert common_view_base(parts) is None
+    stack = common_view_base(parts, apart=True)
     assert stack is not None
     assert torch.equal(stack, torch.stack(parts))
     assert stack.data_ptr() == parts[0].data_ptr()
-    assert stacked([data[:4], data[2:6], data[4:8]], apart=True) is None, "they overlap"
-    assert stacked([data[:4], data[8:12], data[12:16]], apart=True) is None
-    assert stacked(parts[:1], apart=True) is not None
+    assert common_view_base([data[:4], data[2:6], data[4:8]], apart=True) is None, "they overlap"
+    assert common_view_base([data[:4], data[8:12], data[12:16]], apart=True) is None
+    assert common_view_base(parts[:1], apart=True) is not None
 
 
 def test_in_place_nothing_is_copied() -> None:
@@ -235,11 +235,11 @@ def test_a_replaced_weight_is_computed_and_not_the_stack() -> None:
 def test_memory_of_experts_in_16_bits_is_known(weight_format: str) -> None:
     """Of one matrix of the largest layer, where an op dequantizes and the GPU has room."""
     moe = filled(MoESpec(RouterConfig(EXPERTS, 2), MLPSpec(HIDDEN, INNER)), weight_format)
-    rows, columns = moe.present_experts[0].gate_up_proj.shape
+    rows, columns = moe.local_expert_modules[0].gate_up_proj.shape
     needed = 2 * EXPERTS * rows * columns
     expected = needed if weight_format in ("int4", "mxfp4") else 0
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), moe)
-    assert dequantized_bytes(model, 32 * needed) == expected
-    assert dequantized_bytes(model, 32 * needed - 1) == 0
-    moe.take_experts((0, 1))
-    assert dequantized_bytes(model, 32 * needed) == expected // EXPERTS
+    assert max_dequantized_expert_bytes(model, 32 * needed) == expected
+    assert max_dequantized_expert_bytes(model, 32 * needed - 1) == 0
+    moe.keep_local_experts((0, 1))
+    assert max_dequantized_expert_bytes(model, 32 * needed) == expected // EXPERTS

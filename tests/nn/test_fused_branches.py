@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelmill.nn import fused_moe
-from modelmill.nn.fused_branches import FusedBranchesLM
+from modelmill.nn.fused_branches import FusedExpertBranchLM
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fusion import fuse
 from modelmill.nn.mlp import MLPSpec
@@ -34,7 +34,7 @@ def gemma4_model(**changes: Any) -> torch.nn.Module:
 
 def test_fused_layers_compute_what_plain_ones_do() -> None:
     model = gemma4_model()
-    assert isinstance(fuse(model), FusedBranchesLM)
+    assert isinstance(fuse(model), FusedExpertBranchLM)
     fused = test_shard_model.logits(model, SINGLE_RANK)
     with mock.patch.object(test_shard_model, "fuse", lambda model: model):
         plain = test_shard_model.logits(model, SINGLE_RANK)

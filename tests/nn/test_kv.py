@@ -43,8 +43,8 @@ def test_layers_of_several_sizes_cost_what_each_takes(name: str) -> None:
     ]
     assert [each.shape for each in cache.v] == [each.shape for each in cache.k]
     assert cache.nbytes == 5 * shape.page_bytes(16, dtype)
-    assert shape.layer_sizes == shape.sizes
-    assert SHAPE.layer_sizes == ((2, 64),) * 3
+    assert shape.layer_kv_sizes == shape.sizes
+    assert SHAPE.layer_kv_sizes == ((2, 64),) * 3
 
 
 @pytest.mark.parametrize("name", ["auto", *QUANTIZED_DTYPES])
@@ -54,18 +54,21 @@ def test_pages_of_groups_whose_layers_differ_are_apart(full: tuple[int, int], na
     windows = (5, 5, None, 5, None)
     sizes = tuple((2, 16) if window else full for window in windows)
     shape = KVShape(5, 2, 16, sizes=sizes, layer_windows=windows, caches=(0, 1, 2, 3, 4, 3, 4))
-    shape = shape.grouped(1000)
+    shape = shape.with_page_groups(1000)
     dtype = kv_cache_dtype(name, torch.float32)
     count = len(shape.groups)
     cache = KVCache.allocate(shape, 3 * count, 8, dtype, "cpu")
-    assert cache.pages == 3 * count
-    assert cache.nbytes == cache.pages * shape.page_bytes(8, dtype)
+    assert cache.num_pages_per_layer == 3 * count
+    assert cache.nbytes == cache.num_pages_per_layer * shape.page_bytes(8, dtype)
     assert [tuple(each.shape[1:]) for each in cache.k] == [(h, 8, dim) for h, dim in sizes]
     group_of = cache.layer_groups[:5]
     assert cache.layer_groups[5:] == group_of[3:]
 
     def pages(group: int) -> list[int]:  # as its page tables name them
-        return [page * shape.table_steps[group] for page in range(group, cache.pages, count)]
+        return [
+            page * shape.page_id_strides[group]
+            for page in range(group, cache.num_pages_per_layer, count)
+        ]
 
     sides = (cache.k, cache.v, cache.k_scale, cache.v_scale)
     written = [pair for side in sides if side for pair in zip(side, group_of, strict=True)]

@@ -9,7 +9,11 @@ import torch
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.latent_attention import LatentAttentionSpec, LatentCache, LatentCore
+from modelmill.nn.latent_attention import (
+    LatentAttentionCore,
+    LatentAttentionSpec,
+    RopeAndLatentCache,
+)
 from modelmill.nn.step import Step
 from modelmill.ops import registry
 from modelmill.ops.paged_attention import PagedAttentionInputs
@@ -51,8 +55,8 @@ def make_step(lengths: list[tuple[int, int]], dtype: torch.dtype = torch.float32
     )
 
 
-def make_core(spec: LatentAttentionSpec = SPEC) -> LatentCore:
-    core = LatentCore(spec, 0)
+def make_core(spec: LatentAttentionSpec = SPEC) -> LatentAttentionCore:
+    core = LatentAttentionCore(spec, 0)
     draw = torch.Generator().manual_seed(2)
     core.kv_b = torch.randn(core.kv_b.shape, generator=draw) / 5
     return core
@@ -107,7 +111,7 @@ def test_the_rank_of_some_heads_expands_these_alone() -> None:
     core, step = make_core(), replace(make_step(LENGTHS), num_decodes=3)
     q = queries(step)
     whole = core(q, step).unflatten(1, (4, SPEC.value_dim))
-    core.take_heads((1, 3))
+    core.keep_local_heads((1, 3))
     part = core(q[:, 1:3], step).unflatten(1, (2, SPEC.value_dim))
     torch.testing.assert_close(part, whole[:, 1:3])
 
@@ -140,7 +144,7 @@ def test_padding_is_not_stored(padding: list[int], dtype: torch.dtype) -> None:
     slots = step.slots.clone()
     slots[padding] = -1
     before = [tensor.clone() for tensor in step.kv.tensors]
-    cache = LatentCache(SPEC, 0)
+    cache = RopeAndLatentCache(SPEC, 0)
     q = torch.zeros(12, SPEC.heads * SPEC.query_dim)
     cache(q, rows, rope, replace(step, slots=slots))
     after = [tensor.clone() for tensor in step.kv.tensors]

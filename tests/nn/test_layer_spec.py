@@ -70,7 +70,7 @@ def test_every_tensor_of_every_family_is_declared(family: str) -> None:
     for layer in model.get_submodule("layers").children():
         spec = layer_spec(layer)
         spec.check(layer)
-        for linear in spec.of_type(LinearSpec):
+        for linear in spec.modules_of_type(LinearSpec):
             rows, _ = layer.get_submodule(linear.path).shape
             assert sum(part.rows for part in linear.parts) == rows
     site = module_site(model, "layers.1.mlp.down_proj")
@@ -86,7 +86,7 @@ def test_a_norm_whose_output_something_else_reads_takes_no_scales() -> None:
     router = ModuleSpec(path="mlp.router", reads=("mlp_input",), writes=("routes",))
     routed = replace(spec, modules=(*spec.modules, router))
     assert routed.site_producer("up") is None
-    assert routed.fold_order == ("o", "down", "qkv")
+    assert routed.scale_fold_order == ("o", "down", "qkv")
 
 
 def test_a_weight_of_the_reference_that_no_module_names_is_refused() -> None:

@@ -18,12 +18,12 @@ from modelmill.models._eva_vit import EvaSpec
 from modelmill.models._qformer import QFormerSpec
 from modelmill.nn.layer_spec import LinearSpec, NormSpec
 from modelmill.nn.layer_stack import (
-    image_linears,
-    image_stacks,
     kv_shape,
     layer_stacks,
     module_site,
     stack_specs,
+    vision_encoder_linears,
+    vision_encoder_stacks,
     weight_file,
 )
 from modelmill.nn.linear import Linear
@@ -61,16 +61,16 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_of_a_vision_encoders_layers_is_declared(name: str) -> None:
     model = MODELS[name]()
-    assert image_stacks(model)
+    assert vision_encoder_stacks(model)
     declared = set()
-    for stack in image_stacks(model):
+    for stack in vision_encoder_stacks(model):
         layers = model.get_submodule(stack.path)
         for layer, spec in zip(layers.children(), stack_specs(model, stack), strict=True):
             spec.check(layer)
             assert {site.name for site in spec.sites} == {each.site for each in spec.linears}
-            for norm in spec.of_type(NormSpec):
+            for norm in spec.modules_of_type(NormSpec):
                 assert norm.tensors == ("weight", "bias")
-    for path, _, linear in image_linears(model):
+    for path, _, linear in vision_encoder_linears(model):
         assert isinstance(linear, LinearSpec)
         rows, _ = model.get_submodule(path).shape  # type: ignore[misc]
         assert sum(part.rows for part in linear.parts) == rows
@@ -130,7 +130,7 @@ def test_what_the_reference_compares_is_what_the_layers_declare() -> None:
     )  # fmt: skip
     check = StageCheck(model, VisionContext(select_backends("cpu")), "cpu", manifest)
     with pytest.raises(ValueError, match=r"differ in image_encoder\.blocks\.0\.attn as attn, "):
-        check.check_declared()
+        check.check_layer_specs()
 
 
 def test_no_part_of_a_vision_encoder_is_named_outside_its_model_file() -> None:

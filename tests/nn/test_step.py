@@ -75,7 +75,7 @@ def test_the_logits_are_those_of_all_rows(
     tokens = sum(new for new, _ in lengths)
     rows = data.draw(st.lists(st.integers(0, tokens - 1), min_size=1, max_size=max(1, tokens // 2)))
     step = step_of(model, lengths, rows, tokens, kernels)
-    narrow = step.of_logit_rows()
+    narrow = step.only_logit_rows()
     assert (narrow is None) == (tokens < MIN_ROW_RATIO * len(rows))
     actual = fuse(model)(step)
     all_rows = model(step)
@@ -91,8 +91,8 @@ def test_the_plain_modules_compute_all_rows() -> None:
     model(step)
     assert rows == [9]
     handle.remove()
-    assert replace(step, logit_rows=None).of_logit_rows() is None
-    narrow = step.of_logit_rows()
+    assert replace(step, logit_rows=None).only_logit_rows() is None
+    narrow = step.only_logit_rows()
     assert narrow is not None
     assert narrow.context_lens.tolist() == [20]
     assert narrow.max_query == 1

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.binding import BoundOp, SelectedOp, count_classes
+from modelmill.ops.binding import BoundOp, SelectedOp, count_bucket_edges
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_range import HALF, GemmProblem, ProblemRange, dense_problem
+from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, dense_problem
 from modelmill.ops.operand_match import match_gemm
 from modelmill.weights.dense import DenseWeight
 from modelmill.weights.int4 import Int4Weight
@@ -207,7 +207,7 @@ def test_row_classes_end_where_a_range_does(hopper: registry.Ops) -> None:
     )
     assert isinstance(bound, BoundOp)
     choice = bound.choice
-    assert choice.edges == count_classes("m", choice._implementations)
+    assert choice.edges == count_bucket_edges("m", choice._implementations)
     assert {1, 8, 16, 32, 64} <= set(choice.edges)
     assert len(choice.edges) == len(choice.runs)
 
@@ -296,7 +296,7 @@ def test_an_op_without_choice_is_called_as_it_is() -> None:
     ids=str,
 )
 def test_a_range_is_what_its_fields_say(change: dict[str, Any], covered: bool) -> None:
-    served = ProblemRange(
+    served = GemmRange(
         m=(1, 16),
         n_multiple=8,
         k_multiple=32,

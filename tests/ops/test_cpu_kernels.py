@@ -126,7 +126,7 @@ def other_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels that multiply bfloat16 in pairs where this machine's do so as floats, and the
     other way round.
     """
-    if "avx512_bf16" not in build._cpu():
+    if "avx512_bf16" not in build._processor_identity():
         pytest.skip("a processor without AVX512_BF16 multiplies floats only")
     flags = (
         build.FLAGS
@@ -173,8 +173,8 @@ def _check(
         for n, v in args.items()
     }
     wide.update({n: wide[n] for n in writes})
-    expected = registry.by_name(op, registry.reference(op))(**wide)
-    outputs = registry.by_name(op, getattr(_selected_ops(), op))(**args)
+    expected = registry.with_named_args(op, registry.reference(op))(**wide)
+    outputs = registry.with_named_args(op, getattr(_selected_ops(), op))(**args)
     pairs = list(zip(outputs, expected)) if isinstance(outputs, tuple) else [(outputs, expected)]
     pairs += [(args[n], wide[n]) for n in writes]
     for actual, truth in pairs:
@@ -274,7 +274,9 @@ def _alone_and_in(batches: tuple[int, ...], dtype: torch.dtype) -> None:
     }
     for op, args in products.items():
         for bias in (None, randn(45, device="cpu", dtype=dtype, seed=3)):
-            run = functools.partial(registry.by_name(op, KERNELS[op].run), **args, bias=bias)
+            run = functools.partial(
+                registry.with_named_args(op, KERNELS[op].run), **args, bias=bias
+            )
             alone = torch.cat([run(x=row[None]) for row in x[: max(batches)]])
             for rows in batches:
                 assert torch.equal(run(x=x[:rows]), alone[:rows]), (op, rows)
@@ -306,7 +308,7 @@ def test_flags_of_a_cpu(
     cpu: str, flag: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who multiplies bfloat16 as floats, and who fetches weights far ahead."""
-    monkeypatch.setattr(build, "_cpu", lambda: cpu)
+    monkeypatch.setattr(build, "_processor_identity", lambda: cpu)
     assert (f"-DMILL_{flag}" in build.machine_flags()) is expected
 
 
@@ -646,11 +648,14 @@ def test_two_processes_may_build_at_once_and_share_torchs_threads(tmp_path: Path
 def test_another_processor_flag_or_compiler_is_another_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    key = build._key(QUICK, "g++", "12")
-    assert key == build._key(QUICK, "g++", "12")
-    others = {build._key((*QUICK, "-g"), "g++", "12"), build._key(QUICK, "g++", "13")}
-    monkeypatch.setattr(build, "_cpu", lambda: "another processor")
-    assert len(others | {key, build._key(QUICK, "g++", "12")}) == 4
+    key = build._library_key(QUICK, "g++", "12")
+    assert key == build._library_key(QUICK, "g++", "12")
+    others = {
+        build._library_key((*QUICK, "-g"), "g++", "12"),
+        build._library_key(QUICK, "g++", "13"),
+    }
+    monkeypatch.setattr(build, "_processor_identity", lambda: "another processor")
+    assert len(others | {key, build._library_key(QUICK, "g++", "12")}) == 4
 
 
 def _reason() -> str:

@@ -145,7 +145,7 @@ def test_who_multiplies_many_rows(
     processor: str, torchs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch multiplies waits at OpenMP's barriers: only where it is much faster."""
-    monkeypatch.setattr(build, "_cpu", lambda: processor)
+    monkeypatch.setattr(build, "_processor_identity", lambda: processor)
     assert build.torch_gemm_is_faster.__wrapped__() is torchs
 
 

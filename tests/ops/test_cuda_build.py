@@ -54,16 +54,16 @@ def _compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> N
 
 
 def test_the_key_covers_all_that_decides_the_code(folder: Path) -> None:
-    keys = [build._key("kernel", ("A",), "one")]
-    assert keys[0] == build._key("kernel", ("A",), "one")
+    keys = [build._cubin_key("kernel", ("A",), "one")]
+    assert keys[0] == build._cubin_key("kernel", ("A",), "one")
     keys += [
-        build._key("kernel", macros, version)
+        build._cubin_key("kernel", macros, version)
         for macros, version in ((("B",), "one"), (("A",), "two"))
     ]
     (folder / "common.cuh").write_text("changed")
-    keys.append(build._key("kernel", ("A",), "one"))
+    keys.append(build._cubin_key("kernel", ("A",), "one"))
     (folder / "kernel.cu").write_text("changed")
-    keys.append(build._key("kernel", ("A",), "one"))
+    keys.append(build._cubin_key("kernel", ("A",), "one"))
     assert len(set(keys)) == 5
 
 

@@ -46,7 +46,7 @@ def test_each_multiprocessor_has_one_block_at_most_where_that_can_be(
 
 @given(st.integers(1, 9000), st.integers(1, 2000).map(lambda n: 16 * n), MULTIPROCESSORS)
 def test_tiles_fill_at_most_all_of_the_time(rows: int, outputs: int, multiprocessors: int) -> None:
-    share = gemm.occupancy(rows, outputs, multiprocessors)
+    share = gemm.tile_efficiency(rows, outputs, multiprocessors)
     assert 0 < share <= 1
     pairs = gemm.tile_pairs(rows, outputs, gemm.tile_width(rows, outputs, multiprocessors))
     assert (share == 1) == (rows % 256 == 0 and pairs % max(1, multiprocessors // 2) == 0)
@@ -57,7 +57,8 @@ def test_what_was_measured_on_a_card_decides() -> None:
     faster = (512, 768, 1000, 1024, 1536, 2048, 3072, 4096)
     slower = (640, 896, 1280)
     served = {
-        rows: gemm.occupancy(rows, 22016, 132) >= gemm.MIN_OCCUPANCY for rows in (*faster, *slower)
+        rows: gemm.tile_efficiency(rows, 22016, 132) >= gemm.MIN_OCCUPANCY
+        for rows in (*faster, *slower)
     }
     assert served == dict.fromkeys(faster, True) | dict.fromkeys(slower, False)
 
@@ -94,10 +95,10 @@ def test_what_was_measured_decides_where_a_projection_is_rotated_at_once() -> No
     heads of keys.
     """
     faster, no_faster = (1024, 2048, 3072, 4096), (512, 640, 768, 896, 1280, 1536)
-    assert all(qkv_rope_cache.is_faster(rows, 12288, 132) for rows in faster)
-    assert not any(qkv_rope_cache.is_faster(rows, 12288, 132) for rows in no_faster)
-    assert qkv_rope_cache.is_faster(4096, 6144, 132)
-    assert not qkv_rope_cache.is_faster(1024, 6144, 132)
+    assert all(qkv_rope_cache.fused_is_faster(rows, 12288, 132) for rows in faster)
+    assert not any(qkv_rope_cache.fused_is_faster(rows, 12288, 132) for rows in no_faster)
+    assert qkv_rope_cache.fused_is_faster(4096, 6144, 132)
+    assert not qkv_rope_cache.fused_is_faster(1024, 6144, 132)
 
 
 def test_a_projection_is_met_beforehand_where_one_is_served(

@@ -183,7 +183,7 @@ def test_forms_are_all_that_a_step_can_meet(
     sixteens: int, processors: int, gated: bool, most: int, data: st.DataObject
 ) -> None:
     few = 64 if gated else 16
-    listed = gemm_8bit.specialization_rows(16 * sixteens, processors, few, most, gated)
+    listed = gemm_8bit.row_count_per_config(16 * sixteens, processors, few, most, gated)
     assert all(few < rows <= most for rows in listed)
     known = {gemm_8bit.best_config(rows, 16 * sixteens, processors, gated) for rows in listed}
     if few < most:

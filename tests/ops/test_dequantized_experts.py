@@ -35,8 +35,8 @@ def test_many_tokens_take_dequantized_weights(op: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(grouped_gemm, "_launch", noted)
     monkeypatch.setattr(fused_moe, "shapes", lambda _: [FEW, MANY])
     dtype, declaration = DTYPES[op], importlib.import_module(f"modelmill.ops.{op}")
-    reference = registry.by_name(op, registry.reference(op))
-    call = registry.by_name(op, kernel.run)
+    reference = registry.with_named_args(op, registry.reference(op))
+    call = registry.with_named_args(op, kernel.run)
     few, many = declaration.cases("cpu", dtype)
     call(**few.args)
     assert dtype not in dtypes, "few tokens multiply the codes"

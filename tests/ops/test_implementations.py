@@ -89,7 +89,7 @@ def test_implementation_matches_the_reference(
     if reason is not None:
         pytest.skip(reason)
     tolerance = import_module(f"modelmill.ops.{op}").TOLERANCE[dtype]
-    checked, run = 0, registry.by_name(op, module.run)
+    checked, run = 0, registry.with_named_args(op, module.run)
     for case in _all_cases(op, device, dtype):
         if not quick(case, backend, device):
             continue
@@ -199,7 +199,7 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
         elif isinstance(value, StateRows) and size < 1 << 20:
             value = StateRows(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in value))
         args64[name] = value
-    result = registry.by_name(op, registry.reference(op))(**args64)
+    result = registry.with_named_args(op, registry.reference(op))(**args64)
     return result, [args64[n] for n in ("k_cache", "v_cache")] if op in (
         "rope_cache",
         "qkv_rope_cache",

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from modelmill.ops import registry
 from modelmill.ops.case import randn
 from modelmill.ops.int8_linear import quantize
-from modelmill.ops.launch_configs import DTYPES, Tuning, filter_supported, format_key, parse_key
+from modelmill.ops.launch_configs import (
+    DTYPES,
+    TunedLaunchConfigs,
+    filter_supported,
+    format_key,
+    parse_key,
+)
 
 pytest.importorskip("triton")
 from modelmill.ops.triton.common import launch_configs
@@ -120,7 +126,9 @@ def test_the_choice_reaches_the_kernel_and_no_other_product(
     monkeypatch.setattr(module, "supports", lambda *args, **more: True)
     monkeypatch.setattr(module, "available", lambda device_type: None)
     key = (1, 4096, 4096, torch.bfloat16)
-    tuning = Tuning("a GPU", {"linear": {key: (4, 1024, 4)}, "int8_linear": {key: (9, 9, 9)}})
+    tuning = TunedLaunchConfigs(
+        "a GPU", {"linear": {key: (4, 1024, 4)}, "int8_linear": {key: (9, 9, 9)}}
+    )
     ops = registry.select_backends("cpu", {"linear": "triton"}, tuning)
     ops.linear(torch.zeros(1, 1), torch.zeros(1, 1))
     registry.select_backends("cpu", {"linear": "triton"}).linear(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelmill.nn.fused_moe import FusedMoE, all_experts, route
+from modelmill.nn.fused_moe import FusedMoE, compute_all_experts, route
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, MoE, RouterConfig
@@ -33,7 +33,7 @@ ROUTERS = {
 def part_of(moe: MoE, spec: MoESpec, experts: Range) -> MoE:
     """The rank of a mixture that has these experts, with the same weights."""
     part = spec.build_module()
-    part.take_experts(experts)
+    part.keep_local_experts(experts)
     for name, module in part.named_modules():
         if isinstance(module, Linear):
             whole = moe.get_submodule(name)
@@ -74,7 +74,7 @@ def run_in_triton(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 
 def run_all_experts(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     """Every expert for every token, as a CUDA graph without a grouped op has it."""
-    return all_experts(moe, x, moe.routing(moe.router(x, STEP), STEP), STEP)
+    return compute_all_experts(moe, x, moe.routing(moe.router(x, STEP), STEP), STEP)
 
 
 ROUTES = {
@@ -133,7 +133,7 @@ def test_the_cpus_kernels_take_part() -> None:
         fused = FusedMoE(part_of(filled(spec, weight_format), spec, RANKS[1]), stacks=True)
         stacked = fused._stacked
         assert stacked is not None
-        assert stacked.serves(torch.zeros(1, HIDDEN), STEP.ops)
+        assert stacked.has_grouped_op(torch.zeros(1, HIDDEN), STEP.ops)
 
 
 def test_ids_that_count_from_another_expert_change_the_result() -> None:

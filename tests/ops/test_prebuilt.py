@@ -124,7 +124,7 @@ def brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def _choose(monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    monkeypatch.setattr(env, "cpu_kernels", lambda: choice)
+    monkeypatch.setattr(env, "requested_cpu_kernels", lambda: choice)
 
 
 def _library(path: Path) -> build.Library:

@@ -13,7 +13,7 @@ from modelmill.ops import registry
 from modelmill.ops.causal_conv import CausalConvInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.ssd_scan import SSDScanInputs
-from modelmill.ops.state_rows import SequenceRows, StateRows, chunk_tokens
+from modelmill.ops.state_rows import SequenceRows, StateRows, chunk_size_for_page
 
 HEADS, KEY_HEADS, DK, DV, COUNT = 4, 2, 12, 8, 70
 
@@ -172,10 +172,10 @@ def run_decode(
 
 def test_parts_of_a_sequence() -> None:
     seq = SequenceRows(start=10, stop=40, first=5, slot=0, snapshot_slot=1, snapshot_end=24)
-    parts = list(seq.parts(8))  # positions 5 … 34: whole chunks are 8 … 31
+    parts = list(seq.chunk_ranges(8))  # positions 5 … 34: whole chunks are 8 … 31
     assert parts == [(10, 13), (13, 29), (29, 37), (37, 40)]
-    assert [seq.is_whole(part, 8) for part in parts] == [False, True, True, False]
-    assert [chunk_tokens(size) for size in (8, 16, 64, 128, 24)] == [8, 16, 64, 64, 8]
+    assert [seq.is_chunk_aligned(part, 8) for part in parts] == [False, True, True, False]
+    assert [chunk_size_for_page(size) for size in (8, 16, 64, 128, 24)] == [8, 16, 64, 64, 8]
 
 
 SSM_HEADS, GROUPS, P, N = 4, 2, 8, 12
@@ -251,6 +251,6 @@ def test_a_kernel_leaves_the_states_of_the_reference(op: str, backend: str) -> N
         states = []
         for run in (kernel.run, reference):
             args = case.args | {"state": case.args["state"].clone()}
-            registry.by_name(op, run)(**args)
+            registry.with_named_args(op, run)(**args)
             states.append(args["state"][:-1])  # the last slot is padding
         torch.testing.assert_close(*states, rtol=0, atol=1e-5)

@@ -64,12 +64,12 @@ def test_the_cache_write_rounds_as_the_reference(
             assert registry.serves("rope_cache", name, **actual) is served, f"{name} {case.name}"
             if not served:
                 continue
-            registry.by_name("rope_cache", module.run)(**actual)
+            registry.with_named_args("rope_cache", module.run)(**actual)
             # on the CPU: on a GPU the reference writes padding to the last page
             reference = {
                 k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in reference.items()
             }
-            registry.by_name("rope_cache", rope_cache)(**reference)
+            registry.with_named_args("rope_cache", rope_cache)(**reference)
             actual = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in actual.items()}
             for part in ("k", "v"):
                 label = f"{name} {case.name} {part}"

@@ -14,7 +14,7 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
 from modelmill.ops.int4_linear import int4_linear as reference
 from modelmill.ops.int4_linear import random_weight
-from modelmill.ops.kernel_range import Kernel, ProblemRange, first_kernel
+from modelmill.ops.kernel_range import GemmRange, Kernel, first_kernel
 
 N, K, GROUP = 48, 128, 32
 
@@ -38,7 +38,7 @@ def test_blocks_are_the_product(rows: int) -> None:
             calls.append((name, len(inputs.x)))
             return reference(inputs)
 
-        return Kernel(ProblemRange(m=(least, most)), run)
+        return Kernel(GemmRange(m=(least, most)), run)
 
     blocks = row_block_kernel([kernel("one", 1, 1), kernel("few", 1, MAX_ROWS)])
     inputs = operands(rows)

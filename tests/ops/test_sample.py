@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.ops import registry
-from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, sample, token_weights
+from modelmill.ops.sample import FIXED_POINT_BITS, SampleInputs, filtered_integer_probs, sample
 
 VARIANTS = sorted(
     n for n, m in registry.implementations("sample").items() if m.available("cpu") is None
@@ -44,14 +44,16 @@ def _variant(name: str) -> Any:
 
 def test_a_weight_is_the_exponential() -> None:
     logits = torch.linspace(-20, 0, 9001)[None]
-    actual = token_weights(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
+    actual = (
+        filtered_integer_probs(logits, **sampling_params(1))[0].double() * 2.0**-FIXED_POINT_BITS
+    )
     want = logits[0].double().exp()
     assert float(((actual - want).abs() / want).max()) < 1e-2  # few bits are left at the far end
     near = want > 1e-5
     assert float(((actual - want).abs() / want)[near].max()) < 2e-6
-    assert token_weights(torch.tensor([[5.0, 5.0, -math.inf]]), **sampling_params(1)).tolist() == [
-        [1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]
-    ]
+    assert filtered_integer_probs(
+        torch.tensor([[5.0, 5.0, -math.inf]]), **sampling_params(1)
+    ).tolist() == [[1 << FIXED_POINT_BITS, 1 << FIXED_POINT_BITS, 0]]
 
 
 @pytest.mark.parametrize("variant", ["torch", *VARIANTS])
@@ -94,7 +96,11 @@ def test_each_filter_keeps_what_it_says() -> None:
     logits = shares.log()[None]
 
     def kept_ids(**options: float) -> list[int]:
-        return token_weights(logits, **sampling_params(1, **options))[0].nonzero()[:, 0].tolist()
+        return (
+            filtered_integer_probs(logits, **sampling_params(1, **options))[0]
+            .nonzero()[:, 0]
+            .tolist()
+        )
 
     assert kept_ids() == [0, 1, 2, 3, 4, 5]
     assert kept_ids(top_k=1) == [1]

@@ -33,7 +33,7 @@ def run(
     gated: bool = False,
 ) -> torch.Tensor:
     weight, scale, offset, group = grids
-    assert wq_gemv.fits(gemm_problem(x, weight, scale, group=group, offset=offset))
+    assert wq_gemv.supports_problem(gemm_problem(x, weight, scale, group=group, offset=offset))
     assert wq_gemv.supports_operands(x, weight, scale, offset)
     emulator.preceding_writes = lambda name, arguments: memory_ranges(x)
     return wq_gemv.wq_gemv(x, weight, (scale, offset, group), more, dtype, gated=gated)

@@ -15,7 +15,7 @@ from modelmill.loader.capacity import weight_bytes
 from modelmill.loader.model_loader import build_model, fill_weights
 from modelmill.nn.fusion import fuse
 from modelmill.nn.kv import KVCache, KVShape
-from modelmill.nn.layer_stack import image_stacks, model_state_shape, stack_specs
+from modelmill.nn.layer_stack import model_state_shape, stack_specs, vision_encoder_stacks
 from modelmill.nn.linear import Linear
 from modelmill.nn.partition import REPLICATED
 from modelmill.nn.recurrent_state import RecurrentStateCache, state_step
@@ -130,7 +130,7 @@ MINIGPT4 = {
 def test_vision_layers_are_whole_on_every_rank() -> None:
     """Rank 0 encodes images: the other ranks' vision layers are whole and divided by no rank."""
     model = build_model("minigpt4", MINIGPT4)
-    specs = [spec for stack in image_stacks(model) for spec in stack_specs(model, stack)]
+    specs = [spec for stack in vision_encoder_stacks(model) for spec in stack_specs(model, stack)]
     assert len(specs) == VISION_ENCODER["depth"] + QFORMER["depth"]
     assert {spec.partitions for spec in specs} == {REPLICATED}
     shard_model(model, TPGroup(1, 2), lambda _: 1)
@@ -182,8 +182,8 @@ def test_layers_that_share_pages_have_the_same_heads_on_a_rank() -> None:
         heads = [layer.attn.kv_heads for layer in model.layers]  # type: ignore[union-attr]
         # layers 4 and 5 read the pages of layers 2 and 3
         assert heads[4:] == heads[2:4]
-        assert [kv_heads for kv_heads, _ in shape.layer_sizes] == heads[:4]
-        assert [dim for _, dim in shape.layer_sizes] == [16, 32, 16, 32]
+        assert [kv_heads for kv_heads, _ in shape.layer_kv_sizes] == heads[:4]
+        assert [dim for _, dim in shape.layer_kv_sizes] == [16, 32, 16, 32]
         # page groups need the same layers' sizes on every rank
         assert bool(shape.layer_windows) == (raw["num_key_value_heads"] % 2 == 0)
         return shape

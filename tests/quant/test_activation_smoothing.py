@@ -78,7 +78,7 @@ def test_smoothers_are_the_formula_up_to_a_common_factor(
     peak = torch.rand(32, generator=draw) * 10 ** torch.randn(32, generator=draw)
     peak[dead] = 0.0
     scales = activation_smoothing.smoothing_scales(block, "qkv", peak, alpha)
-    weight = block.site_weight("qkv").abs().amax(0)
+    weight = block.stacked_site_weight("qkv").abs().amax(0)
     plain = peak**alpha / weight.clamp(min=1e-5) ** (1 - alpha)
     ratio = (scales / plain)[peak > 0]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)

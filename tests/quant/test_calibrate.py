@@ -137,10 +137,10 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
     draw = torch.Generator().manual_seed(0)
     assert block.sites == ("qkv", "o", "up", "down")
     order = ("o", "qkv", "up") if family == "gpt2" else ("o", "down", "qkv", "up")
-    assert block.spec.fold_order == order
+    assert block.spec.scale_fold_order == order
     assert not is_foldable(block, "down") or family != "gpt2"
     for site in order:
-        scales = torch.rand(block.site_weight(site).shape[1], generator=draw) * 3 + 0.3
+        scales = torch.rand(block.stacked_site_weight(site).shape[1], generator=draw) * 3 + 0.3
         factors[site] = fold_scales(
             block, site, average_kv_group(block, site, scales), torch.float32
         )
@@ -155,11 +155,11 @@ def test_folding_keeps_what_the_layer_computes(family: str, tmp_path: Path) -> N
 def test_what_rounds_a_norm_is_given_to_the_columns(tmp_path: Path) -> None:
     model = open_model("llama", tmp_path)
     block = QuantizableLayer(model.layers[0])
-    before = block.site_weight("qkv") * model.layers[0].attn_norm.weight
+    before = block.stacked_site_weight("qkv") * model.layers[0].attn_norm.weight
     fold_scales(block, "qkv", torch.linspace(0.7, 1.9, 48), torch.bfloat16)
     norm = block.layer.attn_norm.weight
     assert torch.equal(norm.bfloat16().float(), norm)
-    torch.testing.assert_close(block.site_weight("qkv") * norm, before)
+    torch.testing.assert_close(block.stacked_site_weight("qkv") * norm, before)
 
 
 def test_heads_that_share_keys_share_scales() -> None:

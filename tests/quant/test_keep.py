@@ -275,10 +275,10 @@ def test_a_wrong_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
     folder, _ = foreign(tmp_path / "hf", settings, gptq(4))
-    real_make = gptq_format.make
+    real_make = gptq_format.parse_scheme
     monkeypatch.setattr(
         gptq_format,
-        "make",
+        "parse_scheme",
         lambda *a: gptq_format.GptqScheme(**{**vars(real_make(*a)), "zero_point_offset": 0}),
     )
     report, written = build_and_accept(folder, tmp_path / "e", "float32", "none")

@@ -232,7 +232,7 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
     """On a GPU the copy is under way by then."""
     engine = filling(FakeCapturer())
     packer, sent = engine.model_runner.packer, []
-    pack, send = packer.pack, packer.send
+    pack, send = packer.pack, packer.upload
 
     def checked(*args: object, **named: object) -> PackedBatch:
         batch = pack(*args, **named)  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_nothing_is_written_behind_what_was_sent(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(
         packer,
-        "send",
+        "upload",
         lambda views: (
             sent.append(bytes(packer._buffer_bytes(packer._buffer_index, views))),
             send(views),
@@ -334,6 +334,6 @@ def test_a_capture_does_not_advance_recurrent_states(monkeypatch: pytest.MonkeyP
     batch = runner.packer.pack([(seq, 1)], LogitRows([0], [-1]), (1, 64))
     assert graphs._capture(batch, cuda_graphs.GREEDY) == 0
     changed = (states.buffer != before).any(1).nonzero()[:, 0].tolist()
-    assert changed in ([], [states.slots - 1])  # padding rows write to the last slot
+    assert changed in ([], [states.num_slots - 1])  # padding rows write to the last slot
     runner.forward(batch)
     assert not torch.equal(states.buffer[0], before[0])

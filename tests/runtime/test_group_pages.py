@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from modelmill.core.page_groups import (
     MAX_PAGE_GROUPS,
-    page_places,
+    places_per_page,
     plan_page_groups,
     sum_by_window,
 )
 from modelmill.core.types import Request
-from modelmill.core.window_pages import pages_between_steps, pages_of_step
+from modelmill.core.window_pages import max_pages_between_steps, max_pages_of_step
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool
 from modelmill.runtime.scheduler import Schedule, Scheduler, SchedulerLimits
 from modelmill.runtime.sequence import RopeRule, Sequence
@@ -92,9 +92,9 @@ def planned_pages(scheduler: Scheduler) -> int:
     """Most pages that the running sequences use, as admission and the plan count them."""
     limits = scheduler.limits
     return sum(
-        pages_of_step(limits.max_tokens, limits.page_size, window)
+        max_pages_of_step(limits.max_tokens, limits.page_size, window)
         + sum(
-            pages_between_steps(seq.length + 1, limits.page_size, window)
+            max_pages_between_steps(seq.length + 1, limits.page_size, window)
             for seq in scheduler.running
         )
         for window in limits.windows
@@ -169,7 +169,7 @@ def test_every_query_reads_what_its_tokens_wrote(
         max_tokens, 4, page_size, prefix_caching, reserve_until_finish=reserve, windows=windows
     )
     longest = max(shared + own + 1 + outputs for shared, own, outputs, _ in works)
-    count = limits.pages_in_use(longest) + spare_pages
+    count = limits.max_pages_in_use(longest) + spare_pages
     pool = PagePool(count, max_idle, len(windows))
     scheduler = Scheduler(limits, pool, longest // page_size + 2)
     run_all(scheduler, works)
@@ -199,7 +199,7 @@ def test_groups_have_every_layer_once_and_save_memory(
     sizes = sizes or [1] * len(windows)
     place = {sizes[layer] * group.per_place for group in groups for layer in group.layers}
     assert len(place) == 1, "a page of every group takes the same memory"
-    per_token = place.pop() * page_places(groups)
+    per_token = place.pop() * places_per_page(groups)
     for group in groups:
         assert sum(sizes[layer] for layer in group.layers) <= per_token
     per_sequence = per_token * sum(min(each, max_tokens) for each in tokens)

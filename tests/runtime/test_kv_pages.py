@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
         if page is None:
             return
         known = self.pool.cached_page_for_key(digest)
-        self.pool.cache(page, digest)
+        self.pool.add_to_prefix_cache(page, digest)
         if known is None and page not in self.content:
             self.content[page] = digest
         else:
@@ -118,7 +118,7 @@ def test_least_recently_used_goes_first() -> None:
     pool = PagePool(3)
     pages = [pool.alloc() for _ in range(3)]
     for i, page in enumerate(pages):
-        pool.cache(page, bytes([i]))
+        pool.add_to_prefix_cache(page, bytes([i]))
     for i in (1, 0, 2):
         pool.decref(pages[i])
     pool.incref(pages[1])
@@ -136,7 +136,7 @@ def test_memory_is_what_is_held_at_once_and_what_is_kept(max_cached: int | None,
         pages = [pool.alloc(), pool.alloc()]
         for place, page in enumerate(pages):
             assert page is not None
-            pool.cache(page, bytes([number, place]))
+            pool.add_to_prefix_cache(page, bytes([number, place]))
         for page in pages:
             pool.decref(page or 0)
     assert pool.num_touched == most

@@ -73,12 +73,12 @@ def engine(family: str = "gemma2", *, groups: bool = True, **options: Any) -> En
     pages = options.pop("pages", None)
     made = model(family, groups=groups)
     if pages is not None:
-        shape = made.kv.grouped(options["max_model_len"])
+        shape = made.kv.with_page_groups(options["max_model_len"])
         options["kv_cache_bytes"] = (pages + 1) * shape.page_bytes(PAGE, torch.float32)
     core = tiny.make_engine(made, **options)
     assert (len(core.kv_shape.groups) > 1) == groups
     if groups:
-        assert core.kv_shape.table_steps[:2] == TABLE_STEPS.get(family, (1, 1))
+        assert core.kv_shape.page_id_strides[:2] == TABLE_STEPS.get(family, (1, 1))
     return core
 
 
@@ -164,7 +164,7 @@ def test_the_longest_sequence_runs_in_the_pages_that_capacity_asks_for(
 ) -> None:
     options: dict[str, Any] = {"overlap": overlap, "enable_prefix_caching": prefix_caching}
     probe = engine()
-    pages = probe.scheduler.limits.pages_in_use(MAX_LEN)
+    pages = probe.scheduler.limits.max_pages_in_use(MAX_LEN)
     small = engine(pages=pages, **options)
     assert small.num_pages == pages < len(probe.kv_shape.groups) * MAX_LEN // PAGE
     prompt = tiny.prompts(1, low=300, high=300, seed=1)
@@ -191,7 +191,7 @@ def test_forks_and_beams(options: dict[str, Any], family: str) -> None:
 def test_preempted_sequences_answer_the_same(overlap: bool, family: str) -> None:
     prompts = tiny.prompts(6, low=5, high=8, seed=5)
     requests = tiny.requests(prompts, tiny.params(max_tokens=90, ignore_eos=True))
-    pages = engine(family, max_model_len=100).scheduler.limits.pages_in_use(100)
+    pages = engine(family, max_model_len=100).scheduler.limits.max_pages_in_use(100)
     small = engine(family, pages=pages, overlap=overlap, max_model_len=100)
     small.scheduler.limits = replace(small.scheduler.limits, reserve_until_finish=False)
     outputs, _ = run_counting_pages(small, requests)

@@ -98,7 +98,9 @@ def test_against_transformers(params_list: list[SamplingParams], seed: int) -> N
     changed = sampler._process_logits(logits, plan)
     sampling_inputs = brought(plan)
     left = (
-        op.token_weights(changed, **{k: v for k, v in sampling_inputs.items() if k != "noise"})
+        op.filtered_integer_probs(
+            changed, **{k: v for k, v in sampling_inputs.items() if k != "noise"}
+        )
         if sampling_inputs
         else None
     )

@@ -130,15 +130,15 @@ def test_forks_and_beams_copy_the_state(model: Any) -> None:
 def test_parts_end_at_pages_but_not_those_of_beams(model: Any) -> None:
     """The last tokens of all beams must run in one step, whatever pages they fill."""
     scheduler = tiny.make_engine(model).scheduler
-    for computed, remaining, count, expected in (
+    for computed, num_uncomputed, count, expected in (
         (0, 30, 20, 16), (16, 30, 8, 8), (16, 6, 6, 6), (16, 30, 5, 8), (20, 2, 1, 2),
     ):  # fmt: skip
         seq: Any = SimpleNamespace(
-            computed=computed, remaining=remaining, branch_end=0, beam_search=None
+            computed=computed, num_uncomputed=num_uncomputed, branch_end=0, beam_search=None
         )
-        assert scheduler._end_of_part(seq, count, {}) == expected
+        assert scheduler._clip_to_page_boundary(seq, count, {}) == expected
         seq.beam_search = seq
-        assert scheduler._end_of_part(seq, count, {}) == count
+        assert scheduler._clip_to_page_boundary(seq, count, {}) == count
 
 
 def score_of(model: Any, prompt: tuple[int, ...], ids: tuple[int, ...]) -> float:
@@ -219,7 +219,7 @@ def test_slots_of_a_cache_are_copied_whole() -> None:
     cache.copy_slots([(1, 2), (0, 1)])
     assert [state[2].unique().tolist() for state in cache.states] == [[2], [3]]
     assert [state[1].unique().tolist() for state in cache.states] == [[0], [0]]
-    with cache.unchanged(torch.tensor([2])):
+    with cache.restore_on_exit(torch.tensor([2])):
         cache.states[0][2] = 9
     assert cache.states[0][2].unique().tolist() == [2]
 
@@ -229,8 +229,8 @@ def test_copies_into_a_released_slot_are_dropped() -> None:
     states.fork(0, 1)
     states.fork(1, 0)
     states.drop_copies_into(1)
-    assert states.take_copies() == [(1, 0)]
-    assert states.take_copies() == []
+    assert states.pop_copies() == [(1, 0)]
+    assert states.pop_copies() == []
 
 
 def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_restored_state_waits_for_the_step_that_needs_it(model: Any) -> None:
     expected, _ = answer(engine, prompt)
     scheduler = engine.scheduler
     engine.add(tiny.requests([prompt], tiny.params(max_tokens=13, ignore_eos=True), eos=())[0])
-    with mock.patch.object(scheduler, "_end_of_part", return_value=0):
+    with mock.patch.object(scheduler, "_clip_to_page_boundary", return_value=0):
         schedule = scheduler.schedule()
     assert schedule is not None
     assert (schedule.work, schedule.state_copies) == ([], [])

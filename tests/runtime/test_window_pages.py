@@ -14,8 +14,8 @@ from modelmill.core.types import Request
 from modelmill.core.window_pages import (
     first_page_in_use,
     longest_sequence,
-    pages_in_groups,
-    pages_in_use,
+    max_pages_in_groups,
+    max_pages_in_use,
 )
 from modelmill.nn.decoder import Decoder
 from modelmill.runtime.engine_core import EngineCore
@@ -63,13 +63,13 @@ def test_memory_is_bounded_by_the_window(window: int, overlap: bool, prefix_cach
     outputs, most = run_counting_pages(engine(**options), requests)
     expected, unbounded = run_counting_pages(engine(frees=False, **options), requests)
     assert outputs == expected
-    assert most <= pages_in_use(240, PAGE, window, 24) < unbounded
+    assert most <= max_pages_in_use(240, PAGE, window, 24) < unbounded
     assert unbounded >= 210 // PAGE
 
 
 def test_a_sequence_is_longer_than_the_pool() -> None:
     """The pool has the pages of one window and one step; the sequence fills 26 pages."""
-    pages = pages_in_use(512, PAGE, 20, 24)
+    pages = max_pages_in_use(512, PAGE, 20, 24)
     small = engine(pages=pages)
     requests = long_requests(1)
     outputs, _ = run_counting_pages(small, requests)
@@ -101,7 +101,7 @@ def test_preempted_sequences_answer_the_same(overlap: bool) -> None:
     """Pages for the windows of two sequences, of which six start with one page each."""
     prompts = tiny.prompts(6, low=5, high=8, seed=4)
     requests = tiny.requests(prompts, tiny.params(max_tokens=90, ignore_eos=True))
-    small = engine(pages=pages_in_use(512, PAGE, 20, 24) + 1, overlap=overlap)
+    small = engine(pages=max_pages_in_use(512, PAGE, 20, 24) + 1, overlap=overlap)
     small.scheduler.limits = replace(small.scheduler.limits, reserve_until_finish=False)
     outputs, _ = run_counting_pages(small, requests)
     assert outputs == run_counting_pages(engine(frees=False), requests)[0]
@@ -162,11 +162,11 @@ def test_layers_without_a_window_keep_all_pages() -> None:
 
 
 def test_pages_in_use() -> None:
-    assert pages_in_use(1000, 10, None, 64) == 100
-    assert pages_in_use(1000, 10, 30, 64) == 11
-    assert pages_in_use(25, 10, 30, 64) == 3
+    assert max_pages_in_use(1000, 10, None, 64) == 100
+    assert max_pages_in_use(1000, 10, 30, 64) == 11
+    assert max_pages_in_use(25, 10, 30, 64) == 3
     groups = 10, (None, 30), 64
-    assert pages_in_groups(1000, *groups) == 111
+    assert max_pages_in_groups(1000, *groups) == 111
     assert [longest_sequence(1000, *groups, pages) for pages in (111, 110, 13, 2, 1, -1)] == [
         1000, 990, 60, 10, 0, 0,
     ]  # fmt: skip

@@ -464,7 +464,7 @@ def test_a_checkpoint_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         built.append((path, config.quantization))
         return tmp_path / "cached.engine"
 
-    monkeypatch.setattr("modelmill.llm.cached_engine", build)
+    monkeypatch.setattr("modelmill.llm.ensure_engine", build)
     (tmp_path / "model.gguf").write_text("")
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     monkeypatch.chdir(tmp_path)

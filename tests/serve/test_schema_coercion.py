@@ -9,7 +9,7 @@ import pytest
 
 from modelmill.core.errors import RequestError
 from modelmill.core.types import Grammar
-from modelmill.serve.schema_coercion import coerce_grammar, coerce_schema
+from modelmill.serve.schema_coercion import relax_grammar, relax_schema
 from modelmill.text.grammar import check_grammar
 
 INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
@@ -115,8 +115,8 @@ CASES: list[tuple[Any, Any, list[str]]] = [
 def test_a_schema_becomes_one_that_can_be_used(
     schema: Any, weaker: Any, reasons: list[str]
 ) -> None:
-    assert coerce_schema(schema) == (weaker, reasons)
-    grammar, _ = coerce_grammar(Grammar("json", json.dumps(schema)))
+    assert relax_schema(schema) == (weaker, reasons)
+    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
     check_grammar(grammar)
 
 
@@ -142,7 +142,7 @@ def test_alternatives_that_a_discriminator_tells_apart_need_no_change() -> None:
 def test_functions_are_named() -> None:
     schema = {"type": "object", "properties": {"a": CASES[0][0]}}
     calls = {"functions": [{"name": "f", "arguments": schema}], "most": None}
-    grammar, reasons = coerce_grammar(Grammar("calls", json.dumps(calls)))
+    grammar, reasons = relax_grammar(Grammar("calls", json.dumps(calls)))
     assert reasons == ["f: uniqueItems is not enforced"]
     assert "uniqueItems" not in grammar.text
 
@@ -150,11 +150,11 @@ def test_functions_are_named() -> None:
 @pytest.mark.parametrize("text", ["{", "[" * 5000, '{"type": "object"}'])
 def test_what_needs_no_change_or_is_no_schema_stays(text: str) -> None:
     grammar = Grammar("json", text)
-    assert coerce_grammar(grammar) == (grammar, [])
+    assert relax_grammar(grammar) == (grammar, [])
 
 
 def test_other_keywords_are_still_refused() -> None:
     schema = {"type": "object", "not": {"required": ["a"]}, "uniqueItems": True}
-    grammar, _ = coerce_grammar(Grammar("json", json.dumps(schema)))
+    grammar, _ = relax_grammar(Grammar("json", json.dumps(schema)))
     with pytest.raises(RequestError):
         check_grammar(grammar)

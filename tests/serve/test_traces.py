@@ -16,7 +16,7 @@ import pytest
 
 from modelmill.core.errors import MissingDependency, UsageError
 from modelmill.serve.request_handle import RequestHandle
-from modelmill.serve.traces import Traces, _span_events
+from modelmill.serve.traces import RequestTracer, _span_events
 from tests.serve.service_thread import ServiceThread
 
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel: pip install -e '.[otel]'")
@@ -34,7 +34,7 @@ def spans(running: ServiceThread) -> Iterator[Any]:
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    running.service.traces = Traces(provider)
+    running.service.traces = RequestTracer(provider)
     yield exporter
     running.service.traces = None
     provider.shutdown()
@@ -162,7 +162,9 @@ def test_a_collector_is_sent_spans(running: ServiceThread) -> None:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        running.service.traces = traces = Traces.export_to(f"http://127.0.0.1:{server.server_port}")
+        running.service.traces = traces = RequestTracer.for_endpoint(
+            f"http://127.0.0.1:{server.server_port}"
+        )
         running.post("/v1/completions", {"model": "stories", "prompt": SECRET, "max_tokens": 2})
         running.service.traces = None
         traces.close()
@@ -181,13 +183,13 @@ def test_a_collector_is_sent_spans(running: ServiceThread) -> None:
 )
 def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
     with pytest.raises(UsageError, match="is not a URL"):
-        Traces.export_to(endpoint)
+        RequestTracer.for_endpoint(endpoint)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MissingDependency, match=r"-e .*\[otel\]"):
-        Traces.export_to("http://localhost:4318")
+        RequestTracer.for_endpoint("http://localhost:4318")
 
 
 def test_it_is_imported_only_when_asked_for(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_long_step_gives_signs_of_life_between_its_operations(
         clock.now += 1.0
         pulse()
 
-    loop.on_heartbeat(second)
+    loop.set_heartbeat(second)
     began = clock.now
     loop.add(Request(id="a", prompt=tuple(range(5, 95)), params=tiny.params(max_tokens=1)))
     loop.step()
@@ -169,7 +169,7 @@ def test_what_compiles_in_its_first_steps_gives_signs_of_life(
 def test_answers_are_the_same_with_signs_of_life() -> None:
     requests = tiny.requests(tiny.prompts(8), tiny.params(max_tokens=9))
     loop, beats = tiny.make_engine(), list[None]()
-    loop.on_heartbeat(lambda: beats.append(None))
+    loop.set_heartbeat(lambda: beats.append(None))
     assert tiny.run(loop, requests) == tiny.run(tiny.make_engine(), requests)
     assert beats
 

@@ -156,7 +156,7 @@ def test_waiting_begins_where_a_request_has_come(monkeypatch: pytest.MonkeyPatch
         clock.now += 7.0
         return "guide"
 
-    box.accept_grammars(make)
+    box.set_guide_factory(make)
     with api_socket:
         api_socket.sendall(encode(AddRequest(guided)))
         assert box.messages.get(timeout=TIMEOUT_SECONDS) == Arrival(
@@ -181,7 +181,7 @@ def test_a_grammar_that_cannot_be_made_is_refused(error: Exception, line: str) -
     def make(_: Request) -> Any:
         raise error
 
-    box.accept_grammars(make)
+    box.set_guide_factory(make)
     with api_socket:
         api_socket.sendall(encode(AddRequest(request("g", 3, grammar=Grammar("regex", "a")))))
         come = box.messages.get(timeout=TIMEOUT_SECONDS)

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelmill.core.errors import RequestError
-from modelmill.text.control_tokens import ControlTokenGuard, free_mark, iter_strings, unmark
+from modelmill.text.control_tokens import (
+    ControlTokenGuard,
+    iter_strings,
+    remove_marks,
+    unused_mark_char,
+)
 from modelmill.text.regex_union import regex_union
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[X]", "X]Y")
@@ -37,13 +42,13 @@ TEXTS = st.lists(PARTS, max_size=8).map("".join) | st.text(max_size=10)
 @settings(deadline=None, max_examples=300)
 @given(st.lists(TEXTS, max_size=4))
 def test_no_joining_of_marked_texts_spells_a_control_token(texts):
-    marked = ControlTokenGuard(SPECIAL).mark(texts, MARK)
+    marked = ControlTokenGuard(SPECIAL).insert_marks(texts, MARK)
     for change in (str, str.strip, str.lower, str.upper):
         joined = "".join(map(change, marked))
         # text that has no tail or head of a token between two others is all a template could add
         # for them
         assert not any(special in joined or special.lower() in joined for special in SPECIAL)
-    assert [unmark(text, MARK) for text in marked] == texts
+    assert [remove_marks(text, MARK) for text in marked] == texts
 
 
 @settings(deadline=None)
@@ -51,24 +56,24 @@ def test_no_joining_of_marked_texts_spells_a_control_token(texts):
 def test_texts_without_any_piece_of_a_token_are_left_alone(texts):
     plain = [text.translate({ord(char): "-" for char in "<>[]|XxYy/"}) for text in texts]
     plain = [text for text in plain if not re.search("[sY]", text)]
-    assert ControlTokenGuard(SPECIAL).mark(plain, MARK) == plain
+    assert ControlTokenGuard(SPECIAL).insert_marks(plain, MARK) == plain
 
 
 def test_data_keeps_its_shape():
     data = {"<s>": [1, None, True, 2.5, ("a", "<s>")], "b": {"c": "d"}}
-    assert ControlTokenGuard(SPECIAL).mark(data, MARK) == {
+    assert ControlTokenGuard(SPECIAL).insert_marks(data, MARK) == {
         f"<{MARK}s>": [1, None, True, 2.5, ["a", f"<{MARK}s>"]],
         "b": {"c": "d"},
     }
     assert set(iter_strings(data)) == {"<s>", "a", "b", "c", "d"}
-    assert ControlTokenGuard([]).mark(data, MARK)["b"] == {"c": "d"}
+    assert ControlTokenGuard([]).insert_marks(data, MARK)["b"] == {"c": "d"}
 
 
 def test_the_mark_is_free():
-    assert free_mark(["\ue000", r"\uE001"]) == "\ue002"
-    assert unmark(r"a\ue002b", "\ue002") == "ab"
+    assert unused_mark_char(["\ue000", r"\uE001"]) == "\ue002"
+    assert remove_marks(r"a\ue002b", "\ue002") == "ab"
     with pytest.raises(RequestError, match="private"):
-        free_mark(["".join(map(chr, range(0xE000, 0xF900)))])
+        unused_mark_char(["".join(map(chr, range(0xE000, 0xF900)))])
 
 
 @settings(deadline=None, max_examples=200)
@@ -93,5 +98,5 @@ def test_many_tokens_and_a_megabyte_take_no_time():
     guard = ControlTokenGuard([f"<|reserved_special_token_{number}|>" for number in range(256)])
     start = time.process_time()
     for bomb in ("<|" * 500_000, "<" * 1_000_000, "<|reserved_special_token_1" * 40_000):
-        guard.mark(bomb, MARK)
+        guard.insert_marks(bomb, MARK)
     assert time.process_time() - start < 5

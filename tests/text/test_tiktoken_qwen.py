@@ -32,7 +32,7 @@ def test_control_tokens_and_sizes(real):
         (151643,),
         151851,
     )
-    tokenizer.check_against(151936)
+    tokenizer.check_ids_fit(151936)
 
 
 @settings(deadline=None)

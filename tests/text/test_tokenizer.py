@@ -198,9 +198,9 @@ def test_a_long_text_lets_other_threads_run(real, name):
 
 def test_check_against_the_embedding():
     tokenizer = load_tokenizer(hf_files())
-    tokenizer.check_against(tokenizer.vocab_size)
+    tokenizer.check_ids_fit(tokenizer.vocab_size)
     with pytest.raises(TokenizerError, match=r"ids up to 261 but the model embeds only 261"):
-        tokenizer.check_against(tokenizer.vocab_size - 1)
+        tokenizer.check_ids_fit(tokenizer.vocab_size - 1)
 
 
 def test_kinds():

@@ -16,7 +16,11 @@ from modelmill.text.answer_parser import make_answer_parser
 from modelmill.text.answer_pieces import collect_tool_calls
 from modelmill.text.chat_format_files import load_format
 from modelmill.text.grammar import check_grammar
-from modelmill.text.tool_grammar import arguments_schema, close_schema, forced_call_grammar
+from modelmill.text.tool_grammar import (
+    arguments_schema,
+    forbid_additional_properties,
+    forced_call_grammar,
+)
 from tests.text.random_schemas import GUIDES, is_endless, is_valid, random_answer, random_parameters
 
 
@@ -230,7 +234,7 @@ def test_arguments_are_closed() -> None:
         "properties": {},
         "additionalProperties": False,
     }
-    schema = close_schema(OPEN)
+    schema = forbid_additional_properties(OPEN)
     assert schema["additionalProperties"] is False
     assert schema["properties"]["a"]["additionalProperties"] is False
     for same in (
@@ -245,7 +249,7 @@ def test_arguments_are_closed() -> None:
             "additionalProperties": True,
         },
     ):
-        assert close_schema(same) == same
+        assert forbid_additional_properties(same) == same
 
 
 def test_closing_shuts_nothing_out_that_is_needed() -> None:
@@ -303,9 +307,9 @@ def object_schema(required: list[str], **properties: Any) -> dict[str, Any]:
 def test_of_kinds_that_exclude_each_other_one_fits() -> None:
     """Closed, {"a": 1} would fit the first kind alone; as they were given, it fits both."""
     one = object_schema(["a"], a={"type": "integer"})
-    assert close_schema(one_of(one, {"type": "object", "properties": {}})) == one_of(
-        one, {"type": "object", "properties": {}}
-    )
+    assert forbid_additional_properties(
+        one_of(one, {"type": "object", "properties": {}})
+    ) == one_of(one, {"type": "object", "properties": {}})
     for first, other in (
         (one, object_schema(["b"], b={})),
         (
@@ -314,8 +318,8 @@ def test_of_kinds_that_exclude_each_other_one_fits() -> None:
         ),
         ({"type": "string"}, one),
     ):
-        branches = close_schema(one_of(first, other))["properties"]["k"]["oneOf"]
+        branches = forbid_additional_properties(one_of(first, other))["properties"]["k"]["oneOf"]
         assert branches[1]["additionalProperties"] is False
         check_grammar(forced_call_grammar([tool("f", one_of(first, other))], None))
     many = one_of(*(object_schema(["t"], t={"const": f"k{place}"}) for place in range(2000)))
-    assert close_schema(many) == many
+    assert forbid_additional_properties(many) == many

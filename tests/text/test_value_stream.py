@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelmill.text.answer_writer import to_marked, to_python
-from modelmill.text.value_stream import ValueStream, clean_json, split_object
+from modelmill.text.answer_writer import to_marked_strings, to_python
+from modelmill.text.value_stream import JsonValueConverter, clean_json, split_object
 from tools.chat_formats.check_answers import is_json_prefix
 
 VALUES = st.recursive(
@@ -22,9 +22,9 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-def convert(text: str, size: int, mark: str = "") -> tuple[str, ValueStream]:
+def convert(text: str, size: int, mark: str = "") -> tuple[str, JsonValueConverter]:
     """The JSON of a text that comes in pieces; every prefix is checked."""
-    stream, buffer, out = ValueStream(mark), "", ""
+    stream, buffer, out = JsonValueConverter(mark), "", ""
     for at in range(0, len(text), size):
         buffer += text[at : at + size]
         buffer = buffer[stream.feed(buffer, 0) :]
@@ -65,7 +65,7 @@ def test_a_python_literal_becomes_json(value: object, size: int) -> None:
     size=st.integers(1, 5),
 )
 def test_marked_strings_and_bare_keys_become_json(value: dict[str, object], size: int) -> None:
-    text = to_marked(json.dumps(value), '<|"|>')
+    text = to_marked_strings(json.dumps(value), '<|"|>')
     out, stream = convert(text, size, '<|"|>')
     if '<|"|>' not in json.dumps(value).replace("\\", ""):
         assert stream.done

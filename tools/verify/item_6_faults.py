@@ -183,7 +183,7 @@ def _named_correctly(report: dict[str, Any], fault: Any) -> bool:
 
 def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, Any]:
     """Return what ``compare`` says of an engine built without acceptance."""
-    from modelmill.accept.run import compare_engine, sample_ids
+    from modelmill.accept.run import acceptance_token_ids, compare_engine
     from modelmill.builder.build_engine import build
     from modelmill.builder.plan import make_plan
     from modelmill.checkpoint.open import open_checkpoint
@@ -197,7 +197,7 @@ def _compare(checkpoint: Path, out: Path, dtype: str, recipe: str) -> dict[str, 
         out, RunConfig(device="cpu", max_model_len=_length(out), kv_cache_bytes=1 << 28)
     )
     assert loop.artifact is not None
-    return compare_engine(loop, opened, sample_ids(loop.artifact))
+    return compare_engine(loop, opened, acceptance_token_ids(loop.artifact))
 
 
 def _length(engine: Path) -> int:

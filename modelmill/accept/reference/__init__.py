@@ -72,7 +72,7 @@ def open_reference(
     config = dict(checkpoint.config)
     if config.get("quantization_config"):
         container = DequantizedContainer(container, config)
-    family = _family(config)
+    family = _find_family_module(config)
     prefix = getattr(family, "NAME_PREFIX", "model.")
     source = TensorSource(container, dtype, prefix, device=device)
     reference: ReferenceModel = family.REFERENCE(source, config)
@@ -90,16 +90,16 @@ def _open_gguf(
         read_config, source_class = readers[architecture]
         config = read_config(container)
         tensors = source_class(container, dtype, config, device=device)
-        model: ReferenceModel = _family(config).REFERENCE(tensors, config)
+        model: ReferenceModel = _find_family_module(config).REFERENCE(tensors, config)
         return model
     config = gguf_config(container)
-    family = _family(config)
+    family = _find_family_module(config)
     source = GgufSource(container, dtype, config, device=device)
     if family is not decoder:
         reference: Any = family.REFERENCE(source, config)
         if "architecture" in config:  # with experts; the rotation's scaling has keys of GGUF
             own_keys = config | {"model_type": config["architecture"]}
-            reference.use_rope(gguf_rope(container, own_keys))
+            reference.set_rope(gguf_rope(container, own_keys))
         return reference
     if "rope_freqs.weight" in container.names():
         source.stored_tensor("rope_freqs.weight")  # rotary frequencies are computed from it
@@ -114,11 +114,11 @@ def _open_gemma4_gguf(
     config = gguf_gemma4.gemma4_config(container)
     source = gguf_gemma4.Gemma4GgufSource(container, dtype, config, device=device)
     source.stored_tensor(gguf_gemma4.FREQUENCIES)  # the config was made from it
-    reference: ReferenceModel = _family(config).REFERENCE(source, config)
+    reference: ReferenceModel = _find_family_module(config).REFERENCE(source, config)
     return reference
 
 
-def _family(config: Mapping[str, Any]) -> Any:
+def _find_family_module(config: Mapping[str, Any]) -> Any:
     """Return the file of this folder whose MODEL_TYPES has the config's model_type."""
     model_type, known = config.get("model_type"), []
     for name in module_names(__name__):

@@ -23,9 +23,11 @@ class ArceeReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.activation = self.read_activation("hidden_act", "relu2")
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
-        self.biased = self.biases() | self.biases("mlp_bias", PLAIN_MLP)
+        self.biased = self.projections_with_bias() | self.projections_with_bias(
+            "mlp_bias", PLAIN_MLP
+        )
 
 
 REFERENCE = ArceeReference

@@ -24,7 +24,7 @@ class BaichuanReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         is_second = config.get("z_loss_weight") is not None or config["vocab_size"] == 125696
-        super().__init__(_UnitHead(source) if is_second else source, config)
+        super().__init__(_NormalizedHeadSource(source) if is_second else source, config)
         length = config.get("max_position_embeddings")
         if length is None:
             self.alibi_slopes = alibi_slopes(self.num_heads)
@@ -44,7 +44,7 @@ class BaichuanReference(PlainDecoderReference):
         }
 
 
-class _UnitHead(TensorSource):
+class _NormalizedHeadSource(TensorSource):
     """A source whose head has rows of norm 1."""
 
     def __init__(self, source: TensorSource) -> None:

@@ -48,7 +48,7 @@ class Affine(NamedTuple):
     fake_quantize: Callable[[Tensor], Tensor] | None = None
 
 
-class OutsideIO(NamedTuple):
+class NonLayerModuleIO(NamedTuple):
     """A module outside the layers: what it reads, its output, and the arithmetic of its bound."""
 
     inputs: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class OutsideIO(NamedTuple):
     arithmetic: str
 
 
-OutsideTrace: TypeAlias = dict[str, OutsideIO]
+OutsideTrace: TypeAlias = dict[str, NonLayerModuleIO]
 """By the engine's path of the module."""
 LayerTrace: TypeAlias = dict[str, ModuleIO]
 HeadTrace: TypeAlias = dict[str, ModuleIO]
@@ -116,7 +116,7 @@ class ReferenceModel(ABC):
         """Return the reference of one sequence, where layers read more of it than the stream."""
         return self
 
-    def outside_trace(self) -> OutsideTrace:
+    def non_layer_trace(self) -> OutsideTrace:
         """Return the sequence's modules outside the layers, beside embedding, norm and head."""
         return {}
 
@@ -170,7 +170,7 @@ class ReferenceModel(ABC):
     def embedding_tables(self) -> dict[str, str]:
         """Return the tables that an embedding adds up: engine suffix → source name."""
 
-    def further_tables(self) -> dict[str, str]:
+    def extra_embedding_tables(self) -> dict[str, str]:
         """Return the tables that are looked up elsewhere: the engine's path → source name."""
         return {}
 

@@ -50,7 +50,9 @@ class BloomReference(Gpt2NamesReference):
     def mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each head."""
         stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        return self.qkv_by_kv_head(self.read_affine(stem, True)) | super().mixer_weights(index)
+        return self.split_qkv_by_kv_head(self.read_affine(stem, True)) | super().mixer_weights(
+            index
+        )
 
 
 REFERENCE = BloomReference

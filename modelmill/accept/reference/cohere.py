@@ -23,11 +23,11 @@ class CohereReference(StableLmReference):
         super().__init__(source, config)
         self.head_dim = int(config.get("head_dim") or self.hidden_size // self.num_heads)
         self.score_scale = self.head_dim**-0.5
-        self.rope = self.plain_rope(theta=500000.0)
-        self.biased = self.biases()
+        self.rope = self.build_rope(theta=500000.0)
+        self.biased = self.projections_with_bias()
         self.norms_qk = bool(config.get("use_qk_norm"))
         self.logit_scale = float(config.get("logit_scale", 0.0625))
-        self.layer = self.parallel
+        self.layer = self.parallel_branch_layer
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm; of "qk_norm" the heads' weights one after another."""
@@ -35,7 +35,7 @@ class CohereReference(StableLmReference):
             return super().norm_weights(index, name)
         stem = f"{self.LAYERS}.{index}.self_attn"
         weights = [self.source.get(f"{stem}.{part}_norm.weight").reshape(-1) for part in "qk"]
-        return self.present(Affine(torch.cat(weights)))
+        return self.to_engine_channel_order(Affine(torch.cat(weights)))
 
 
 REFERENCE = CohereReference

@@ -19,14 +19,14 @@ class Cohere2Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.norm_paths = {"input_norm": "input_layernorm"}
-        self.biased = self.biases()
+        self.biased = self.projections_with_bias()
         self.logit_scale = float(config.get("logit_scale", 0.0625))
         every = int(config.get("sliding_window_pattern") or 4)
         self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), every)
         self.unrotated = frozenset(i for i, size in enumerate(self.windows) if size is None)
-        self.layer = self.parallel
+        self.layer = self.parallel_branch_layer
 
 
 REFERENCE = Cohere2Reference

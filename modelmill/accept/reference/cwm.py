@@ -22,8 +22,8 @@ class CwmReference(PlainDecoderReference):
         super().__init__(source, config)
         scaling = config.get("rope_scaling") or config.get("rope_parameters")
         changes = {} if scaling else {"rope_parameters": ROPE}
-        self.rope = self.plain_rope(theta=1e6, **changes)
-        self.biased = self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope(theta=1e6, **changes)
+        self.biased = self.projections_with_bias("mlp_bias", MLP)
         size, types = config.get("sliding_window", 8192), config.get("layer_types")
         for layer in range(self.num_layers):
             is_full = layer % 4 == 0 if types is None else types[layer] == "full_attention"

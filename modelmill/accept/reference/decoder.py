@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.base import LayerWeights
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -22,7 +22,7 @@ MODEL_DEFAULTS = {
 }
 
 
-class DecoderReference(HeadNormMixin):
+class DecoderReference(PerHeadQKNormMixin):
     """The plain decoder.
 
     A bias rule of None means: if the container has one (GGUF has no flag).
@@ -36,7 +36,7 @@ class DecoderReference(HeadNormMixin):
         super().__init__(source, config)
         if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
             raise UnknownArchitecture("attention to later tokens is not known here")
-        self.rope = self.plain_rope() if rope is None else rope
+        self.rope = self.build_rope() if rope is None else rope
         if self.model_type == "qwen3":
             self.norm_paths |= HEAD_NORMS
         self.has_bias = self._bias_rules()

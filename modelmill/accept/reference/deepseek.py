@@ -22,7 +22,7 @@ from modelmill.accept.reference.base import (
     rms_norm,
 )
 from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
-from modelmill.accept.reference.rope import rope_from_config, turn_halves, turn_neighbours
+from modelmill.accept.reference.rope import rope_from_config, rotate_halves, rotate_interleaved
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -50,7 +50,7 @@ class DeepseekReference(GroupedExpertsMixin):
             self.score_scale *= temper**2
         self.has_bias = bool(config.get("attention_bias"))
         interleaved = self.second or config.get("rope_interleave", True)
-        self.turn = turn_neighbours if interleaved else turn_halves
+        self.turn = rotate_interleaved if interleaved else rotate_halves
         self._read_router()
 
     def _read_router(self) -> None:
@@ -75,9 +75,9 @@ class DeepseekReference(GroupedExpertsMixin):
         """Softmax in DeepSeek-V2."""
         return logits.softmax(-1) if self.second else super().score(logits)
 
-    def group_strength(self, scores: list[float]) -> float:
+    def group_score(self, scores: list[float]) -> float:
         """The best expert's score in DeepSeek-V2."""
-        return max(scores) if self.second else super().group_strength(scores)
+        return max(scores) if self.second else super().group_score(scores)
 
     def selection_bias(self, index: int) -> Tensor:
         """None in DeepSeek-V2."""
@@ -103,7 +103,7 @@ class DeepseekReference(GroupedExpertsMixin):
             "q": self.read_affine(f"{stem}.q_b_proj", False),
         }
 
-    def present(self, affine: Affine) -> Affine:
+    def to_engine_channel_order(self, affine: Affine) -> Affine:
         """Return the rows of q as they are stored."""
         return affine
 
@@ -133,8 +133,8 @@ class DeepseekReference(GroupedExpertsMixin):
         latent, k_pe = r.linear("kv_a", normed), r.linear("k_pe", normed)
         latent = r.record("kv_a_norm", rms_norm(latent, r.weights["kv_a_norm"], LATENT_EPS), latent)
         heads = q.reshape(count, self.num_heads, -1)
-        q_pe = self._turned(heads[..., self.nope_dim :], prompt_length)
-        rotated_key = self._turned(k_pe[:, None], prompt_length)
+        q_pe = self._apply_rotary(heads[..., self.nope_dim :], prompt_length)
+        rotated_key = self._apply_rotary(k_pe[:, None], prompt_length)
         queries = torch.cat((heads[..., : self.nope_dim], q_pe), dim=-1)
         r.record("q_rot", queries.reshape(count, -1), q)
         r.record("latent_rot", torch.cat((latent, rotated_key[:, 0]), dim=-1), latent, k_pe)
@@ -144,7 +144,7 @@ class DeepseekReference(GroupedExpertsMixin):
         mixed = self._attend(queries, keys, values)
         return r.linear("o_proj", r.record("attn", mixed, queries, latent))
 
-    def _turned(self, x: Tensor, prompt_length: int) -> Tensor:
+    def _apply_rotary(self, x: Tensor, prompt_length: int) -> Tensor:
         assert self.rope is not None
         tables = self.rope.cos_sin(len(x), prompt_length, x.dtype)
         cos, sin = (table.to(x.device) for table in tables)

@@ -61,7 +61,7 @@ class DequantizedContainer:
         if stem not in self._stems or suffix != "weight":
             return self._raw.get(name)
         read = {"gptq": self._dequantize_gptq, "awq": self._dequantize_awq}.get(
-            str(self._settings.get("quant_method")), self._dequantize_compressed
+            str(self._settings.get("quant_method")), self._dequantize_compressed_tensors
         )
         if f"{stem}.weight" in self._names:
             stored = self._raw.get(name)
@@ -76,27 +76,29 @@ class DequantizedContainer:
         values = _e4m3_values()[stored.view(torch.uint8).numpy()]
         if scale.ndim < 2 or scale.shape[1] == 1:
             return values * scale.reshape(-1, 1)
-        (height, width), (rows, columns) = self._block(), values.shape
+        (height, width), (rows, columns) = self._block_size(), values.shape
         return values * scale[np.arange(rows)[:, None] // height, np.arange(columns) // width]
 
-    def _block(self) -> tuple[int, int]:
+    def _block_size(self) -> tuple[int, int]:
         size = self._settings.get("weight_block_size")
         if size is None:
             group = next(iter(self._settings["config_groups"].values()))
             size = group["weights"]["block_structure"]
         return int(size[0]), int(size[1])
 
-    def _uint32(self, name: str) -> NDArray[np.uint32]:
+    def _get_as_uint32(self, name: str) -> NDArray[np.uint32]:
         return self._raw.get(name).numpy().view(np.uint32)
 
     def _dequantize_gptq(self, stem: str) -> Matrix:
         bits = int(self._settings.get("bits", 4))
         words, scales = (
-            self._uint32(f"{stem}.qweight"),
+            self._get_as_uint32(f"{stem}.qweight"),
             self._raw.get(f"{stem}.scales").double().numpy(),
         )
         codes = _unpack_fields(words.T, bits)  # [N, K]
-        zeros = _unpack_fields(self._uint32(f"{stem}.qzeros"), bits).astype(np.float64)  # [G, N]
+        zeros = _unpack_fields(self._get_as_uint32(f"{stem}.qzeros"), bits).astype(
+            np.float64
+        )  # [G, N]
         zeros += 0 if self._settings.get("checkpoint_format") == "gptq_v2" else 1
         columns = codes.shape[1]
         if f"{stem}.g_idx" in self._names:
@@ -110,16 +112,16 @@ class DequantizedContainer:
         scales = self._raw.get(f"{stem}.scales").double().numpy()  # [G, N]
         # [K, N], [G, N]
         codes, zeros = (
-            _unpack_awq(self._uint32(f"{stem}.{part}")) for part in ("qweight", "qzeros")
+            _unpack_awq(self._get_as_uint32(f"{stem}.{part}")) for part in ("qweight", "qzeros")
         )
         of = np.arange(len(codes)) // -(-len(codes) // len(scales))
         return ((codes.astype(np.float64) - zeros[of]) * scales[of]).T
 
-    def _dequantize_compressed(self, stem: str) -> Matrix:
+    def _dequantize_compressed_tensors(self, stem: str) -> Matrix:
         scale = self._raw.get(f"{stem}.weight_scale").double().numpy()
         if f"{stem}.weight_packed" in self._names:
             rows, columns = self._raw.get(f"{stem}.weight_shape").flatten().tolist()
-            words = self._uint32(f"{stem}.weight_packed")
+            words = self._get_as_uint32(f"{stem}.weight_packed")
             bits = 4 if words.shape[1] == -(-columns // 8) else 8
             values = _unpack_fields(words, bits)[:, :columns].astype(np.float64) - 2 ** (bits - 1)
         else:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class Dots1Reference(HeadNormMixin, GroupedExpertsMixin):
+class Dots1Reference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """Dots1ForCausalLM."""
 
     DEFAULTS = Defaults(kv_heads=32)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"first_k_dense_replace": 0, "norm_topk_prob": False} | config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases()
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias()
         self.norm_paths |= HEAD_NORMS
         size, first = config.get("sliding_window", 4096), config.get("max_window_layers")
         types = config.get("layer_types") or [

@@ -16,8 +16,8 @@ class Ernie45Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope(theta=500000.0)
-        self.biased = self.biases("use_bias", self.projection_paths)
+        self.rope = self.build_rope(theta=500000.0)
+        self.biased = self.projections_with_bias("use_bias", self.projection_paths)
 
 
 REFERENCE = Ernie45Reference

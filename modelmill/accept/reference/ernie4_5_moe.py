@@ -28,8 +28,8 @@ class Ernie45MoeReference(ExpertsMixin):
             "num_experts_per_tok": config.get("moe_k") or config.get("num_experts_per_tok"),
         }
         super().__init__(source, config | counts)
-        self.rope = self.plain_rope(theta=500000.0)
-        self.biased = self.biases("use_bias", self.projection_paths)
+        self.rope = self.build_rope(theta=500000.0)
+        self.biased = self.projections_with_bias("use_bias", self.projection_paths)
         self.shared_count = config.get("moe_num_shared_experts", 2)
         first, last = (config.get(f"moe_layer_{end}_index") for end in ("start", "end"))
         first = 1 if first is None else int(first)
@@ -61,7 +61,7 @@ class Ernie45MoeReference(ExpertsMixin):
         for token, ranked in enumerate(probabilities + r.weights[ROUTER_BIAS].weight):
             best = ranked.argsort(descending=True)[: self.top_k]
             routing[token, best] = probabilities[token, best] / probabilities[token, best].sum()
-        total = self.mix_experts(r, normed, routing, probabilities, self.run_expert)
+        total = self.combine_experts(r, normed, routing, probabilities, self.run_expert)
         if self.shared_count:
             total = total + self.run_expert(r, "shared_expert", normed)
         return r.record("mlp_out", total, normed)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class Exaone4Reference(HeadNormMixin):
+class Exaone4Reference(PerHeadQKNormMixin):
     """Exaone4ForCausalLM."""
 
     DEFAULTS = Defaults(kv_heads=32, eps=1e-5)
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.norm_paths = {
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",
@@ -27,7 +27,7 @@ class Exaone4Reference(HeadNormMixin):
         self.windows = self.interleaved_windows(size, every)
         if size is not None:
             self.unrotated = frozenset(i for i, each in enumerate(self.windows) if each is None)
-        self.layer = self.post_norm
+        self.layer = self.post_norm_layer
 
 
 REFERENCE = Exaone4Reference

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import LayerRecorder, LayerWeights
 from modelmill.accept.reference.grouped_experts import GroupedExpertsMixin
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 
-class ExaoneMoeReference(HeadNormMixin, GroupedExpertsMixin):
+class ExaoneMoeReference(PerHeadQKNormMixin, GroupedExpertsMixin):
     """ExaoneMoeForCausalLM."""
 
     DEFAULTS = Defaults(kv_heads=32, eps=1e-5)
@@ -21,7 +21,7 @@ class ExaoneMoeReference(HeadNormMixin, GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         experts = {"n_routed_experts": config.get("num_experts") or 64}
         super().__init__(source, {"routed_scaling_factor": 2.5} | config | experts)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.norm_paths |= HEAD_NORMS
         size = config.get("sliding_window", 4096)
         if size is not None:
@@ -39,10 +39,10 @@ class ExaoneMoeReference(HeadNormMixin, GroupedExpertsMixin):
         self.first_experts = self.num_layers if self.dense[index] else 0
         return super().projections(index)
 
-    def mlp_of(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's MLP, or its experts."""
         self.first_experts = self.num_layers if self.dense[index] else 0
-        return super().mlp_of(index, r, normed)
+        return super().run_mlp_or_experts(index, r, normed)
 
     def selection_bias(self, index: int) -> Tensor:
         """Return what is added to a layer's scores for the choice, [E]."""

@@ -38,10 +38,10 @@ class FalconReference(Gpt2NamesReference):
         else:
             self.rope = self.partial_rope()
         self.projection_paths = MEGATRON_PROJECTIONS
-        self.biased = self.biases("bias", ("qkv", *self.projection_paths))
+        self.biased = self.projections_with_bias("bias", ("qkv", *self.projection_paths))
         self.mlp_norm = int(config.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
         if parallel:
-            self.layer = self.parallel
+            self.layer = self.parallel_branch_layer
         self.norm_paths = {"input_norm": "input_layernorm"}
         if parallel and self.mlp_norm:
             self.norm_paths = {"input_norm": "ln_attn", "mlp_norm": "ln_mlp"}
@@ -51,7 +51,7 @@ class FalconReference(Gpt2NamesReference):
     def mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head."""
         stem = f"{self.LAYERS}.{index}.self_attention.query_key_value"
-        qkv = self.qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
+        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
         return qkv | super().mixer_weights(index)
 
 

@@ -27,11 +27,11 @@ class FalconH1Reference(Mamba2Mixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.norm_paths["mlp_norm"] = "pre_ff_layernorm"
         for name in MLP:
             self.projection_paths[name] = f"feed_forward.{name}_proj"
-        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         self.embedding_scale = self.multiplier("embedding")
         self.logit_scale = self.multiplier("lm_head")
         inner = config.get("mamba_d_ssm", 1024)

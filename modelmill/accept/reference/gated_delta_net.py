@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -26,7 +26,7 @@ DEFAULT_ROTATED = 0.25
 LENGTH_EPS = 1e-6
 
 
-class GatedDeltaNetMixin(HeadNormMixin):
+class GatedDeltaNetMixin(PerHeadQKNormMixin):
     """A decoder, some layers of which have a recurrence in the place of attention.
 
     Attributes:
@@ -34,7 +34,7 @@ class GatedDeltaNetMixin(HeadNormMixin):
     """
 
     by_key_head = True
-    norms_heads = True  # in layers with attention
+    has_qk_norm = True  # in layers with attention
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         config = {"num_key_value_heads": 2, "head_dim": 256} | config
@@ -47,7 +47,7 @@ class GatedDeltaNetMixin(HeadNormMixin):
         self.group = self.value_heads // self.key_heads
         length = int(config.get("max_position_embeddings") or 32768)
         self.rope = self.make_rope(config, length)
-        self.biased = self.biases()
+        self.biased = self.projections_with_bias()
         every, types = int(config.get("full_attention_interval") or 4), config.get("layer_types")
         self.recurrent = [
             types[i] == LINEAR_ATTENTION if types else (i + 1) % every != 0
@@ -66,7 +66,7 @@ class GatedDeltaNetMixin(HeadNormMixin):
         """Return the weight of a norm, which is stored less 1."""
         if name in HEAD_NORMS:
             weight = self.source.get(f"{self.LAYERS}.{index}.self_attn.{name}.weight")
-            return Affine(weight[self.engine_order()] + 1)
+            return Affine(weight[self.engine_channel_order()] + 1)
         return Affine(super().norm_weights(index, name).weight + 1)
 
     def layer_weights(self, index: int) -> LayerWeights:
@@ -74,7 +74,7 @@ class GatedDeltaNetMixin(HeadNormMixin):
         weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
         for name, affine in self.projections(index).items():
             turned = name in ("q", "k") and not self.recurrent[index]
-            weights[name] = self.present(affine) if turned else affine
+            weights[name] = self.to_engine_channel_order(affine) if turned else affine
         return weights
 
     def mixer_weights(self, index: int) -> LayerWeights:
@@ -83,11 +83,11 @@ class GatedDeltaNetMixin(HeadNormMixin):
         if self.recurrent[index]:
             return self.recurrence_weights(f"{stem}.linear_attn")
         weights = super().mixer_weights(index)
-        q, gate = (self._of_heads(weights["q"], part) for part in (0, 1))
+        q, gate = (self._select_q_or_gate(weights["q"], part) for part in (0, 1))
         norms = {name: self.norm_weights(index, name) for name in HEAD_NORMS}
         return weights | {"q": q, "attn_gate": gate} | norms
 
-    def _of_heads(self, both: Affine, part: int) -> Affine:
+    def _select_q_or_gate(self, both: Affine, part: int) -> Affine:
         """Of each head, its rows of q (0) or of its gate (1)."""
 
         def select(rows: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ class GatedDeltaNetMixin(HeadNormMixin):
         if self.recurrent[index]:
             return self.recurrence(r, normed)
         q, k, v, gate = (r.linear(name, normed) for name in ("q", "k", "v", "attn_gate"))
-        q_turned = self.rotate(index, self.norm_heads(q, r.weights["q_norm"]), prompt_length)
-        k_turned = self.rotate(index, self.norm_heads(k, r.weights["k_norm"]), prompt_length)
+        q_turned = self.rotate(index, self.norm_per_head(q, r.weights["q_norm"]), prompt_length)
+        k_turned = self.rotate(index, self.norm_per_head(k, r.weights["k_norm"]), prompt_length)
         r.record("q_rot", q_turned, q)
         r.record("k_rot", k_turned, k)
         heads = [t.reshape(len(t), -1, self.head_dim) for t in (q_turned, k_turned, v)]
@@ -152,10 +152,10 @@ class GatedDeltaNetMixin(HeadNormMixin):
         """Run the recurrence over q, k, v [T, …] and the rates b, a [T, heads]."""
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, keys, self.value_heads * self.value_dim], -1)
-        q, k = (self._unit(t.reshape(len(t), -1, self.key_dim)) for t in (q, k))
+        q, k = (self._l2_normalize_and_repeat(t.reshape(len(t), -1, self.key_dim)) for t in (q, k))
         v = v.reshape(len(v), -1, self.value_dim)
         beta = b.sigmoid()
-        decay = torch.exp(-r.weights["A_log"].weight.exp() * F.softplus(a + self._dt(r)))
+        decay = torch.exp(-r.weights["A_log"].weight.exp() * F.softplus(a + self._dt_bias(r)))
         state = v.new_zeros(self.value_heads, self.value_dim, self.key_dim)
         identity = torch.diag(v.new_ones(self.key_dim))
         out = torch.empty_like(v)
@@ -168,10 +168,10 @@ class GatedDeltaNetMixin(HeadNormMixin):
         r.record("delta_state", state.transpose(1, 2).reshape(1, -1), mixed, b, a)
         return r.record("delta", out.reshape(len(out), -1), mixed, b, a)
 
-    def _dt(self, r: LayerRecorder) -> Tensor:
+    def _dt_bias(self, r: LayerRecorder) -> Tensor:
         return r.weights["dt_bias"].weight
 
-    def _unit(self, x: Tensor) -> Tensor:
+    def _l2_normalize_and_repeat(self, x: Tensor) -> Tensor:
         """Vectors of length 1, of keys repeated for the values that share them."""
         x = x / (x.square().sum(-1, keepdim=True) + LENGTH_EPS).sqrt()
         return x.repeat_interleave(self.group, 1)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from modelmill.accept.reference.base import ACTIVATIONS, Affine
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import Defaults
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -18,7 +18,7 @@ from modelmill.accept.reference.tensor_source import TensorSource
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
-class GemmaReference(HeadNormMixin):
+class GemmaReference(PerHeadQKNormMixin):
     """GemmaForCausalLM, Gemma2ForCausalLM, VaultGemmaForCausalLM and Gemma3ForCausalLM."""
 
     DEFAULTS = Defaults(head_dim=256, tied=True)
@@ -29,18 +29,18 @@ class GemmaReference(HeadNormMixin):
         is_second = is_vault or config["model_type"] == "gemma2"
         self.num_kv_heads = int(config.get("num_key_value_heads") or (16 if is_first else 4))
         self.embedding_scale = self.hidden_size**0.5
-        self.biased = self.biases()
+        self.biased = self.projections_with_bias()
         self.third = config["model_type"] == "gemma3_text"
         self.softcap = config.get("final_logit_softcapping", 30.0 if is_second else None)
         if is_second:
             self.score_softcap = config.get("attn_logit_softcapping", 50.0)
         if not is_first:
-            self._read_sandwich()
+            self._read_gemma2_options()
             if is_vault:  # norms in front of the branches alone
                 del self.norm_paths["attn_post"], self.norm_paths["mlp_post"]
-                self.layer = self.pre_norm
+                self.layer = self.pre_norm_layer
             if self.third:
-                self._read_third()
+                self._read_gemma3_options()
                 return
         self.rope = self._rope(dict(config), 10000.0, 8192)
         if is_second:
@@ -53,7 +53,7 @@ class GemmaReference(HeadNormMixin):
         length = int(self.config.get("max_position_embeddings") or positions)
         return rope_from_config({"rope_theta": base} | config, self.head_dim, length)
 
-    def _read_sandwich(self) -> None:
+    def _read_gemma2_options(self) -> None:
         """Read what Gemma 2 and 3 share: windows and norms on both sides of a branch."""
         config = self.config
         self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
@@ -65,9 +65,9 @@ class GemmaReference(HeadNormMixin):
         }
         every = int(config.get("sliding_window_pattern") or 6) if self.third else 2
         self.windows = self.interleaved_windows(int(config.get("sliding_window", 4096)), every)
-        self.layer = self.sandwich
+        self.layer = self.sandwich_layer
 
-    def _read_third(self) -> None:
+    def _read_gemma3_options(self) -> None:
         """Read Gemma 3's two rotations and norms of q and k."""
         config = self.config
         parameters = config.get("rope_parameters") or {}

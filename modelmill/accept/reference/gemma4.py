@@ -25,13 +25,13 @@ from modelmill.accept.reference.base import (
     LayerRecorder,
     LayerTrace,
     LayerWeights,
-    OutsideIO,
+    NonLayerModuleIO,
     OutsideTrace,
     causal_attention,
     rms_norm,
 )
 from modelmill.accept.reference.plain_decoder import Defaults, PlainDecoderReference
-from modelmill.accept.reference.rope import ReferenceRope, rope_from_config, turn_halves
+from modelmill.accept.reference.rope import ReferenceRope, rope_from_config, rotate_halves
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
 
@@ -78,7 +78,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.embedding_scale = self.hidden_size**0.5
         self.activation = self.read_activation("hidden_activation", "gelu_pytorch_tanh")
         self.softcap = config.get("final_logit_softcapping")
-        self.biased = self.biases()
+        self.biased = self.projections_with_bias()
         windows = self.interleaved_windows(int(config.get("sliding_window", 512)), 6)
         self.windows = [*windows[:-1], None]
         self.full = [window is None for window in self.windows]
@@ -98,7 +98,7 @@ class Gemma4Reference(PlainDecoderReference):
     # sizes by layer
 
     @cached_property
-    def full_sizes(self) -> tuple[int, int]:
+    def full_attention_sizes(self) -> tuple[int, int]:
         """KV heads and channels of a head of layers with full attention."""
         config = self.config
         own = config.get("per_layer_config")
@@ -109,15 +109,15 @@ class Gemma4Reference(PlainDecoderReference):
         few = config.get("num_global_key_value_heads") if self.keys_are_values else None
         return int(few or self.num_kv_heads), int(config.get("global_head_dim") or 512)
 
-    def heads_of(self, index: int) -> tuple[int, int]:
+    def kv_heads_and_head_dim(self, index: int) -> tuple[int, int]:
         """KV heads and channels of a head of a layer."""
-        return self.full_sizes if self.full[index] else (self.num_kv_heads, self.head_dim)
+        return self.full_attention_sizes if self.full[index] else (self.num_kv_heads, self.head_dim)
 
-    def rope_of(self, index: int) -> ReferenceRope:
+    def rope_of_layer(self, index: int) -> ReferenceRope:
         """The rotation of a layer."""
         ropes: Mapping[str, Any] = self.config.get("rope_parameters") or ROPES
         own = ropes[FULL if self.full[index] else SLIDING]
-        dim, length = self.heads_of(index)[1], self.max_position
+        dim, length = self.kv_heads_and_head_dim(index)[1], self.max_position
         if own.get("rope_type") != "proportional":
             return rope_from_config({"rope_parameters": own}, dim, length)
         share = float(own.get("partial_rotary_factor", 1.0))
@@ -138,7 +138,7 @@ class Gemma4Reference(PlainDecoderReference):
         self.ids, self.keys_and_values = ids, {}
         return super().embed(ids)
 
-    def outside_trace(self) -> OutsideTrace:
+    def non_layer_trace(self) -> OutsideTrace:
         """Return the modules that make the layers' inputs, of the sequence."""
         if not self.input_width or self.ids is None:
             return {}
@@ -150,18 +150,20 @@ class Gemma4Reference(PlainDecoderReference):
         normed = self.run_norm(None, INPUT_NORM, split)
         flat = normed.reshape(rows.shape)
         return {
-            "layer_inputs.table": OutsideIO((), rows, "embedding"),
-            "layer_inputs.projection": OutsideIO((start,), projected, "linear"),
-            INPUT_NORM: OutsideIO((split,), normed, "norm"),
-            "layer_inputs.sum": OutsideIO((flat, rows), (flat + rows) / 2**0.5, "activation"),
+            "layer_inputs.table": NonLayerModuleIO((), rows, "embedding"),
+            "layer_inputs.projection": NonLayerModuleIO((start,), projected, "linear"),
+            INPUT_NORM: NonLayerModuleIO((split,), normed, "norm"),
+            "layer_inputs.sum": NonLayerModuleIO(
+                (flat, rows), (flat + rows) / 2**0.5, "activation"
+            ),
         }
 
-    def layer_input(self, index: int) -> Tensor:
+    def slice_per_layer_input(self, index: int) -> Tensor:
         """Return [T, width]: what a layer reads beside the stream."""
-        whole = self.outside_trace()["layer_inputs.sum"].output
+        whole = self.non_layer_trace()["layer_inputs.sum"].output
         return whole.reshape(len(whole), self.num_layers, -1)[:, index]
 
-    def further_tables(self) -> dict[str, str]:
+    def extra_embedding_tables(self) -> dict[str, str]:
         """Return the checkpoint's name of the table of the layers' inputs."""
         return {"layer_inputs.table.weight": INPUT_TABLE} if self.input_width else {}
 
@@ -228,7 +230,7 @@ class Gemma4Reference(PlainDecoderReference):
             return super().run_norm(index, name, x)
         assert index is not None, "a layer's norm"
         x = x.to(self.device, self.dtype)
-        kv_heads, dim = self.heads_of(index)
+        kv_heads, dim = self.kv_heads_and_head_dim(index)
         kv = kv_heads * dim
         keeps = self.full[index] and self.keys_are_values
         return torch.cat((x if keeps else x[:, :-kv], self.norm_values(x[:, -kv:], dim)), -1)
@@ -238,30 +240,30 @@ class Gemma4Reference(PlainDecoderReference):
         heads = flat.reshape(len(flat), -1, dim)
         return rms_norm(heads, Affine(heads.new_ones(dim)), self.eps).reshape(flat.shape)
 
-    def norm_and_turn(self, index: int, flat: Tensor, weights: Affine) -> Tensor:
+    def norm_and_rope(self, index: int, flat: Tensor, weights: Affine) -> Tensor:
         """Norm and rotate each head of q or k [T, heads·dim]."""
-        heads = flat.reshape(len(flat), -1, self.heads_of(index)[1])
+        heads = flat.reshape(len(flat), -1, self.kv_heads_and_head_dim(index)[1])
         normed = rms_norm(heads, weights, self.eps)
         # on the CPU: the last bit of a frequency changes an angle
-        tables = self.rope_of(index).cos_sin(len(flat), len(flat), flat.dtype)
+        tables = self.rope_of_layer(index).cos_sin(len(flat), len(flat), flat.dtype)
         cos, sin = (table.to(flat.device) for table in tables)
-        return turn_halves(normed, cos, sin).reshape(flat.shape)
+        return rotate_halves(normed, cos, sin).reshape(flat.shape)
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor:
         """Return queries [T, heads·dim] after their norm and rotation."""
         x = flat.to(self.device, self.dtype)
-        return self.norm_and_turn(index, x, self.norm_weights(index, "q_norm"))
+        return self.norm_and_rope(index, x, self.norm_weights(index, "q_norm"))
 
     def keys_values(self, index: int, r: LayerRecorder, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a layer with its own, [T, kv_heads·dim] each."""
         k = r.linear("k", x)
         v = r.linear("v", x) if "v" in r.weights else k
-        normed = r.record("v_normed", self.norm_values(v, self.heads_of(index)[1]), v)
+        normed = r.record("v_normed", self.norm_values(v, self.kv_heads_and_head_dim(index)[1]), v)
         parts = [r.trace[name].output for name in ("q", "k", "v") if name in r.trace]
         rest = parts if "v" not in r.weights else parts[:2]
         r.record(VALUE_NORM, torch.cat((*rest, normed), -1), *parts)
-        return r.record("k_rot", self.norm_and_turn(index, k, r.weights["k_norm"]), k), normed
+        return r.record("k_rot", self.norm_and_rope(index, k, r.weights["k_norm"]), k), normed
 
     def attention(self, index: int, r: LayerRecorder, normed: Tensor, prompt_length: int) -> Tensor:
         """Run a layer's attention up to its output projection."""
@@ -270,32 +272,34 @@ class Gemma4Reference(PlainDecoderReference):
         if index < self.first_shared:
             self.keys_and_values[self.full[index]] = self.keys_values(index, r, normed)
         k, v = self.keys_and_values[self.full[index]]
-        q_rot = r.record("q_rot", self.norm_and_turn(index, q, r.weights["q_norm"]), q)
-        dim = self.heads_of(index)[1]
+        q_rot = r.record("q_rot", self.norm_and_rope(index, q, r.weights["q_norm"]), q)
+        dim = self.kv_heads_and_head_dim(index)[1]
         heads = [each.reshape(len(each), -1, dim) for each in (q_rot, k, v)]
         mixed = causal_attention(heads[0], heads[1], heads[2], 1.0, self.windows[index])
         return r.linear("o_proj", r.record("attn", mixed, q_rot, k, v))
 
-    def expert_branch(self, r: LayerRecorder, mlp_out: Tensor, stream: Tensor) -> Tensor:
+    def add_experts_to_mlp(self, r: LayerRecorder, mlp_out: Tensor, stream: Tensor) -> Tensor:
         """Return the normed MLP's output and the normed experts' together."""
         mlp = self.norm(r, "mlp_post_1", mlp_out)
         read = self.norm(r, "router_norm", stream)
         logits = r.record("router", read @ r.weights["router"].weight.T / self.hidden_size**0.5)
         routing = torch.stack(
-            [self._choose(row, r.weights["expert_scale"].weight) for row in logits]
+            [self._select_experts(row, r.weights["expert_scale"].weight) for row in logits]
         )
         x = self.norm(r, "moe_norm", stream)
-        total = r.record("moe_out", self.mix_experts(r, x, routing, logits, self._expert), x)
+        total = r.record(
+            "moe_out", self.combine_experts(r, x, routing, logits, self._run_expert), x
+        )
         return r.record("both_out", mlp + self.norm(r, "mlp_post_2", total), mlp, total)
 
-    def _choose(self, logits: Tensor, scale: Tensor) -> Tensor:
+    def _select_experts(self, logits: Tensor, scale: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         chosen = sorted(range(len(logits)), key=lambda e: -float(logits[e]))[: self.top_k]
         weights = torch.zeros_like(logits)
         weights[chosen] = logits[chosen].softmax(-1) * scale[chosen]
         return weights
 
-    def _expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+    def _run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
         return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
@@ -311,12 +315,12 @@ class Gemma4Reference(PlainDecoderReference):
         x = r.record("post_attn_residual", x + branch, x, branch)
         branch = self.mlp(r, self.norm(r, "mlp_norm", x))
         if self.experts:
-            branch = self.expert_branch(r, branch, x)
+            branch = self.add_experts_to_mlp(r, branch, x)
         branch = self.norm(r, "mlp_post", branch)
         x = r.record("post_mlp_residual", x + branch, x, branch)
         if self.input_width:
             gate = r.linear("input_gate", x)
-            mixed = self.activation(gate) * self.layer_input(index)
+            mixed = self.activation(gate) * self.slice_per_layer_input(index)
             out = r.linear("input_up", r.record("input_gated", mixed, gate))
             x = x + self.norm(r, "input_post", out)
         r.record("output", x * r.weights["scale"].weight, x)

@@ -46,7 +46,7 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 BAICHUAN_13B = 40  # layers of the models with ALiBi
 
 
-def _facts_of(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
+def _metadata_reader(facts: Mapping[str, Any], architecture: str) -> Callable[..., Any]:
     """Return what reads an architecture's own metadata, by key and default."""
 
     def fact(key: str, default: Any = None) -> Any:
@@ -65,14 +65,14 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
     facts = container.metadata
     architecture = str(facts.get("general.architecture"))
     if architecture in FURTHER_ARCHITECTURES:
-        return further_config(container, architecture)
+        return other_architecture_config(container, architecture)
     if architecture not in ARCHITECTURES:
         raise UnknownArchitecture(
             f"GGUF architecture {architecture!r} has no reference; "
             f"known are {', '.join(ARCHITECTURES)}"
         )
 
-    fact = _facts_of(facts, architecture)
+    fact = _metadata_reader(facts, architecture)
     heads = int(fact("attention.head_count"))
     width = int(fact("embedding_length"))
     config: dict[str, Any] = {
@@ -105,10 +105,10 @@ def gguf_config(container: RawContainer) -> dict[str, Any]:
     experts = int(facts.get(f"{architecture}.expert_count", 0))
     if not experts:
         return config
-    return config | expert_config(architecture, experts, int(fact("expert_used_count")))
+    return config | moe_config(architecture, experts, int(fact("expert_used_count")))
 
 
-def expert_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
+def moe_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]:
     """Return what a model with experts has in its config besides."""
     model_type = EXPERT_MODELS.get(architecture, "mixtral")
     return {
@@ -122,7 +122,7 @@ def expert_config(architecture: str, experts: int, top_k: int) -> dict[str, Any]
     }
 
 
-def further_config(container: RawContainer, architecture: str) -> dict[str, Any]:
+def other_architecture_config(container: RawContainer, architecture: str) -> dict[str, Any]:
     """Return the config of one of FURTHER_ARCHITECTURES.
 
     It has the keys of all of them; a family reads its own. Factors are stored as llama.cpp
@@ -130,7 +130,7 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
     """
     facts, names = container.metadata, container.names()
 
-    fact = _facts_of(facts, architecture)
+    fact = _metadata_reader(facts, architecture)
     scaling = fact("rope.scaling.type", "none")
     if "rope_freqs.weight" in names or scaling not in ("none", SCALED.get(architecture)):
         raise UnknownArchitecture(f"scaled positions of {architecture} are not known here")
@@ -156,14 +156,14 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
     return {
         "model_type": FURTHER_ARCHITECTURES[architecture],
         **sizes,
-        **_other_names(sizes),
-        **_factors(fact, sizes),
-        **_switches(names),
+        **_sizes_under_other_names(sizes),
+        **_scaling_multipliers(fact, sizes),
+        **_flags_from_tensor_names(names),
         "is_causal": bool(fact("attention.causal", True)),
         "use_parallel_residual": bool(fact("use_parallel_residual", True)),
         **({} if window is None else {"sliding_window": int(window)}),
         **(_gemma(facts, architecture, sizes) if "gemma" in architecture else {}),
-        **(_router(fact) if architecture == "granitemoe" else {}),
+        **(_expert_counts(fact) if architecture == "granitemoe" else {}),
         **(_baichuan(layers) if architecture == "baichuan" else {}),
         **(_gpt_oss(fact) if architecture == "gpt-oss" else {}),
         **(_mpt(fact) if architecture == "mpt" else {}),
@@ -172,7 +172,7 @@ def further_config(container: RawContainer, architecture: str) -> dict[str, Any]
     }
 
 
-def _router(fact: Callable[..., Any]) -> dict[str, Any]:
+def _expert_counts(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return the numbers of experts."""
     return {
         "num_local_experts": int(fact("expert_count")),
@@ -189,7 +189,7 @@ def _baichuan(layers: int) -> dict[str, Any]:
 
 def _gpt_oss(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return gpt-oss's experts and its YaRN, whose ramp is not truncated."""
-    experts = _router(fact)
+    experts = _expert_counts(fact)
     if fact("rope.scaling.type", "none") != "yarn":
         return experts | {"rope_parameters": {"rope_type": "default"}}
     return experts | {"rope_scaling": {"truncate": False, **_yarn(fact)}}
@@ -277,7 +277,7 @@ def _gemma(facts: Mapping[str, Any], architecture: str, sizes: Mapping[str, Any]
     }
 
 
-def _other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes_under_other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes under the names of GPT-NeoX, Falcon, ChatGLM and others."""
     eps, kv_heads = sizes["rms_norm_eps"], sizes["num_key_value_heads"]
     epsilons = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "layernorm_epsilon")
@@ -296,7 +296,7 @@ def _other_names(sizes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _factors(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling_multipliers(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the factors of Granite, MiniCPM and Cohere, and what llama.cpp has fixed."""
     depth = sizes["num_hidden_layers"] ** 0.5
     logits = float(fact("logit_scale", 1.0))
@@ -314,7 +314,7 @@ def _factors(fact: Callable[..., Any], sizes: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def _switches(names: list[str]) -> dict[str, Any]:
+def _flags_from_tensor_names(names: list[str]) -> dict[str, Any]:
     """Return what the tensors say."""
     bias, fused_bias = "blk.0.attn_q.bias" in names, "blk.0.attn_qkv.bias" in names
     return {

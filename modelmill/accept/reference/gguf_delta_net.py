@@ -64,7 +64,7 @@ def delta_net_config(container: RawContainer) -> dict[str, Any]:
         "rms_norm_eps": float(fact("attention.layer_norm_rms_epsilon")),
         "rope_theta": float(fact("rope.freq_base", 10000.0)),
         "partial_rotary_factor": int(fact("rope.dimension_count", dim)) / dim,
-        **({"rope_scaling": _scaling(fact)} if scaled else {}),
+        **({"rope_scaling": _rope_scaling_options(fact)} if scaled else {}),
         "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
         "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent],
         "linear_num_key_heads": int(fact("ssm.group_count")),
@@ -78,7 +78,7 @@ def delta_net_config(container: RawContainer) -> dict[str, Any]:
     }
 
 
-def _scaling(fact: Callable[..., Any]) -> dict[str, Any]:
+def _rope_scaling_options(fact: Callable[..., Any]) -> dict[str, Any]:
     """Return a scaled rotation."""
     scaling: dict[str, Any] = {
         "rope_type": str(fact("rope.scaling.type")),
@@ -106,7 +106,7 @@ class DeltaNetGgufSource(GgufSource):
         """Return the tensor as it was before the conversion."""
         part = name.removeprefix("model.layers.").partition(".")[2]
         if part.startswith("linear_attn."):
-            return self._mixer(name, part.removeprefix("linear_attn."))
+            return self._read_recurrence_tensor(name, part.removeprefix("linear_attn."))
         if name.endswith("norm.weight"):
             return super().stored_tensor(name) - 1
         tensor = super().stored_tensor(name)
@@ -114,10 +114,10 @@ class DeltaNetGgufSource(GgufSource):
             return tensor.chunk(2)[HALVES[part.split(".")[-2]]]
         return tensor
 
-    def _mixer(self, name: str, part: str) -> Tensor:
+    def _read_recurrence_tensor(self, name: str, part: str) -> Tensor:
         """Return a recurrence's tensor."""
         if not self.has(name):  # Qwen3-Next's, from a matrix by head of keys
-            return self._from_groups(name, part)
+            return self._ungroup_projection(name, part)
         tensor = super().stored_tensor(name)
         if part == "A_log":
             tensor = (-tensor.float()).log()
@@ -128,18 +128,18 @@ class DeltaNetGgufSource(GgufSource):
         if self._config["grouped"]:
             return tensor
         if part == "out_proj.weight":
-            return self._by_key_head(tensor.T).T.contiguous()
+            return self._group_by_key_head(tensor.T).T.contiguous()
         keys = 2 * self._config["linear_num_key_heads"] * self._config["linear_key_head_dim"]
         first = keys if part in ("in_proj_qkv.weight", "conv1d.weight") else 0
-        return torch.cat((tensor[:first], self._by_key_head(tensor[first:])))
+        return torch.cat((tensor[:first], self._group_by_key_head(tensor[first:])))
 
-    def _by_key_head(self, tensor: Tensor) -> Tensor:
+    def _group_by_key_head(self, tensor: Tensor) -> Tensor:
         """Return rows by head of values so that those of one head of keys are beside each other."""
         keys, heads = (self._config[f"linear_num_{each}_heads"] for each in ("key", "value"))
         parts = tensor.chunk(heads)  # part p is of the head of keys p mod keys
         return torch.cat([parts[p] for key in range(keys) for p in range(key, heads, keys)])
 
-    def _from_groups(self, name: str, part: str) -> Tensor:
+    def _ungroup_projection(self, name: str, part: str) -> Tensor:
         """Return q, k and v, or z, b or a of all heads, each group's parts apart."""
         whole = "in_proj_ba" if part[len("in_proj_")] in "ab" else "in_proj_qkvz"
         own = part.removesuffix(".weight")

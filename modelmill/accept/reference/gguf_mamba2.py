@@ -26,13 +26,13 @@ FACTORS = {
 }
 
 
-def mixer_name(mixer_tensor: str) -> str:
+def gguf_mixer_name(mixer_tensor: str) -> str:
     """Return GGUF's name of a recurrence's tensor, as "conv1d.weight"."""
     module, _, leaf = mixer_tensor.rpartition(".")
     return f"{MODULES[module]}.{leaf}" if module else WHOLE[mixer_tensor]
 
 
-def before_conversion(name: str, tensor: Tensor) -> Tensor:
+def undo_gguf_conversion(name: str, tensor: Tensor) -> Tensor:
     """Return a recurrence's tensor as it was before the conversion."""
     if name.endswith(".A_log"):
         return (-tensor.float()).log().flatten()
@@ -70,12 +70,12 @@ class Mamba2GgufSource(GgufSource):
     def raw_name(self, name: str) -> str:
         """Return the name that the tensor has in the file."""
         layer, mixes, part = name.removeprefix("backbone.layers.").partition(".mixer.")
-        return f"blk.{layer}.{mixer_name(part)}" if mixes else super().raw_name(name)
+        return f"blk.{layer}.{gguf_mixer_name(part)}" if mixes else super().raw_name(name)
 
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor as it was before the conversion."""
         tensor = super().stored_tensor(name)
-        return before_conversion(name, tensor) if ".mixer." in name else tensor
+        return undo_gguf_conversion(name, tensor) if ".mixer." in name else tensor
 
 
 def hybrid_config(container: RawContainer) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class HybridGgufSource(GgufSource):
         if part == "pre_ff_layernorm.weight":
             return f"blk.{index}.ffn_norm"  # without a suffix
         if part.startswith("mamba."):
-            return f"blk.{index}.{mixer_name(part.removeprefix('mamba.'))}"
+            return f"blk.{index}.{gguf_mixer_name(part.removeprefix('mamba.'))}"
         for linear, matrix in (("input_linear", "gate"), ("up_linear", "up"), ("", "down")):
             if part.startswith(f"shared_mlp.{linear}"):
                 beside = f"blk.{index}.ffn_{matrix}_shexp.weight"
@@ -171,7 +171,7 @@ class HybridGgufSource(GgufSource):
         if ".shared_mlp.input_linear." in name:
             up = super().stored_tensor(name.replace("input_linear", "up_linear"))
             return torch.cat((tensor, up))
-        return before_conversion(name, tensor) if ".mamba." in name else tensor
+        return undo_gguf_conversion(name, tensor) if ".mamba." in name else tensor
 
 
 READERS: dict[str, tuple[Callable[[RawContainer], dict[str, Any]], type[GgufSource]]] = {

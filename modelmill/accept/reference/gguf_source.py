@@ -279,7 +279,7 @@ class GgufSource(TensorSource):
     def stored_tensor(self, name: str) -> Tensor:
         """Return the tensor dequantized, in the file's layout."""
         if ".experts." in name:
-            return self._expert(name)
+            return self._read_expert(name)
         if ".kv_b_proj." in name and not self.has(name):  # of newer files
             keys = super().stored_tensor(name.replace("kv_b_proj", "k_b_proj"))
             values = super().stored_tensor(name.replace("kv_b_proj", "v_b_proj"))
@@ -298,7 +298,7 @@ class GgufSource(TensorSource):
         if model_type in PERMUTED and ".self_attn.k_proj." in name:
             return undo_llama_qk_permutation(tensor, self._config["num_key_value_heads"])
         if model_type in ("gpt_neox", "falcon", "bloom") and ".query_key_value." in name:
-            return by_kv_head(tensor, self._config)
+            return interleave_qkv_by_kv_head(tensor, self._config)
         if model_type in ("gemma", "gemma2", "gemma3_text") and "norm." in name:
             return tensor - 1  # the converter adds 1
         if model_type == "gpt2" and tensor.ndim == 2 and ".h." in name:
@@ -315,7 +315,7 @@ class GgufSource(TensorSource):
             self._stack = name, stack
         return self._stack[1]
 
-    def _expert(self, name: str) -> Tensor:
+    def _read_expert(self, name: str) -> Tensor:
         """Return one expert's matrix; the last stack that was read is kept."""
         raw = self.raw_name(name)
         if self._stack is None or self._stack[0] != raw:
@@ -323,7 +323,7 @@ class GgufSource(TensorSource):
         return self._stack[1][int(name.partition(".experts.")[2].partition(".")[0])]
 
 
-def by_kv_head(rows: Tensor, config: Mapping[str, Any]) -> Tensor:
+def interleave_qkv_by_kv_head(rows: Tensor, config: Mapping[str, Any]) -> Tensor:
     """Reorder all q, all k, all v: of each KV head its queries' rows, its key's, its value's."""
     heads, kv_heads = int(config["num_attention_heads"]), int(config["num_kv_heads"])
     dim = rows.shape[0] // (heads + 2 * kv_heads)

@@ -20,9 +20,9 @@ class GlmReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.rope = self.partial_rope(factor=0.5)
-        self.biased = self.biases(names="qkv", default=True)
+        self.biased = self.projections_with_bias(names="qkv", default=True)
         if config["model_type"] == "glm4":
-            self.layer = self.sandwich
+            self.layer = self.sandwich_layer
             self.norm_paths |= {
                 "attn_post": "post_self_attn_layernorm",
                 "mlp_post": "post_mlp_layernorm",

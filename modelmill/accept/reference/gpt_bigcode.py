@@ -43,7 +43,7 @@ class GptBigCodeReference(Gpt2NamesReference):
         fused = self.read_affine(f"{self.LAYERS}.{index}.attn.c_attn", True)
         weights = super().mixer_weights(index)
         if not self.one_key:
-            return self.qkv_by_kv_head(fused) | weights
+            return self.split_qkv_by_kv_head(fused) | weights
         assert fused.bias is not None
         sizes = [self.hidden_size, self.head_dim, self.head_dim]
         parts = zip("qkv", fused.weight.split(sizes), fused.bias.split(sizes), strict=True)

@@ -36,15 +36,18 @@ class GptNeoXReference(PlainDecoderReference):
             theta=float(config.get("rotary_emb_base", 10000.0)),
         )
         self.projection_paths = MEGATRON_PROJECTIONS | {"o_proj": "attention.dense"}
-        self.biased = self.biases(names=("qkv", "o_proj"), default=True) | {"fc", "down"}
+        self.biased = self.projections_with_bias(names=("qkv", "o_proj"), default=True) | {
+            "fc",
+            "down",
+        }
         self.mlp_norm = True
         if config.get("use_parallel_residual", True):
-            self.layer = self.parallel
+            self.layer = self.parallel_branch_layer
 
     def mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each head."""
         stem = f"{self.LAYERS}.{index}.attention.query_key_value"
-        qkv = self.qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
+        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
         return qkv | super().mixer_weights(index)
 
 

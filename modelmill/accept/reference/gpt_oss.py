@@ -26,10 +26,10 @@ class GptOssReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.biased = self.biases(default=True)
+        self.biased = self.projections_with_bias(default=True)
         scaled = config.get("rope_scaling") or config.get("rope_parameters")
         scaling: dict[str, Any] = {} if scaled else {"rope_parameters": YARN}
-        self.rope = self.plain_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
+        self.rope = self.build_rope(rope_theta=config.get("rope_theta") or 150000.0, **scaling)
         self.windows = self.interleaved_windows(int(config.get("sliding_window", 128)), 2)
         self.num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 128)
         self.top_k = int(config.get("num_experts_per_tok") or 4)
@@ -62,23 +62,23 @@ class GptOssReference(PlainDecoderReference):
             name = f"{stem}.mlp.experts.{matrix}"
             biases = self.source.get(f"{name}_bias")
             for expert in range(self.num_experts):
-                rows = self._rows(name, expert)
+                rows = self._read_expert_matrix(name, expert)
                 for first, part in enumerate(parts):
                     weights[f"experts.{expert}.{part}"] = Affine(
                         rows[first :: len(parts)], biases[expert, first :: len(parts)]
                     )
         return weights
 
-    def _rows(self, name: str, expert: int) -> Tensor:
+    def _read_expert_matrix(self, name: str, expert: int) -> Tensor:
         """Return an expert's matrix [out, in]; gate and up take turns."""
         if not self.source.has(f"{name}_blocks"):
             return self.source.stored_tensor(name)[expert].to(self.device, self.dtype).T
         blocks = self.source.stored_tensor(f"{name}_blocks")[expert].to(self.device)
         exponents = self.source.stored_tensor(f"{name}_scales")[expert].to(self.device)
         codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2).long()
-        return (e2m1(codes).to(self.dtype) * self._powers(exponents)).flatten(1)
+        return (decode_e2m1(codes).to(self.dtype) * self._decode_e8m0(exponents)).flatten(1)
 
-    def _powers(self, exponents: Tensor) -> Tensor:
+    def _decode_e8m0(self, exponents: Tensor) -> Tensor:
         return 2.0 ** (exponents.to(torch.float64) - 127).to(self.dtype)[..., None]
 
     def mlp(self, r: LayerRecorder, normed: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ class GptOssReference(PlainDecoderReference):
         for token, row in enumerate(logits):
             best = sorted(range(len(row)), key=lambda e: -float(row[e]))[: self.top_k]
             routing[token, best] = row[best].softmax(-1)
-        total = self.mix_experts(r, normed, routing, logits, self._expert)
+        total = self.combine_experts(r, normed, routing, logits, self._run_expert)
         return r.record("mlp_out", total, normed)
 
-    def _expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+    def _run_expert(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
         low = torch.minimum(gate, torch.full_like(gate, self.limit))
@@ -100,7 +100,7 @@ class GptOssReference(PlainDecoderReference):
         return r.linear(f"{name}.down", r.record(f"{name}.act", act, gate, up))
 
 
-def e2m1(codes: Tensor) -> Tensor:
+def decode_e2m1(codes: Tensor) -> Tensor:
     """Return the numbers of 4 bits: a sign, two of exponent with bias 1, one of mantissa."""
     sign, exponent, mantissa = codes // 8, codes // 2 % 4, codes % 2
     subnormal = mantissa * 0.5

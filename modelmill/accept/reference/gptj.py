@@ -27,7 +27,7 @@ class GptJReference(Gpt2NamesReference):
         mlp = {"fc": "mlp.fc_in", "down": "mlp.fc_out"}
         self.projection_paths = attention | {"o_proj": "attn.out_proj"} | mlp
         self.biased = frozenset(mlp)
-        self.layer = self.parallel
+        self.layer = self.parallel_branch_layer
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Add the head's bias."""

@@ -13,8 +13,8 @@ class GraniteReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         self.score_scale = float(config.get("attention_multiplier", 1.0))
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.branch_scale = float(config.get("residual_multiplier", 1.0))

@@ -23,7 +23,7 @@ class GraniteSWAReference(GraniteReference):
         for base in filter(None, bases):
             key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
             scaling = {**(config.get(key) or {}), "rope_theta": base}
-            self.rope = self.plain_rope(**{"rope_theta": base, key: scaling})
+            self.rope = self.build_rope(**{"rope_theta": base, key: scaling})
         size, types = config.get("sliding_window", 128), config.get("layer_types")
         for layer in range(self.num_layers):
             is_full = layer % 4 == 0 if types is None else types[layer] == "full_attention"

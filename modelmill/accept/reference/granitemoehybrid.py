@@ -31,9 +31,11 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         self.ssm_bias = bool(config.get("mamba_proj_bias", False))
         self.conv_bias = bool(config.get("mamba_conv_bias", True))
         types = config.get("layer_types") or config.get("layers_block_type")
-        self.recurrent = [types is None or each in RECURRENT_TYPES for each in self._each(types)]
+        self.recurrent = [
+            types is None or each in RECURRENT_TYPES for each in self._types_per_layer(types)
+        ]
 
-    def _each(self, types: list[str] | None) -> list[str]:
+    def _types_per_layer(self, types: list[str] | None) -> list[str]:
         return types or [""] * self.num_layers
 
     def mixer_weights(self, index: int) -> LayerWeights:
@@ -53,7 +55,7 @@ class GraniteMoeHybridReference(Mamba2Mixin, GraniteMoeReference):
         shared = {f"shared_expert.{name}": affine for name, affine in mlp.items()}
         return super().mlp_weights(index) | shared
 
-    def shared(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def run_shared_expert(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Run the MLP beside the experts."""
         return self.run_expert(r, "shared_expert", x)
 

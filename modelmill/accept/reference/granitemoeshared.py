@@ -22,7 +22,7 @@ class GraniteMoeSharedReference(GraniteMoeReference):
         parts = {"gate": gate, "up": up, "down": down}
         return weights | {f"shared_expert.{name}": Affine(part) for name, part in parts.items()}
 
-    def shared(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def run_shared_expert(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Run the MLP beside the experts."""
         return self.run_expert(r, "shared_expert", x)
 

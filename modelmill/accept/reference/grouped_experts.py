@@ -49,33 +49,33 @@ class GroupedExpertsMixin(PlainDecoderReference):
         weights = self.attention_projections(index)
         stem = f"{self.LAYERS}.{index}.mlp"
         if index < self.first_experts:
-            return weights | self._mlp(stem, "")
+            return weights | self._read_mlp_weights(stem, "")
         weights["router"] = self.read_affine(f"{stem}.gate", False)
         for expert in range(self.num_experts):
-            weights |= self._mlp(f"{stem}.experts.{expert}", f"experts.{expert}.")
-        return weights | self._mlp(f"{stem}.shared_experts", "shared_expert.")
+            weights |= self._read_mlp_weights(f"{stem}.experts.{expert}", f"experts.{expert}.")
+        return weights | self._read_mlp_weights(f"{stem}.shared_experts", "shared_expert.")
 
-    def _mlp(self, stem: str, prefix: str) -> LayerWeights:
+    def _read_mlp_weights(self, stem: str, prefix: str) -> LayerWeights:
         return {
             f"{prefix}{name}": self.read_affine(f"{stem}.{name}_proj", False)
             for name in ("gate", "up", "down")
         }
 
-    def mlp_of(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
+    def run_mlp_or_experts(self, index: int, r: LayerRecorder, normed: Tensor) -> Tensor:
         """Run a layer's MLP, or its experts."""
         if index < self.first_experts:
             return self.mlp(r, normed)
         scores = self.score(r.linear("router", normed))
         bias = self.selection_bias(index)
-        routing = torch.stack([self._choose(row, bias) for row in scores])
-        total = self.mix_experts(r, normed, routing, scores, self._gated)
-        return r.record("mlp_out", total + self._gated(r, "shared_expert", normed), normed)
+        routing = torch.stack([self._select_experts(row, bias) for row in scores])
+        total = self.combine_experts(r, normed, routing, scores, self._run_gated_mlp)
+        return r.record("mlp_out", total + self._run_gated_mlp(r, "shared_expert", normed), normed)
 
     def score(self, logits: Tensor) -> Tensor:
         """Return the experts' scores."""
         return logits.sigmoid()
 
-    def group_strength(self, scores: list[float]) -> float:
+    def group_score(self, scores: list[float]) -> float:
         """Return what a group is chosen by: the sum of its two best scores."""
         return sum(sorted(scores, reverse=True)[:2])
 
@@ -83,12 +83,12 @@ class GroupedExpertsMixin(PlainDecoderReference):
         """Return what is added to a layer's scores for the choice, [E]."""
         return self.source.get(f"{self.LAYERS}.{index}.mlp.gate.e_score_correction_bias")
 
-    def _choose(self, scores: Tensor, bias: Tensor) -> Tensor:
+    def _select_experts(self, scores: Tensor, bias: Tensor) -> Tensor:
         """[E]: the weights of one token's experts, 0 for the others."""
         ranked = (scores + bias).tolist()
         size = self.num_experts // self.groups
         parts = [range(g * size, (g + 1) * size) for g in range(self.groups)]
-        strength = [self.group_strength([ranked[e] for e in part]) for part in parts]
+        strength = [self.group_score([ranked[e] for e in part]) for part in parts]
         best = sorted(range(self.groups), key=lambda g: -strength[g])[: self.top_groups]
         allowed = [e for g in best for e in parts[g]]
         chosen = sorted(allowed, key=lambda e: -ranked[e])[: self.top_k]
@@ -96,15 +96,15 @@ class GroupedExpertsMixin(PlainDecoderReference):
         weights[chosen] = scores[chosen] * self.routed_scale
         return weights / scores[chosen].sum() if self.renormalizes else weights
 
-    def _gated(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
+    def _run_gated_mlp(self, r: LayerRecorder, name: str, x: Tensor) -> Tensor:
         if name != "shared_expert":
             r.record(f"{name}.input", x)
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
         return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
 
-    def pre_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def pre_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + A(norm(x)), then the same with the MLP or the experts."""
         branch = self.attention(index, r, self.norm(r, "input_norm", x), prompt_length)
         middle = r.record("post_attn_residual", x + branch, x, branch)
-        branch = self.mlp_of(index, r, self.norm(r, "mlp_norm", middle))
+        branch = self.run_mlp_or_experts(index, r, self.norm(r, "mlp_norm", middle))
         r.record("output", middle + branch, middle, branch)

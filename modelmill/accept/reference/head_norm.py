@@ -14,30 +14,32 @@ from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
-class HeadNormMixin(PlainDecoderReference):
+class PerHeadQKNormMixin(PlainDecoderReference):
     """A decoder with such norms, which are among its ``norm_paths``."""
 
     @property
-    def norms_heads(self) -> bool:
+    def has_qk_norm(self) -> bool:
         """Return whether the checkpoint has them."""
         return "q_norm" in self.norm_paths
 
-    def norm_heads(self, flat: Tensor, weights: Affine) -> Tensor:
+    def norm_per_head(self, flat: Tensor, weights: Affine) -> Tensor:
         """Norm each head of [T, heads·dim]."""
         heads = flat.reshape(len(flat), -1, self.head_dim)
         return self.apply_norm(heads, weights, self.eps).reshape(flat.shape)
 
     def norm_qk(self, r: LayerRecorder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k."""
-        if not self.norms_heads:
+        if not self.has_qk_norm:
             return q, k
-        return self.norm_heads(q, r.weights["q_norm"]), self.norm_heads(k, r.weights["k_norm"])
+        return self.norm_per_head(q, r.weights["q_norm"]), self.norm_per_head(
+            k, r.weights["k_norm"]
+        )
 
     @torch.no_grad()
     def norm_and_rope_queries(self, index: int, flat: Tensor) -> Tensor | None:
         """Return queries [T, heads·dim] after QK norm and RoPE; None without QK norm."""
-        if not self.norms_heads:
+        if not self.has_qk_norm:
             return None
         x = flat.to(self.device, self.dtype)
-        q = self.norm_heads(x, self.norm_weights(index, "q_norm"))
+        q = self.norm_per_head(x, self.norm_weights(index, "q_norm"))
         return q if index in self.unrotated else self.rotate(index, q, len(q))

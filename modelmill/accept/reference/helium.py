@@ -16,8 +16,10 @@ class HeliumReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope(theta=100000.0)
-        self.biased = self.biases(names="qkv") | self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope(theta=100000.0)
+        self.biased = self.projections_with_bias(names="qkv") | self.projections_with_bias(
+            "mlp_bias", MLP
+        )
 
 
 REFERENCE = HeliumReference

@@ -13,13 +13,13 @@ class HyperCLOVAXReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         self.score_scale = float(config.get("attention_multiplier") or self.score_scale)
         self.embedding_scale = float(config.get("embedding_multiplier", 1.0))
         self.logit_scale = float(config.get("logits_scaling", 1.0))
         if config.get("use_post_norm", True):
-            self.layer = self.sandwich
+            self.layer = self.sandwich_layer
             self.norm_paths |= {"attn_post": "post_norm1", "mlp_post": "post_norm2"}
         else:
             self.branch_scale = float(config.get("residual_multiplier", 1.0))

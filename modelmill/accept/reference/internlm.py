@@ -23,7 +23,7 @@ class InternLMReference(PlainDecoderReference):
             kind,
             {"factor": rotary.get("scaling_factor", 1.0)},
         )
-        self.biased = self.biases("bias", default=True)
+        self.biased = self.projections_with_bias("bias", default=True)
 
 
 REFERENCE = InternLMReference

@@ -17,18 +17,18 @@ class InternLM2Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.norm_paths = {"input_norm": "attention_norm", "mlp_norm": "ffn_norm"}
         mlp = {"gate": "w1", "up": "w3", "down": "w2"}
         self.projection_paths = {"o_proj": "attention.wo"} | {
             name: f"feed_forward.{path}" for name, path in mlp.items()
         }
-        self.biased = self.biases("bias", ("qkv", "o_proj"), default=True)
+        self.biased = self.projections_with_bias("bias", ("qkv", "o_proj"), default=True)
 
     def mixer_weights(self, index: int) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head."""
         stem = f"{self.LAYERS}.{index}.attention.wqkv"
-        qkv = self.qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
+        qkv = self.split_qkv_by_kv_head(self.read_affine(stem, "qkv" in self.biased))
         return qkv | super().mixer_weights(index)
 
 

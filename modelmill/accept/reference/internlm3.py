@@ -15,7 +15,7 @@ class InternLM3Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         qkv = config.get("qkv_bias", config.get("attention_bias"))
         others = config.get("bias", config.get("mlp_bias"))
         self.biased = frozenset((*("qkv" if qkv else ""), *(("o_proj", *MLP) if others else ())))

@@ -15,8 +15,8 @@ class IQuestCoderReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
 
 
 REFERENCE = IQuestCoderReference

@@ -24,9 +24,11 @@ class Jais2Reference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.activation = self.read_activation("hidden_act", "relu2")
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
-        self.biased = self.biases(default=True) | self.biases("mlp_bias", PLAIN_MLP, default=True)
+        self.biased = self.projections_with_bias(default=True) | self.projections_with_bias(
+            "mlp_bias", PLAIN_MLP, default=True
+        )
 
 
 REFERENCE = Jais2Reference

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import NORMS, Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MLP_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-class Lfm2Reference(HeadNormMixin):
+class Lfm2Reference(PerHeadQKNormMixin):
     """Lfm2ForCausalLM."""
 
     FINAL_NORM = "model.embedding_norm"
@@ -28,7 +28,7 @@ class Lfm2Reference(HeadNormMixin):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope(theta=1e6)
+        self.rope = self.build_rope(theta=1e6)
         self.norm_paths = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
         self.norm_paths |= {name: f"self_attn.{name[0]}_layernorm" for name in HEAD_NORMS}
         self.projection_paths["o_proj"] = "self_attn.out_proj"

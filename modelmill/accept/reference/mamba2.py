@@ -38,7 +38,7 @@ class Mamba2Mixin(PlainDecoderReference):
     conv_bias: bool
 
     @property
-    def step_limit(self) -> tuple[float, float]:
+    def time_step_limits(self) -> tuple[float, float]:
         """Return the least and the largest Δ."""
         low, high = self.config.get("time_step_limit") or (0.0, float("inf"))
         return float(low), float(high)
@@ -75,7 +75,7 @@ class Mamba2Mixin(PlainDecoderReference):
         """Run a layer's recurrence up to its output projection."""
         z, x, b, c, dt = (r.linear(name, normed) for name in ("z", "x", "B", "C", "dt"))
         mixed = self.convolve_with_bias(r, torch.cat((x, b, c), -1))
-        return self.gate(r, self.scan(r, mixed, dt), z)
+        return self.gate(r, self.ssm_scan(r, mixed, dt), z)
 
     def gate(self, r: LayerRecorder, y: Tensor, z: Tensor) -> Tensor:
         """Gate a recurrence's output by z, then norm it in groups."""
@@ -93,7 +93,7 @@ class Mamba2Mixin(PlainDecoderReference):
         r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
         return r.record("conv", F.silu(out if bias is None else out + bias), x)
 
-    def scan(self, r: LayerRecorder, mixed: Tensor, dt: Tensor) -> Tensor:
+    def ssm_scan(self, r: LayerRecorder, mixed: Tensor, dt: Tensor) -> Tensor:
         """Run the recurrence over x, B, C and the steps [T, heads]."""
         inner, shared = self.ssm_heads * self.ssm_dim, self.ssm_groups * self.ssm_state
         x, b, c = mixed.split([inner, shared, shared], -1)
@@ -102,7 +102,7 @@ class Mamba2Mixin(PlainDecoderReference):
         b, c = (
             each.reshape(len(x), self.ssm_groups, -1).repeat_interleave(group, 1) for each in (b, c)
         )
-        delta = F.softplus(dt + r.weights["dt_bias"].weight).clamp(*self.step_limit)
+        delta = F.softplus(dt + r.weights["dt_bias"].weight).clamp(*self.time_step_limits)
         decay = torch.exp(-r.weights["A_log"].weight.exp() * delta)
         h = x.new_zeros(self.ssm_heads, self.ssm_state, self.ssm_dim)
         y = torch.empty_like(x)
@@ -131,13 +131,13 @@ class Mamba2Reference(Mamba2Mixin):
         self.ssm_bias = bool(config.get("use_bias", False))
         self.conv_bias = bool(config.get("use_conv_bias", True))
         self.norm_paths = {"input_norm": "norm"}
-        self.layer = self.mixer_alone
+        self.layer = self.mixer_only_layer
 
     def projections(self, index: int) -> LayerWeights:
         """Read a layer's recurrence."""
         return self.ssm_weights(f"{self.LAYERS}.{index}.mixer")
 
-    def mixer_alone(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def mixer_only_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + M(norm(x))."""
         del index, prompt_length
         branch = self.ssm(r, self.norm(r, "input_norm", x))

@@ -16,7 +16,7 @@ class MiniCpmReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.rope = self.partial_rope()
-        self.biased = self.biases()
+        self.biased = self.projections_with_bias()
         self.embedding_scale = float(config.get("scale_emb", 1.0))
         self.branch_scale = float(config.get("scale_depth", 1.0)) / self.num_layers**0.5
         self.logit_scale = float(config.get("dim_model_base", 1)) / self.hidden_size

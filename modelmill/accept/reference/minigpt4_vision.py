@@ -144,7 +144,7 @@ class MiniGpt4VisionReference(VisionReference):
         q, v = (self.source.get(f"{name.removesuffix('qkv')}{part}_bias") for part in "qv")
         return Affine(weight, torch.cat((q, torch.zeros_like(q), v)))
 
-    def engine_matrix(self, path: str) -> Tensor:
+    def matrix_for_engine_path(self, path: str) -> Tensor:
         """Return the checkpoint's matrix of the engine's module ``path``."""
         return self.matrix(path.removeprefix("image_embedder.")).weight
 
@@ -186,7 +186,7 @@ class MiniGpt4VisionReference(VisionReference):
             yield _flattened_linear_stage(
                 f"{names[0]}.dense", i, "qformer.down", F.gelu(inner), out
             )
-            x = self._output_norm(names, F.gelu(inner), x, i, "feed_forward")
+            x = self._project_add_norm(names, F.gelu(inner), x, i, "feed_forward")
             yield ReferenceStage(engine_name, i, "qformer.layer", (before, image_features), (x,))
 
     def _qformer_attention_stages(
@@ -219,12 +219,12 @@ class MiniGpt4VisionReference(VisionReference):
         yield _flattened_linear_stage(
             f"{engine_name}.output.dense", layer, f"qformer.{attention_name}.dense", mixed, dense
         )
-        out = self._output_norm(
+        out = self._project_add_norm(
             (f"{engine_name}.output", f"{file_name}.output"), mixed, x, layer, attention_name
         )
         yield ReferenceStage(engine_name, layer, f"qformer.{attention_name}", (x, source), (out,))
 
-    def _output_norm(
+    def _project_add_norm(
         self, names: tuple[str, str], x: Tensor, residual: Tensor, layer: int, module: str
     ) -> Tensor:
         """Projection, residual and norm.
@@ -259,7 +259,7 @@ class MiniGpt4VisionReference(VisionReference):
         return norm(x)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return project(x, self.used_matrix(name, f"image_embedder.{name}"))
+        return project(x, self.engine_or_checkpoint_matrix(name, f"image_embedder.{name}"))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

@@ -34,10 +34,10 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         if config.get("rotary_dim"):
             config.setdefault("partial_rotary_factor", config["rotary_dim"] / config["head_dim"])
         super().__init__(source, config)
-        self.norm_paths, self.layer = dict(NORMS), self.pre_norm
+        self.norm_paths, self.layer = dict(NORMS), self.pre_norm_layer
         self.biased = frozenset()
 
-    def plain_rope(self, *, theta: float = 5000000.0, **changes: Any) -> ReferenceRope:
+    def build_rope(self, *, theta: float = 5000000.0, **changes: Any) -> ReferenceRope:
         """Return the rotation of a part of each head, as a config changed so says."""
         return partial_rope(self.config | changes, self.head_dim, self.max_position, theta=theta)
 
@@ -48,7 +48,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm; that of q and k as the engine stores their channels."""
         affine = super().norm_weights(index, name)
-        return self.present(affine) if name == "qk_norm" else affine
+        return self.to_engine_channel_order(affine) if name == "qk_norm" else affine
 
     def mlp_weights(self, index: int) -> LayerWeights:
         """Read a layer's router with its bias, and the experts."""
@@ -63,7 +63,7 @@ class MiniMaxM2Reference(Olmo2Reference, ExpertsMixin):
         for token, row in enumerate(ranked):
             best = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: self.top_k]
             routing[token, best] = scores[token, best] / scores[token, best].sum()
-        total = self.mix_experts(r, normed, routing, scores, self.run_expert)
+        total = self.combine_experts(r, normed, routing, scores, self.run_expert)
         return r.record("mlp_out", total, normed)
 
 

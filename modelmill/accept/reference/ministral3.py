@@ -30,7 +30,7 @@ class Ministral3Reference(PlainDecoderReference):
         scales = scaling.get("rope_type", scaling.get("type")) in ("yarn", "llama3")
         outside = config.get(length) if scales else None
         self.trained = int(outside or scaling[length])
-        self.rope = self.plain_rope(rope_scaling=scaling)
+        self.rope = self.build_rope(rope_scaling=scaling)
         self.windows = [config.get("sliding_window")] * self.num_layers
 
     def logn_scaling(self, count: int) -> Tensor:

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, project
 from modelmill.accept.reference.granite import GraniteReference
-from modelmill.accept.reference.head_norm import HEAD_NORMS, HeadNormMixin
+from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.olmo2 import Olmo2Reference
-from modelmill.accept.reference.plain_decoder import NORMS, PlainDecoderReference, by_model_type
+from modelmill.accept.reference.plain_decoder import (
+    NORMS,
+    PlainDecoderReference,
+    reference_by_model_type,
+)
 from modelmill.accept.reference.rope import ReferenceRope, rope_from_config
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -73,7 +77,7 @@ class ExpertsMixin(PlainDecoderReference):
         """Return the rotation."""
         return rope_from_config(config, self.head_dim, length)
 
-    def use_rope(self, rope: ReferenceRope) -> None:
+    def set_rope(self, rope: ReferenceRope) -> None:
         """Rotate by another table than config.json's."""
         self.rope = rope
 
@@ -106,13 +110,13 @@ class ExpertsMixin(PlainDecoderReference):
         if "router" not in r.weights:
             return super().mlp(r, normed)
         probabilities = r.linear("router", normed).softmax(-1)
-        routing = self.choose(probabilities)
-        total = self.mix_experts(r, normed, routing, probabilities, self.run_expert)
+        routing = self.select_experts(probabilities)
+        total = self.combine_experts(r, normed, routing, probabilities, self.run_expert)
         if "shared_expert.gate" in r.weights:
-            total = total + self.shared(r, normed)
+            total = total + self.run_shared_expert(r, normed)
         return r.record("mlp_out", total, normed)
 
-    def choose(self, probabilities: Tensor) -> Tensor:
+    def select_experts(self, probabilities: Tensor) -> Tensor:
         """[T, E]: the weights of each token's experts, 0 for the others."""
         kept = torch.zeros_like(probabilities)
         for token, row in enumerate(probabilities):
@@ -128,7 +132,7 @@ class ExpertsMixin(PlainDecoderReference):
         gate, up = r.linear(f"{name}.gate", x), r.linear(f"{name}.up", x)
         return r.linear(f"{name}.down", r.record(f"{name}.act", self.activation(gate) * up, gate))
 
-    def shared(self, r: LayerRecorder, x: Tensor) -> Tensor:
+    def run_shared_expert(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Run the expert that every token has, weighted by its gate."""
         out = self.run_expert(r, "shared_expert", x)
         weight = project(x, r.weights["shared_expert_gate"]).sigmoid()
@@ -148,7 +152,7 @@ class MixtralReference(ExpertsMixin):
         self.windows = [config.get("sliding_window")] * self.num_layers
 
 
-class QwenMoEReference(HeadNormMixin, ExpertsMixin):
+class QwenMoEReference(PerHeadQKNormMixin, ExpertsMixin):
     """Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
@@ -160,12 +164,12 @@ class QwenMoEReference(HeadNormMixin, ExpertsMixin):
             if config.get("qkv_bias", True):
                 self.biased = frozenset("qkv")
         else:
-            self.biased = self.biases()
+            self.biased = self.projections_with_bias()
             self.norm_paths |= HEAD_NORMS
         if config.get("use_sliding_window"):
-            self.windows = [self._window(layer) for layer in range(self.num_layers)]
+            self.windows = [self._sliding_window_of(layer) for layer in range(self.num_layers)]
 
-    def _window(self, layer: int) -> int | None:
+    def _sliding_window_of(self, layer: int) -> int | None:
         size = self.config.get("sliding_window", 4096)
         types = self.config.get("layer_types")
         if types and self.is_qwen2:
@@ -181,7 +185,7 @@ class OlmoeReference(Olmo2Reference, ExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.norm_paths = dict(NORMS)
-        self.layer = self.pre_norm
+        self.layer = self.pre_norm_layer
         length = int(config.get("max_position_embeddings") or DEFAULT_POSITIONS["olmoe"])
         self.rope = rope_from_config(config, self.head_dim, length)
         self.renormalizes = bool(config.get("norm_topk_prob", False))
@@ -203,7 +207,7 @@ class GraniteMoeReference(GraniteReference, ExpertsMixin):
         return Affine(rows)
 
 
-REFERENCE = by_model_type(
+REFERENCE = reference_by_model_type(
     {
         "mixtral": MixtralReference,
         "qwen2_moe": QwenMoEReference,

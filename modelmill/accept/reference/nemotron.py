@@ -27,7 +27,9 @@ class NemotronReference(PlainDecoderReference):
         self.activation = self.read_activation("hidden_act", "relu2")
         self.rope = self.partial_rope(factor=0.5)
         self.projection_paths = {name: PROJECTIONS[name] for name in MIXER} | PLAIN_MLP
-        self.biased = self.biases() | self.biases("mlp_bias", PLAIN_MLP)
+        self.biased = self.projections_with_bias() | self.projections_with_bias(
+            "mlp_bias", PLAIN_MLP
+        )
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return weight and bias of a norm; the weight is stored less 1."""

@@ -20,8 +20,8 @@ class OlmoReference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.eps = 1e-5
-        self.rope = self.plain_rope()
-        self.biased = self.biases()
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias()
         self.clip = config.get("clip_qkv")
 
     def norm_weights(self, index: int | None, name: str) -> Affine:

@@ -20,13 +20,13 @@ class Olmo2Reference(QKNormReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases()
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias()
         self.norm_paths = {
             "attn_post": "post_attention_layernorm",
             "mlp_post": "post_feedforward_layernorm",
         }
-        self.layer = self.post_norm
+        self.layer = self.post_norm_layer
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return the weight of a norm; of "qk_norm" q's, then k's."""
@@ -35,7 +35,7 @@ class Olmo2Reference(QKNormReference):
         stem = f"{self.LAYERS}.{index}.self_attn"
         return Affine(torch.cat([self.source.get(f"{stem}.{n}_norm.weight") for n in "qk"]))
 
-    def norm_both(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         """Norm all heads of q together, and all heads of k together."""
         q_weight, k_weight = weights.weight.split([q.shape[-1], k.shape[-1]])
         return rms_norm(q, Affine(q_weight), self.eps), rms_norm(k, Affine(k_weight), self.eps)

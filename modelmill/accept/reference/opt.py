@@ -35,7 +35,7 @@ class OptReference(PlainDecoderReference):
             "fc": "fc1",
             "down": "fc2",
         }
-        self.biased = self.biases("enable_bias", self.projection_paths, default=True)
+        self.biased = self.projections_with_bias("enable_bias", self.projection_paths, default=True)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Add each position's row, which is two rows further down."""

@@ -29,7 +29,7 @@ class PhiReference(QKNormReference):
         self.projection_paths = attention | {"o_proj": "self_attn.dense"} | mlp
         self.biased = frozenset(self.projection_paths)
         self.norms_qk = bool(config.get("qk_layernorm"))
-        self.layer = self.parallel
+        self.layer = self.parallel_branch_layer
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
         """Return weight and bias of a norm; of "qk_norm" q's values, then k's."""
@@ -40,9 +40,9 @@ class PhiReference(QKNormReference):
             torch.cat([self.source.get(f"{stem}.{part}_layernorm.{kind}") for part in "qk"])
             for kind in ("weight", "bias")
         )
-        return self.present(Affine(weight, bias))
+        return self.to_engine_channel_order(Affine(weight, bias))
 
-    def norm_both(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         """Norm each head of q with one weight, each of k with another."""
         assert weights.bias is not None, "these norms have a bias"
         values = zip(weights.weight.chunk(2), weights.bias.chunk(2), strict=True)

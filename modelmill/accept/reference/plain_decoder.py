@@ -4,10 +4,10 @@ A family's file sets the sizes, names and switches in its ``__init__``, and over
 computes differently. Each way of joining the parts of a layer is a method here, written from the
 papers:
 
-* ``pre_norm``   x + A(norm(x)), then the same with the MLP (GPT-2, LLaMA)
-* ``parallel``   x + A(norm(x)) + M(norm(x)) (GPT-J, GPT-NeoX, PaLM: arXiv:2204.02311)
-* ``post_norm``  x + norm(A(x)), then the same with the MLP (OLMo 2: arXiv:2501.00656)
-* ``sandwich``   x + norm(A(norm(x))), then the same with the MLP (Gemma 2: arXiv:2408.00118)
+* ``pre_norm_layer``   x + A(norm(x)), then the same with the MLP (GPT-2, LLaMA)
+* ``parallel_branch_layer``   x + A(norm(x)) + M(norm(x)) (GPT-J, GPT-NeoX, PaLM: arXiv:2204.02311)
+* ``post_norm_layer``  x + norm(A(x)), then the same with the MLP (OLMo 2: arXiv:2501.00656)
+* ``sandwich_layer``   x + norm(A(norm(x))), then the same with the MLP (Gemma 2: arXiv:2408.00118)
 
 Rows of q and k are presented as the engine stores them, the two channels of each rotated pair half
 a head apart; the rotation itself is computed in the checkpoint's own order.
@@ -37,8 +37,8 @@ from modelmill.accept.reference.rope import (
     ReferenceRope,
     partial_rope,
     rope_from_config,
-    turn_halves,
-    turn_neighbours,
+    rotate_halves,
+    rotate_interleaved,
 )
 from modelmill.accept.reference.tensor_source import TensorSource
 from modelmill.core.errors import UnknownArchitecture
@@ -79,7 +79,7 @@ class Defaults:
     tied: bool = False
 
 
-def by_model_type(
+def reference_by_model_type(
     references: Mapping[str, type[PlainDecoderReference]],
 ) -> Callable[[TensorSource, dict[str, Any]], PlainDecoderReference]:
     """Return the REFERENCE of a file whose families have a class each."""
@@ -139,7 +139,7 @@ class PlainDecoderReference(ReferenceModel):
         self.mlp_norm = False
         self.score_softcap: float | None = None
         self.alibi_slopes: list[float] | None = None
-        self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm
+        self.layer: Callable[[int, LayerRecorder, Tensor, int], None] = self.pre_norm_layer
 
     def read_int(self, *keys: str) -> int:
         """Return the first of these keys that the config has."""
@@ -148,13 +148,13 @@ class PlainDecoderReference(ReferenceModel):
             raise UnknownArchitecture(f"config.json has no {keys[0]}")
         return int(value)
 
-    def biases(
+    def projections_with_bias(
         self, key: str = "attention_bias", names: Iterable[str] = MIXER, *, default: bool = False
     ) -> frozenset[str]:
         """Return these projections if the config says under this key that they have a bias."""
         return frozenset(names if self.config.get(key, default) else ())
 
-    def plain_rope(self, *, theta: float = 10000.0, **changes: Any) -> ReferenceRope:
+    def build_rope(self, *, theta: float = 10000.0, **changes: Any) -> ReferenceRope:
         """Return the rotation of whole heads, the config changed so; theta: the default base."""
         base = {"rope_theta": self.config.get("rope_theta") or theta}
         return rope_from_config(self.config | base | changes, self.head_dim, self.max_position)
@@ -219,7 +219,7 @@ class PlainDecoderReference(ReferenceModel):
         """Read the weights of one layer in float32."""
         weights = {name: self.norm_weights(index, name) for name in self.norm_names()}
         for name, affine in self.projections(index).items():
-            weights[name] = self.present(affine) if name in ("q", "k") else affine
+            weights[name] = self.to_engine_channel_order(affine) if name in ("q", "k") else affine
         return weights
 
     def projections(self, index: int) -> LayerWeights:
@@ -247,7 +247,7 @@ class PlainDecoderReference(ReferenceModel):
         bias = self.source.get(f"{stem}.bias") if biased else None
         return Affine(self.source.get(f"{stem}.weight"), bias)
 
-    def qkv_by_kv_head(self, fused: Affine) -> LayerWeights:
+    def split_qkv_by_kv_head(self, fused: Affine) -> LayerWeights:
         """Take q, k and v out of the rows of each KV head: its queries, its key, its value."""
         group = self.num_heads // self.num_kv_heads
         parts = {"q": slice(0, group), "k": slice(group, group + 1), "v": slice(group + 1, None)}
@@ -264,7 +264,7 @@ class PlainDecoderReference(ReferenceModel):
 
     # the order of channels
 
-    def engine_order(self) -> Tensor:
+    def engine_channel_order(self) -> Tensor:
         """Return [dim]: the channel of a head that the engine stores at each place."""
         channels = torch.arange(self.head_dim)
         if self.rope is None:
@@ -275,9 +275,9 @@ class PlainDecoderReference(ReferenceModel):
         pairs = pairs.reshape(-1, 2).T if self.turns_neighbours else pairs.reshape(2, -1)
         return torch.cat((pairs, rest), dim=1).reshape(-1)
 
-    def present(self, affine: Affine) -> Affine:
+    def to_engine_channel_order(self, affine: Affine) -> Affine:
         """Order the rows of q or k as the engine stores them."""
-        order = self.engine_order()
+        order = self.engine_channel_order()
 
         def reorder(rows: Tensor) -> Tensor:
             heads = rows.reshape(-1, self.head_dim, *rows.shape[1:])
@@ -291,19 +291,19 @@ class PlainDecoderReference(ReferenceModel):
     def rotate(self, index: int, flat: Tensor, prompt_length: int) -> Tensor:
         """Rotate [T, heads·dim], both sides in the engine's order of channels."""
         slides = self.windows[index] is not None and self.local_rope is not None
-        rope = self.local_rope if slides else self.rope_for(prompt_length)
+        rope = self.local_rope if slides else self.rope_for_prompt_length(prompt_length)
         assert rope is not None, "a rotated layer"
-        order = self.engine_order()
+        order = self.engine_channel_order()
         x = flat.reshape(len(flat), -1, self.head_dim)
         natural = torch.empty_like(x)
         natural[..., order] = x
         # always computed on the CPU: the last bit of a frequency changes an angle
         tables = rope.cos_sin(len(x), prompt_length, x.dtype)
         cos, sin = (table.to(x.device) for table in tables)
-        turn = turn_neighbours if self.turns_neighbours else turn_halves
+        turn = rotate_interleaved if self.turns_neighbours else rotate_halves
         return turn(natural, cos, sin)[..., order].reshape(flat.shape)
 
-    def rope_for(self, prompt_length: int) -> ReferenceRope | None:
+    def rope_for_prompt_length(self, prompt_length: int) -> ReferenceRope | None:
         """Return the rotation; dynamic scaling is part of its tables, Qwen v1's is not."""
         del prompt_length
         return self.rope
@@ -360,7 +360,7 @@ class PlainDecoderReference(ReferenceModel):
         gate, up = r.linear("gate", normed), r.linear("up", normed)
         return r.linear("down", r.record("act", self.activation(gate) * up, gate, up))
 
-    def mix_experts(
+    def combine_experts(
         self,
         r: LayerRecorder,
         x: Tensor,
@@ -398,15 +398,15 @@ class PlainDecoderReference(ReferenceModel):
         self.layer(index, r, x, prompt_length)
         return r.trace
 
-    def pre_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def pre_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + A(norm(x)), then the same with the MLP; branches times ``branch_scale``."""
-        self._two_branches(index, r, x, prompt_length, self.scaled)
+        self._attention_then_mlp(index, r, x, prompt_length, self.scale_branch)
 
-    def sandwich(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def sandwich_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + norm(A(norm(x))), then the same with the MLP."""
-        self._two_branches(index, r, x, prompt_length, self.norm)
+        self._attention_then_mlp(index, r, x, prompt_length, self.norm)
 
-    def _two_branches(
+    def _attention_then_mlp(
         self,
         index: int,
         r: LayerRecorder,
@@ -422,13 +422,15 @@ class PlainDecoderReference(ReferenceModel):
         branch = behind(r, "mlp_post", branch)
         r.record("output", middle + branch, middle, branch)
 
-    def scaled(self, r: LayerRecorder, name: str, branch: Tensor) -> Tensor:
+    def scale_branch(self, r: LayerRecorder, name: str, branch: Tensor) -> Tensor:
         """Return the branch times its factor, if there is one."""
         if self.branch_scale is None:
             return branch
         return r.record(name, branch * self.branch_scale, branch)
 
-    def parallel(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def parallel_branch_layer(
+        self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int
+    ) -> None:
         """X + A(norm(x)) + M(norm(x)), the norm shared or not."""
         normed = self.norm(r, "input_norm", x)
         own = self.norm(r, "mlp_norm", x) if self.mlp_norm else normed
@@ -437,7 +439,7 @@ class PlainDecoderReference(ReferenceModel):
         both = r.record("branches", attention + mlp, attention, mlp)
         r.record("output", x + both, x, both)
 
-    def post_norm(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
+    def post_norm_layer(self, index: int, r: LayerRecorder, x: Tensor, prompt_length: int) -> None:
         """X + norm(A(x)), then the same with the MLP."""
         r.record("input", x)
         branch = self.norm(r, "attn_post", self.attention(index, r, x, prompt_length))

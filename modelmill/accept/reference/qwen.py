@@ -33,7 +33,7 @@ PROJECTIONS = {"o_proj": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down"
 NORMS = {"input_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
-def with_current_keys(config: dict[str, Any]) -> dict[str, Any]:
+def with_current_config_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config with current keys filled in from the old ones if only those are set."""
     filled = dict(config)
     for new, old in LEGACY_KEYS.items():
@@ -50,7 +50,7 @@ class QwenReference(DecoderReference):
     LAYERS = "transformer.h"
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
-        config = with_current_keys(config)
+        config = with_current_config_keys(config)
         width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         dim = int(config.get("kv_channels") or width // heads)
         self.seq_length = int(
@@ -74,7 +74,7 @@ class QwenReference(DecoderReference):
             return 1.0
         return max(2.0 ** math.ceil(math.log2(prompt_length / self.seq_length) + 1) - 1, 1.0)
 
-    def rope_for(self, prompt_length: int) -> ReferenceRope:
+    def rope_for_prompt_length(self, prompt_length: int) -> ReferenceRope:
         """Return the rotary embedding for a prompt of this length."""
         assert self.rope is not None
         d = self.rope.rotary_dim

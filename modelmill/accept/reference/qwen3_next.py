@@ -6,7 +6,7 @@ from typing import Any
 
 from modelmill.accept.reference.gated_delta_net import GatedDeltaNetMixin
 from modelmill.accept.reference.moe import ExpertsMixin
-from modelmill.accept.reference.plain_decoder import by_model_type
+from modelmill.accept.reference.plain_decoder import reference_by_model_type
 from modelmill.accept.reference.tensor_source import TensorSource
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -38,7 +38,7 @@ class Qwen35MoeReference(GatedDeltaNetMixin, ExpertsMixin):
     shared_path = "mlp.shared_expert"
 
 
-REFERENCE = by_model_type(
+REFERENCE = reference_by_model_type(
     {
         "qwen3_next": Qwen3NextReference,
         "qwen3_5_text": Qwen35Reference,

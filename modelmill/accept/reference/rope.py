@@ -68,9 +68,9 @@ class ReferenceRope:
         if self.rope_type == "linear":
             return plain / float(self.options["factor"])
         if self.rope_type == "llama3":
-            return self._llama3(plain)
+            return self._llama3_frequencies(plain)
         if self.rope_type == "yarn":
-            return self._yarn(plain)
+            return self._yarn_frequencies(plain)
         if self.rope_type == "longrope":
             return plain / self._longrope_divisors(count, prompt_length).to(dtype)
         if self.rope_type == "factors" and self.factors is not None:
@@ -82,7 +82,7 @@ class ReferenceRope:
     def attention_factor(self) -> float:
         """Return the factor of cos and sin: 1, except for yarn and longrope."""
         if self.rope_type == "longrope":
-            return self._longrope_temperature()
+            return self._longrope_attention_factor()
         if self.rope_type != "yarn":
             return 1.0
         attention_factor = self.options.get("attention_factor")
@@ -91,8 +91,8 @@ class ReferenceRope:
         over, under = self.options.get("mscale"), self.options.get("mscale_all_dim")
         factor = self._yarn_factor()
         if over and under:
-            return _yarn_temperature(factor, float(over)) / _yarn_temperature(factor, float(under))
-        return _yarn_temperature(factor, 1.0)
+            return _yarn_mscale(factor, float(over)) / _yarn_mscale(factor, float(under))
+        return _yarn_mscale(factor, 1.0)
 
     def _dynamic_theta(self, count: int, prompt_length: int) -> Tensor:
         """Return [count] float64: theta for the length known when each position was computed.
@@ -115,36 +115,40 @@ class ReferenceRope:
         position = torch.arange(count)
         known = torch.where(position < prompt_length, prompt_length, position + 1)
         lists = torch.tensor([self.options["short_factor"], self.options["long_factor"]])
-        return lists[(known > self._original_length()).long()]
+        return lists[(known > self._original_max_position()).long()]
 
-    def _longrope_temperature(self) -> float:
+    def _longrope_attention_factor(self) -> float:
         """Return √(1 + ln(longer / trained) / ln(trained)), 1 where nothing is longer."""
         stated = self.options.get("attention_factor")
         if stated is not None:
             return float(stated)
-        trained = self._original_length()
+        trained = self._original_max_position()
         ratio = float(self.options.get("factor") or self.max_position / trained)
         return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(trained))
 
-    def _original_length(self) -> float:
+    def _original_max_position(self) -> float:
         return float(self.options.get("original_max_position_embeddings") or self.max_position)
 
-    def _llama3(self, plain: Tensor) -> Tensor:
+    def _llama3_frequencies(self, plain: Tensor) -> Tensor:
         factor, low, high = (
             float(self.options[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
         )
-        turns = self._original_length() * plain / (2 * math.pi)
+        turns = self._original_max_position() * plain / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return keep * plain + (1 - keep) * plain / factor
 
     def _yarn_factor(self) -> float:
         factor = self.options.get("factor")
-        return float(factor) if factor is not None else self.max_position / self._original_length()
+        return (
+            float(factor)
+            if factor is not None
+            else self.max_position / self._original_max_position()
+        )
 
-    def _yarn(self, plain: Tensor) -> Tensor:
+    def _yarn_frequencies(self, plain: Tensor) -> Tensor:
         def channel(turns: float) -> float:
             """Return the frequency index with this many turns within the trained length."""
-            wavelength = self._original_length() / turns
+            wavelength = self._original_max_position() / turns
             return (
                 self.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
             )
@@ -161,7 +165,7 @@ class ReferenceRope:
         return stretch * plain / self._yarn_factor() + (1 - stretch) * plain
 
 
-def _yarn_temperature(factor: float, slope: float) -> float:
+def _yarn_mscale(factor: float, slope: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
 
 
@@ -199,12 +203,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels i and i + dim/2 of the first dim channels of x [T, heads, head_dim]."""
     return apply_rope(x, cos, sin)
 
 
-def turn_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels 2i and 2i + 1 of the first dim channels of x [T, heads, head_dim]."""
     dim = 2 * cos.shape[-1]
     even, odd = x[..., 0:dim:2], x[..., 1:dim:2]

@@ -64,21 +64,21 @@ class SamReference(VisionReference):
 
     def get(self, name: str) -> Tensor:
         """Return a tensor in float32 by its name in the original files."""
-        return self.source.get(self._name(name))
+        return self.source.get(self._checkpoint_name(name))
 
     def _depth(self) -> int:
         depth = 0
         stem = "image_encoder.blocks.{}.mlp.lin1.weight"
-        while self.source.has(self._name(stem.format(depth))):
+        while self.source.has(self._checkpoint_name(stem.format(depth))):
             depth += 1
         return depth
 
-    def _name(self, name: str) -> str:
+    def _checkpoint_name(self, name: str) -> str:
         return _transformers_name(name) if self.is_transformers_layout else self._prefix + name
 
     def norm(self, path: str, x: Tensor, eps: float, channels: bool = False) -> Tensor:
         """Apply a norm and record it, so that its eps can be checked on small inputs."""
-        layer, module = locate_module(path)
+        layer, module = split_encoder_path(path)
         norm = ReferenceNorm(
             path, self.get(f"{path}.weight"), self.get(f"{path}.bias"), eps, channels, layer, module
         )
@@ -88,7 +88,7 @@ class SamReference(VisionReference):
 
     def matrix(self, path: str) -> Affine:
         """Return [out, in] and [out] of a linear layer, or of a 1×1 convolution with batch norm."""
-        if not self.source.has(self._name(f"{path}.c.weight")):
+        if not self.source.has(self._checkpoint_name(f"{path}.c.weight")):
             return Affine(self.get(f"{path}.weight"), self.get(f"{path}.bias"))
         factor = (
             self.get(f"{path}.bn.weight")
@@ -101,7 +101,7 @@ class SamReference(VisionReference):
 
     def linear(self, path: str, x: Tensor) -> Tensor:
         """Apply a linear layer: […, in] → […, out]."""
-        weight, bias, fake_quantize = self.used_matrix(path, path)
+        weight, bias, fake_quantize = self.engine_or_checkpoint_matrix(path, path)
         y = (x if fake_quantize is None else fake_quantize(x)) @ weight.t()
         return y if bias is None else y + bias
 
@@ -271,7 +271,7 @@ class SamReference(VisionReference):
         return out[:, :height, :width]
 
 
-def locate_module(path: str) -> tuple[int | None, str]:
+def split_encoder_path(path: str) -> tuple[int | None, str]:
     """Return the encoder layer of a module (None outside) and its name within the layer."""
     parts = path.split(".")
     layer = int(parts[2]) if parts[1] in ("blocks", "layers") else None
@@ -328,7 +328,7 @@ def _transformers_name(name: str) -> str:
     return ".".join(f"layer_{p}" if p in ("norm1", "norm2", "norm3", "norm4") else p for p in parts)
 
 
-def check_names(reference: SamReference) -> None:
+def check_is_sam(reference: SamReference) -> None:
     """Raise TensorMismatch early if the checkpoint is not a SAM."""
     if not reference.is_mobile_sam and not reference.depth:
         raise TensorMismatch("the checkpoint holds no image encoder of SAM")

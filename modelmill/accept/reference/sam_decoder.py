@@ -28,7 +28,7 @@ class SamDecoderReference:
         self.linear = reference.linear
         self.norm = reference.norm
 
-    def prompt_stages(
+    def prompt_encoder_stages(
         self, points: Tensor, labels: Tensor, mask: Tensor | None
     ) -> Iterator[ReferenceStage]:
         """Yield the stages of the prompt encoder: sparse, dense and position embeddings.
@@ -64,7 +64,7 @@ class SamDecoderReference:
         places = self._fourier_features(grid, matrix).permute(2, 0, 1)
         yield ReferenceStage("prompt_encoder.dense_pe", None, "dense_pe", (), (places,))
 
-    def decoder_stages(
+    def mask_decoder_stages(
         self, image_embedding: Tensor, image_positions: Tensor, sparse: Tensor, dense: Tensor
     ) -> Iterator[ReferenceStage]:
         """Yield the stages of the transformer, then logits [N, 4, 4G, 4G] and scores [N, 4].

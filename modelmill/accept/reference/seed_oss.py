@@ -15,10 +15,10 @@ class SeedOssReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
-        self.biased = self.biases(names="qkv", default=True)
-        self.biased |= self.biases("attention_out_bias", ("o_proj",))
-        self.biased |= self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope()
+        self.biased = self.projections_with_bias(names="qkv", default=True)
+        self.biased |= self.projections_with_bias("attention_out_bias", ("o_proj",))
+        self.biased |= self.projections_with_bias("mlp_bias", MLP)
 
 
 REFERENCE = SeedOssReference

@@ -15,8 +15,8 @@ class SmolLM3Reference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope(theta=2000000.0)
-        self.biased = self.biases() | self.biases("mlp_bias", MLP)
+        self.rope = self.build_rope(theta=2000000.0)
+        self.biased = self.projections_with_bias() | self.projections_with_bias("mlp_bias", MLP)
         marks = config.get("no_rope_layers")
         every = int(config.get("no_rope_layer_interval", 4))
         if marks is None:

@@ -17,7 +17,7 @@ class SolarOpenReference(GroupedExpertsMixin):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, {"n_routed_experts": 128} | config | {"first_k_dense_replace": 0})
         self.rope = self.partial_rope(theta=1000000.0)
-        self.biased = self.biases(names="qkv")
+        self.biased = self.projections_with_bias(names="qkv")
 
 
 REFERENCE = SolarOpenReference

@@ -23,14 +23,14 @@ class StableLmReference(QKNormReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config | {"head_dim": None})
         self.rope = self.partial_rope(factor=0.25)
-        self.biased = self.biases("use_qkv_bias", "qkv")
+        self.biased = self.projections_with_bias("use_qkv_bias", "qkv")
         self.norms_qk = bool(config.get("qk_layernorm"))
         if config.get("use_parallel_residual"):
-            self.layer = self.parallel
+            self.layer = self.parallel_branch_layer
 
     def norm_names(self) -> list[str]:
         """Return the names of a layer's norms; a parallel layer has one."""
-        serial = self.layer == self.pre_norm
+        serial = self.layer == self.pre_norm_layer
         return ["input_norm", *(["mlp_norm"] if serial else [])]
 
     def norm_weights(self, index: int | None, name: str) -> Affine:
@@ -43,14 +43,14 @@ class StableLmReference(QKNormReference):
             for part, count in (("q", self.num_heads), ("k", self.num_kv_heads))
             for head in range(count)
         ]
-        return self.present(Affine(torch.cat(weights)))
+        return self.to_engine_channel_order(Affine(torch.cat(weights)))
 
-    def norm_both(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
+    def norm_q_and_k(self, q: Tensor, k: Tensor, weights: Affine) -> tuple[Tensor, Tensor]:
         """Norm each head of q and k by itself."""
-        normed = self._norm_heads(torch.cat((q, k), -1), weights)
+        normed = self._norm_per_head(torch.cat((q, k), -1), weights)
         return normed[:, : q.shape[1]], normed[:, q.shape[1] :]
 
-    def _norm_heads(self, x: Tensor, weights: Affine) -> Tensor:
+    def _norm_per_head(self, x: Tensor, weights: Affine) -> Tensor:
         heads = x.reshape(len(x), -1, self.head_dim)
         by_head = Affine(weights.weight.reshape(-1, self.head_dim))
         return layer_norm(heads, by_head, self.eps).reshape(x.shape)

@@ -74,11 +74,11 @@ class VisionReference(ABC):
     def matrix(self, name: str) -> Affine:
         """Return a linear layer of the checkpoint by its name there."""
 
-    def engine_matrix(self, path: str) -> Tensor:
+    def matrix_for_engine_path(self, path: str) -> Tensor:
         """Return the checkpoint's matrix of the engine's module ``path``."""
         return self.matrix(path).weight
 
-    def used_matrix(self, name: str, path: str) -> Affine:
+    def engine_or_checkpoint_matrix(self, name: str, path: str) -> Affine:
         """Return the matrix of the engine's module ``path`` if one is given, else ``matrix``."""
         plain, own = self.matrix(name), self._engine_matrices.get(path)
         # biases are never quantized: compare with the checkpoint's

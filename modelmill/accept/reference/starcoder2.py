@@ -23,10 +23,10 @@ class Starcoder2Reference(PlainDecoderReference):
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
         self.activation = self.read_activation("hidden_act", "gelu_pytorch_tanh")
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
         attention = {name: PROJECTIONS[name] for name in MIXER}
         self.projection_paths = attention | {"fc": "mlp.c_fc", "down": "mlp.c_proj"}
-        self.biased = self.biases("use_bias", self.projection_paths, default=True)
+        self.biased = self.projections_with_bias("use_bias", self.projection_paths, default=True)
         self.windows = [config.get("sliding_window")] * self.num_layers
 
 

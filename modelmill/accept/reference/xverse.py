@@ -15,7 +15,7 @@ class XverseReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        self.rope = self.plain_rope()
+        self.rope = self.build_rope()
 
 
 REFERENCE = XverseReference

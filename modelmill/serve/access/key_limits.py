@@ -89,15 +89,17 @@ class KeyUsage:
             KeyLimitReached: it would exceed a limit.
         """
         policy, now = self.policy, self._clock()
-        self._forget(now)
+        self._drop_expired(now)
         parallel, requests = policy.max_parallel_requests, policy.requests_per_minute
         if parallel is not None and self._parallel >= parallel:
-            raise self._refuse("max_parallel_requests", "requests at once", 1.0)
+            raise self._limit_error("max_parallel_requests", "requests at once", 1.0)
         if requests is not None and len(self._requests) >= requests:
             wait = self._requests[0] + WINDOW_SECONDS - now
-            raise self._refuse("requests_per_minute", "requests a minute", wait)
+            raise self._limit_error("requests_per_minute", "requests a minute", wait)
         if policy.tokens_per_minute is not None and self._num_tokens >= policy.tokens_per_minute:
-            raise self._refuse("tokens_per_minute", "tokens a minute", self._until_tokens(now))
+            raise self._limit_error(
+                "tokens_per_minute", "tokens a minute", self._seconds_until_tokens(now)
+            )
         if requests is not None:
             self._requests.append(now)
         self._parallel += 1
@@ -115,14 +117,14 @@ class KeyUsage:
             self._tokens.append((self._clock(), tokens))
             self._num_tokens += tokens
 
-    def _forget(self, now: float) -> None:
+    def _drop_expired(self, now: float) -> None:
         """Forget what is more than a minute old."""
         while self._requests and self._requests[0] <= now - WINDOW_SECONDS:
             self._requests.popleft()
         while self._tokens and self._tokens[0][0] <= now - WINDOW_SECONDS:
             self._num_tokens -= self._tokens.popleft()[1]
 
-    def _until_tokens(self, now: float) -> float:
+    def _seconds_until_tokens(self, now: float) -> float:
         """Seconds until the tokens of the last minute are fewer than the limit."""
         left = self._num_tokens
         for at, tokens in self._tokens:
@@ -131,7 +133,7 @@ class KeyUsage:
                 return at + WINDOW_SECONDS - now
         return WINDOW_SECONDS
 
-    def _refuse(self, limit: str, unit: str, seconds: float) -> KeyLimitReached:
+    def _limit_error(self, limit: str, unit: str, seconds: float) -> KeyLimitReached:
         if self._metrics is not None:
             self._metrics.count_refusal(self.policy.name, limit)
         wait = max(math.ceil(seconds), 1)

@@ -14,7 +14,7 @@ NO_POLICY = KeyPolicy("", "", raises_priority=True)
 """Of a server without keys: one queue in order of priority and arrival, no limits."""
 
 
-class RequestUse:
+class RequestAccounting:
     """A request of a key; ``end`` counts what it took."""
 
     def __init__(self, policy: KeyPolicy, usage: KeyUsage | None, priority: int | None) -> None:
@@ -38,7 +38,7 @@ class RequestUse:
         self._charges: list[tuple[Charge, RequestState]] = []
         self._queue: FairQueue | None = None
 
-    def set_order(self, queue: FairQueue, request_states: Sequence[RequestState]) -> None:
+    def set_queue_order(self, queue: FairQueue, request_states: Sequence[RequestState]) -> None:
         """Set priority and virtual start of the requests of prompts, before they are queued."""
         self._queue = queue
         for state in request_states:
@@ -48,7 +48,7 @@ class RequestUse:
                 self._charges.append((charge, state))
                 start = charge.start
             if self._priority or start:
-                state.set_order(self._priority, start)
+                state.set_queue_order(self._priority, start)
 
     def end(self) -> None:
         """Count the tokens of the request, whether it has finished or not."""

@@ -151,7 +151,7 @@ def _checked(where: str, raw: Mapping[str, Any], key: str, expected: type, defau
     return value
 
 
-def check_names(entries: Sequence[CatalogueEntry], used_names: Sequence[str]) -> None:
+def check_entries(entries: Sequence[CatalogueEntry], used_names: Sequence[str]) -> None:
     """Check that every name is used once, and that every engine is there.
 
     Args:

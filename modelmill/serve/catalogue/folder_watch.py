@@ -26,7 +26,7 @@ FileTimes = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class CatalogueFiles:
+class CatalogueSnapshot:
     """What a look saw.
 
     Attributes:
@@ -57,10 +57,10 @@ class FolderWatch:
     on_add: Callable[[ManagedModel], None] = lambda _: None
     on_remove: Callable[[ManagedModel], None] = lambda _: None
     interval: float = INTERVAL
-    _before: CatalogueFiles | None = field(default=None, init=False)
+    _before: CatalogueSnapshot | None = field(default=None, init=False)
     _refused: dict[Path, FileTimes] = field(default_factory=dict, init=False)
 
-    def notify(
+    def set_callbacks(
         self,
         on_add: Callable[[ManagedModel], None],
         on_remove: Callable[[ManagedModel], None],
@@ -73,9 +73,9 @@ class FolderWatch:
         while True:
             await asyncio.sleep(self.interval)
             paths = [model.path for model in self.manager.models]
-            self.apply(await asyncio.to_thread(look, self.folder, paths))
+            self.apply(await asyncio.to_thread(scan_engine_files, self.folder, paths))
 
-    def apply(self, files: CatalogueFiles) -> None:
+    def apply(self, files: CatalogueSnapshot) -> None:
         """Use what has stayed the same since the last look."""
         before, self._before = self._before, files
         if before is None:
@@ -130,7 +130,7 @@ class FolderWatch:
         _log.info("model removed", extra={"data": {"model": model.name}})
 
 
-def look(folder: Path | None, paths: Sequence[Path]) -> CatalogueFiles:
+def scan_engine_files(folder: Path | None, paths: Sequence[Path]) -> CatalogueSnapshot:
     """List the files of all engines.
 
     Args:
@@ -146,7 +146,7 @@ def look(folder: Path | None, paths: Sequence[Path]) -> CatalogueFiles:
         times = file_times(path)
         if times is not None:
             engines[path] = times
-    return CatalogueFiles(engines, [entry for entry in entries if entry.path in engines])
+    return CatalogueSnapshot(engines, [entry for entry in entries if entry.path in engines])
 
 
 def file_times(path: Path) -> FileTimes | None:

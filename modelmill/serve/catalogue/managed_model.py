@@ -49,7 +49,7 @@ class EngineInstance:
         """Whether it has given its memory back, and can wake up."""
         return self.engine.state is EngineState.SLEEPING
 
-    def start(self, task: asyncio.Task[None]) -> None:
+    def set_task(self, task: asyncio.Task[None]) -> None:
         """Record the task that runs the client."""
         self.task = task
 
@@ -61,7 +61,7 @@ class EngineInstance:
         """Take no further request, or take requests again."""
         self.draining = draining
 
-    def count_lease(self, change: int) -> None:
+    def adjust_lease_count(self, change: int) -> None:
         """Count one more lease, or one less."""
         self.leases += change
 
@@ -139,7 +139,7 @@ class ManagedModel:
         return "loaded" if self.engine.state is EngineState.READY else "loading"
 
     @property
-    def idle_seconds(self) -> float:
+    def idle_timeout(self) -> float:
         """Seconds that it stays loaded unused; infinite: no limit."""
         if self.pinned:
             return math.inf

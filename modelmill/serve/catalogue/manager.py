@@ -70,17 +70,19 @@ class ModelManager:
     def __post_init__(self) -> None:
         for model in self.models:
             self.loader.add(model)
-        self.loader.notify_sleep(self._start_timer)
+        self.loader.set_sleep_callback(self._start_timer)
 
     def set_metrics(self, metrics: LoadMetrics) -> None:
         """Count in these metrics from now on."""
         self.loader.set_metrics(metrics)
 
-    def notify_replace(self, on_replace: Callable[[EngineClient, EngineClient], None]) -> None:
+    def set_replace_callback(
+        self, on_replace: Callable[[EngineClient, EngineClient], None]
+    ) -> None:
         """Call ``on_replace`` with the old and the new client of a model that was reloaded."""
         self.on_replace = on_replace
 
-    def notify_removed(self, on_removed: Callable[[str], None]) -> None:
+    def set_removed_callback(self, on_removed: Callable[[str], None]) -> None:
         """Call ``on_removed`` with the name of a model that is gone, after its last request."""
         self.on_removed = on_removed
 
@@ -91,14 +93,14 @@ class ModelManager:
         for model in self.models:
             if model.pinned:
                 self._add_waiter(model, wants_lease=False)
-        self._start(self._preload_tokenizers())
+        self._start_task(self._preload_tokenizers())
         while True:
             self._waiters = [each for each in self._waiters if not each.future.done()]
             if not self._waiters:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            await self._serve_next(self._waiters[0].model)
+            await self._make_ready_and_grant(self._waiters[0].model)
 
     async def _preload_tokenizers(self) -> None:
         """Read tokenizers before the first requests, one after another while nothing loads."""
@@ -114,14 +116,14 @@ class ModelManager:
         for waiter in self._waiters:
             if not waiter.future.done():
                 waiter.future.set_exception(ServerShuttingDown("the server is shutting down"))
-        self.loader.notify()
+        self.loader.recheck_room()
 
     async def close(self) -> None:
         """End all workers; requests that still wait are refused."""
         self.reject_pending()
         await self.loader.close(self.models)
 
-    async def _serve_next(self, model: ManagedModel) -> None:
+    async def _make_ready_and_grant(self, model: ManagedModel) -> None:
         """Make a model ready and let its requests go on, or refuse them with the reason."""
         try:
             await self._make_ready(model)
@@ -149,7 +151,7 @@ class ModelManager:
             if model.unloading is not None:
                 await asyncio.shield(model.unloading)
             elif instance is not None and not instance.is_sleeping:
-                await self._until_settled(instance)
+                await self._wait_until_settled(instance)
             elif not self._waiting_for(model):
                 return
             elif instance is not None:
@@ -158,7 +160,7 @@ class ModelManager:
                 await self.loader.load(model, lambda: bool(self._waiting_for(model)))
         raise ServerShuttingDown("the server is shutting down")
 
-    async def _until_settled(self, instance: EngineInstance) -> None:
+    async def _wait_until_settled(self, instance: EngineInstance) -> None:
         """Wait until a worker that restarts is ready or given up."""
         assert instance.task is not None
         instance.engine.state_changed.clear()
@@ -183,7 +185,7 @@ class ModelManager:
             name: each.engine for each in self.models for name in (each.name, *each.entry.aliases)
         }
 
-    def find(self, engine: EngineClient) -> ManagedModel | None:
+    def find_by_client(self, engine: EngineClient) -> ManagedModel | None:
         """The model with this client; None for an engine that is always loaded."""
         return next((each for each in self.models if each.engine is engine), None)
 
@@ -236,21 +238,21 @@ class ModelManager:
                 if lease is not None:
                     lease.release()
             waiter.future.cancel()
-            self.loader.notify()
+            self.loader.recheck_room()
             raise
 
     def _grant(self, model: ManagedModel) -> Lease:
         instance = model.instance
         assert instance is not None
-        instance.count_lease(1)
+        instance.adjust_lease_count(1)
         model.note_use(self.clock())
         model.cancel_timer()
         return Lease(instance, lambda: self._release(model, instance))
 
     def _release(self, model: ManagedModel, instance: EngineInstance) -> None:
-        instance.count_lease(-1)
+        instance.adjust_lease_count(-1)
         model.note_use(self.clock())
-        self.loader.notify()
+        self.loader.recheck_room()
         if not instance.leases and model.instance is instance and not instance.draining:
             self._start_timer(model)
 
@@ -259,7 +261,7 @@ class ModelManager:
     def _start_timer(self, model: ManagedModel) -> None:
         """Unload a model that nothing uses after its idle time."""
         model.cancel_timer()
-        seconds = model.idle_seconds
+        seconds = model.idle_timeout
         if self._closing or math.isinf(seconds):
             return
         if seconds <= 0:
@@ -272,9 +274,9 @@ class ModelManager:
     def _expire(self, model: ManagedModel) -> None:
         model.cancel_timer()
         if model.instance is not None and not model.instance.leases and not self._closing:
-            self._start(self.loader.unload(model, "idle"))
+            self._start_task(self.loader.unload(model, "idle"))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -295,7 +297,7 @@ class ModelManager:
         self.loader.forget(model)
         model.cancel_timer()
         self._refuse(model, ModelLoadFailed(f"the model {model.name} was removed"))
-        self._start(self._end_removed(model))
+        self._start_task(self._end_removed(model))
 
     async def _end_removed(self, model: ManagedModel) -> None:
         await self.loader.unload(model, "removed")
@@ -336,7 +338,7 @@ class ModelManager:
 
     def start_reload(self, model: ManagedModel) -> asyncio.Task[None]:
         """Start ``reload`` as a task that goes on if nothing waits for it."""
-        return self._start(self.reload(model))
+        return self._start_task(self.reload(model))
 
     async def reload(self, model: ManagedModel) -> None:
         """Load the changed files of a model; no request is lost.
@@ -370,10 +372,10 @@ class ModelManager:
                 self._start_timer(model)
             raise
         if model.instance is not old or self._closing:  # it was unloaded meanwhile
-            await self.loader.end(new)
+            await self.loader.end_worker(new)
             return
         self._swap(model, old, new)
-        await self.loader.end(old)
+        await self.loader.end_worker(old)
 
     def _swap(self, model: ManagedModel, old: EngineInstance, new: EngineInstance) -> None:
         model.cancel_timer()
@@ -398,7 +400,7 @@ class ModelManager:
     def seconds_to_expiry(self, model: ManagedModel) -> float:
         """Seconds until an unused model is unloaded; infinite: it is not."""
         if model.expires_at is None:
-            return model.idle_seconds
+            return model.idle_timeout
         return max(model.expires_at - self.clock(), 0.0)
 
 

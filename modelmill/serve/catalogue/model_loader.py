@@ -75,11 +75,11 @@ class ModelLoader:
         """Memory of the host that the weights of sleeping engines take."""
         return sum(each.host_bytes for each in self._instances)
 
-    def notify_sleep(self, on_sleep: Callable[[ManagedModel], None]) -> None:
+    def set_sleep_callback(self, on_sleep: Callable[[ManagedModel], None]) -> None:
         """Call ``on_sleep`` with each model that was put to sleep."""
         self._on_sleep = on_sleep
 
-    def notify(self) -> None:
+    def recheck_room(self) -> None:
         """Let a load that waits for room look again: a request has ended or left."""
         self._changed.set()
 
@@ -99,7 +99,7 @@ class ModelLoader:
             if model.files_changed:
                 model.engine.replace_manifest(model.read_files())
         except ArtifactError as error:
-            raise self._failed(model, str(error)) from None
+            raise self._load_error(model, str(error)) from None
         await self._make_room(model, model.planned_bytes, is_needed)
         model.engine.reset()
         await self._run(model, model.engine)
@@ -129,13 +129,13 @@ class ModelLoader:
         self._instances.append(instance)
         engine.start_preload()
         task = asyncio.create_task(self._supervise(model, instance))
-        instance.start(task)
+        instance.set_task(task)
         _log.info("model loading", extra={"data": {"model": model.name}})
         await engine.load_finished.wait()
         seconds = time.perf_counter() - started
         if engine.state is not EngineState.READY:
             await task
-            raise self._failed(model, engine.error or "its worker ended")
+            raise self._load_error(model, engine.error or "its worker ended")
         instance.set_bytes(model.loaded_bytes(engine))
         model.note_loaded(instance.nbytes)
         self.metrics.record_load(model.name, seconds)
@@ -154,9 +154,9 @@ class ModelLoader:
                 model.detach()
             if model.engine is engine:
                 engine.mark_unloaded()
-            self.notify()
+            self.recheck_room()
 
-    def _failed(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
+    def _load_error(self, model: ManagedModel, reason: str) -> ModelLoadFailed:
         model.note_failure(reason)
         self.metrics.record_failure(model.name)
         _log.error("model failed to load", extra={"data": {"model": model.name, "reason": reason}})
@@ -179,7 +179,7 @@ class ModelLoader:
         )
         if kept + nbytes > self.budget_bytes:
             beside = f" beside {format_bytes(kept)} of pinned engines" if kept else ""
-            raise self._failed(
+            raise self._load_error(
                 model,
                 f"it needs {format_bytes(nbytes)}{beside}, and --memory-budget is "
                 f"{format_bytes(self.budget_bytes)}",
@@ -338,14 +338,14 @@ class ModelLoader:
 
     async def _unload(self, model: ManagedModel, instance: EngineInstance, reason: str) -> None:
         try:
-            seconds = await self.end(instance)
+            seconds = await self.end_worker(instance)
         finally:
             model.set_unloading(None)
         self.metrics.record_unload(model.name, reason)
         data = {"model": model.name, "reason": reason, "seconds": round(seconds, 3)}
         _log.info("model unloaded", extra={"data": data})
 
-    async def end(self, instance: EngineInstance) -> float:
+    async def end_worker(self, instance: EngineInstance) -> float:
         """End a draining worker after its last request; return the seconds that ending took."""
         while instance.leases:
             self._changed.clear()

@@ -46,7 +46,7 @@ class ModelStatus:
 
 def model_status(engine: EngineClient, catalogue: ModelManager | None) -> ModelStatus:
     """The state of an engine."""
-    model = None if catalogue is None else catalogue.find(engine)
+    model = None if catalogue is None else catalogue.find_by_client(engine)
     if catalogue is None or model is None:
         state = _STATES[engine.state]
         return ModelStatus(state, _progress(state, engine))

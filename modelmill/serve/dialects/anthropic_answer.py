@@ -149,7 +149,7 @@ class MessageBuilder(EventFormatter):
         return {
             **self._head,
             "content": list(self._blocks.content),
-            **self._stop(),
+            **self._stop_fields(),
             "usage": message_usage(self._handle.request_states[0]),
             **self._warnings,
         }
@@ -167,7 +167,7 @@ class MessageBuilder(EventFormatter):
         """Why the answer ended, and the end of the stream."""
         usage = message_usage(self._handle.request_states[0])
         ends: list[Event] = [
-            {"type": "message_delta", "delta": self._stop(), "usage": usage},
+            {"type": "message_delta", "delta": self._stop_fields(), "usage": usage},
             {"type": "message_stop"},
         ]
         return b"".join(map(_encode, [*self._start_events(), *ends]))
@@ -212,7 +212,7 @@ class MessageBuilder(EventFormatter):
         if item.delta.finish_reason is not None:
             yield from self._blocks.finish()
 
-    def _stop(self) -> dict[str, Any]:
+    def _stop_fields(self) -> dict[str, Any]:
         answer = self._answer
         if answer.finish_reason == "stop" and answer.stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_string}

@@ -16,7 +16,7 @@ from modelmill.serve.timings import request_timings
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
 
 
-class NativeAnswer(EventFormatter):
+class NativeAnswerBuilder(EventFormatter):
     """Builds the answer, whole or as events."""
 
     def __init__(self, model: str, body: CompletionRequest, handle: RequestHandle) -> None:
@@ -30,7 +30,11 @@ class NativeAnswer(EventFormatter):
     def response(self) -> dict[str, Any]:
         """The whole answer."""
         output = self._handle.request_states[0].output.outputs[0]
-        return {**self._end(), "content": output.text, "tokens": self._tokens(output.token_ids)}
+        return {
+            **self._final_fields(),
+            "content": output.text,
+            "tokens": self._tokens(output.token_ids),
+        }
 
     def first_events(self) -> bytes:
         """Nothing: events begin with text."""
@@ -49,7 +53,7 @@ class NativeAnswer(EventFormatter):
 
     def terminal_events(self) -> bytes:
         """The last event, with counts and times."""
-        return sse_event({**self._end(), "content": "", "tokens": []})
+        return sse_event({**self._final_fields(), "content": "", "tokens": []})
 
     def _read(self, item: StreamItem) -> None:
         self._finish_reason = openai_finish_reason(item.delta.finish_reason)
@@ -57,7 +61,7 @@ class NativeAnswer(EventFormatter):
     def _tokens(self, ids: Sequence[int]) -> list[int]:
         return list(ids) if self._body.return_token_ids else []
 
-    def _end(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         state = self._handle.request_states[0]
         output = state.output.outputs[0]
         word = output.stop_reason if isinstance(output.stop_reason, str) else ""

@@ -41,7 +41,7 @@ class PlainAnswer:
         return [delta.text] if delta.text else []
 
 
-class OllamaAnswer(EventFormatter):
+class OllamaAnswerBuilder(EventFormatter):
     """Builds the answer, whole or as lines of JSON."""
 
     media_type = "application/x-ndjson"
@@ -88,7 +88,7 @@ class OllamaAnswer(EventFormatter):
     def response(self) -> dict[str, Any]:
         """The whole answer."""
         content = self._content(self._text, self._thinking, self._calls, self._entries)
-        return {**self._head(), **content, **self._end()}
+        return {**self._common_fields(), **content, **self._final_fields()}
 
     def first_events(self) -> bytes:
         """Nothing: lines begin with text."""
@@ -100,7 +100,9 @@ class OllamaAnswer(EventFormatter):
 
     def terminal_events(self) -> bytes:
         """The last line, with counts and times."""
-        return _line({**self._head(), **self._content("", "", [], []), **self._end()})
+        return _line(
+            {**self._common_fields(), **self._content("", "", [], []), **self._final_fields()}
+        )
 
     def error_events(self, error: ApiError) -> bytes:
         """The error, in place of the rest."""
@@ -114,7 +116,7 @@ class OllamaAnswer(EventFormatter):
         for item in items:
             parts = self._collect(item)
             if any(parts):
-                yield {**self._head(), **self._content(*parts), "done": False}
+                yield {**self._common_fields(), **self._content(*parts), "done": False}
 
     def _collect(self, item: StreamItem) -> tuple[str, str, list[dict[str, Any]], list[Any]]:
         """Return the text, thinking, complete calls and log-probabilities of a delta."""
@@ -158,10 +160,10 @@ class OllamaAnswer(EventFormatter):
         made = {"tool_calls": calls} if calls else {}
         return {"message": {"role": "assistant", "content": text, **thought, **made}, **entries}
 
-    def _head(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         return {"model": self._model, "created_at": timestamp()}
 
-    def _end(self) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         reason = self._source.finish_reason
         return {
             "done": True,
@@ -196,7 +198,7 @@ def timestamp(seconds: float | None = None) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def load_answer(model: str, is_chat: bool, reason: str) -> dict[str, Any]:
+def load_only_response(model: str, is_chat: bool, reason: str) -> dict[str, Any]:
     """The answer to a request without a prompt, which only loads or unloads a model."""
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}

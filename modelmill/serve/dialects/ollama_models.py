@@ -163,7 +163,7 @@ def model_entry(name: str, engine: EngineClient) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": timestamp(_modified_at(engine)),
-        **_identity(engine),
+        **_size_and_digest(engine),
     }
 
 
@@ -171,7 +171,7 @@ def running_entry(name: str, engine: EngineClient, expires_at: float) -> dict[st
     """Describe a loaded engine for /api/ps; ``expires_at`` in seconds since 1970."""
     info = engine.engine_info
     on_gpu = info is not None and info.device.startswith("cuda")
-    identity = _identity(engine)
+    identity = _size_and_digest(engine)
     return {
         "name": name,
         "model": name,
@@ -226,7 +226,7 @@ def capabilities(engine: EngineClient) -> list[str]:
     """What the engine can do, in Ollama's words."""
     processor = engine.text_processor
     chat = ["tools"] if processor.chat_format is not None else []
-    return ["completion", *chat, *(["vision"] if processor.reads_images else []), "embedding"]
+    return ["completion", *chat, *(["vision"] if processor.supports_images else []), "embedding"]
 
 
 def model_details(manifest: Manifest | None) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def model_details(manifest: Manifest | None) -> dict[str, Any]:
     }
 
 
-def _identity(engine: EngineClient) -> dict[str, Any]:
+def _size_and_digest(engine: EngineClient) -> dict[str, Any]:
     manifest = manifest_of(engine)
     files: Sequence[dict[str, Any]] = () if manifest is None else [*manifest.files.values()]
     return {

@@ -46,8 +46,8 @@ class RayCluster:
         # Ray reads these when it is imported. The first keeps a local cluster on the loopback
         # interface.
         if self._deployment.address is None:
-            env.set_defaults(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
-        env.set_defaults(RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
+            env.set_env_defaults(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_AUTH_MODE="token")
+        env.set_env_defaults(RAY_USAGE_STATS_ENABLED="0", RAY_COLOR_PREFIX="0", RAY_DEDUP_LOGS="0")
         import ray
         from ray import serve
 
@@ -188,7 +188,7 @@ class RayCluster:
         if self._handle is None:
             return []
         try:
-            return list(await self._handle.broadcast("page").results_async(timeout_s=2))
+            return list(await self._handle.broadcast("metrics_page").results_async(timeout_s=2))
         except Exception as error:
             _log.warning("no metrics", extra={"data": {"error": type(error).__name__}})
             return []

@@ -18,7 +18,7 @@ from modelmill.serve.json_logs import log_to_stderr
 from modelmill.serve.replicas.asgi_call import call_app
 from modelmill.serve.replicas.deployment import ReplicaSpec
 from modelmill.serve.service import Service, ServiceLimits
-from modelmill.serve.traces import Traces
+from modelmill.serve.traces import RequestTracer
 
 
 class Replica:
@@ -42,7 +42,7 @@ class Replica:
         traces = (
             None
             if replica_spec.otlp_endpoint is None
-            else Traces.export_to(replica_spec.otlp_endpoint)
+            else RequestTracer.for_endpoint(replica_spec.otlp_endpoint)
         )
         # keys and host names are checked by the proxy
         by_name = {engine.name: engine for engine in engines}
@@ -88,7 +88,7 @@ class Replica:
             async for part in response:
                 yield part
 
-    async def page(self) -> tuple[str, bytes]:
+    async def metrics_page(self) -> tuple[str, bytes]:
         """This replica's id and its metrics."""
         engine_stats = [
             (engine.name, stats)

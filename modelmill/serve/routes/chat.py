@@ -14,7 +14,7 @@ from modelmill.outputs import CompletionOutput, OutputDelta
 from modelmill.request_state import RequestState
 from modelmill.serve import openai_format
 from modelmill.serve.body_route import BodyRoute
-from modelmill.serve.call_progress import CallProgress
+from modelmill.serve.call_progress import ToolCallProgress
 from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.custom_tools import ToolCallDeltaFormatter, call_json
 from modelmill.serve.engine_client import max_tokenize_tokens
@@ -35,7 +35,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.schema_coercion import usable_grammar
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import last_fields, request_timings
+from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.serve.tool_schema import Tool, check_functions
 from modelmill.text import tool_grammar, tool_prompts
 from modelmill.text.answer_parser import AnswerParser
@@ -286,9 +286,9 @@ class ChatResponseBuilder(EventFormatter):
         ]
         state = handle.request_states[0]
         self._readers = [AnswerReader(body, text_processor, state) for _ in range(self._n)]
-        self._calls = [CallProgress(body, text_processor) for _ in range(self._n)]
+        self._calls = [ToolCallProgress(body, text_processor) for _ in range(self._n)]
         self._num_sent_ids = [0] * self._n
-        self._call_deltas = [ToolCallDeltaFormatter(body.custom_names) for _ in range(self._n)]
+        self._call_deltas = [ToolCallDeltaFormatter(body.custom_tool_names) for _ in range(self._n)]
         self._tail: dict[str, Any] = {"usage": None} if body.wants_usage else {}
         self._chunk_template = openai_format.ChunkTemplate(self._head, self._tail)
 
@@ -318,7 +318,7 @@ class ChatResponseBuilder(EventFormatter):
         if self._body.prompt_logprobs is not None:
             state = self._handle.request_states[0]
             response["prompt_logprobs"] = format_prompt_logprobs(self._tokenizer, state)
-        return {**response, **last_fields(self._body, self._handle.request_states)}
+        return {**response, **final_timing_fields(self._body, self._handle.request_states)}
 
     def _progress_fields(self) -> dict[str, Any]:
         """Keys of every event of a stream, where the client wants to follow its progress."""
@@ -337,9 +337,9 @@ class ChatResponseBuilder(EventFormatter):
         message |= _reasoning_fields(reasoning)
         if calls:
             message["content"] = content or None
-            custom_names = self._body.custom_names
+            custom_tool_names = self._body.custom_tool_names
             message["tool_calls"] = [
-                call_json(call, custom_names) for call in collect_tool_calls(calls)[1]
+                call_json(call, custom_tool_names) for call in collect_tool_calls(calls)[1]
             ]
         choice = {
             "index": output.index,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from modelmill.core.errors import RequestError
 from modelmill.request_state import RequestState
 from modelmill.serve import errors
-from modelmill.serve.access.request_use import NO_POLICY, RequestUse
+from modelmill.serve.access.request_use import NO_POLICY, RequestAccounting
 from modelmill.serve.catalogue.keep_alive import KeepAlive, parse_keep_alive
 from modelmill.serve.engine_client import EngineClient
 from modelmill.serve.request_handle import RequestHandle
@@ -69,7 +69,7 @@ async def lease_engine(
             request.scope.get(POLICY_KEY, NO_POLICY), request.scope.get(PRIORITY_KEY)
         )
     catalogue = get_service(request).catalogue
-    model = None if catalogue is None else catalogue.find(engine)
+    model = None if catalogue is None else catalogue.find_by_client(engine)
     if catalogue is None or model is None or INTERNAL_KEY in request.scope:
         return engine
 
@@ -110,8 +110,8 @@ async def submit_requests(
     def prepare() -> tuple[T, list[bytes]]:
         result = make(engine.text_processor, *args)
         states = get_states(result)
-        use: RequestUse = request.scope[USE_KEY]
-        use.set_order(engine.fair_queue, states)
+        use: RequestAccounting = request.scope[USE_KEY]
+        use.set_queue_order(engine.fair_queue, states)
         return result, engine.encode_requests(states)
 
     result, frames = await get_service(request).run_in_thread(prepare)

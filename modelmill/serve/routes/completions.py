@@ -35,7 +35,7 @@ from modelmill.serve.routes.common import (
 )
 from modelmill.serve.special_tokens import encode_infill, encode_text
 from modelmill.serve.stream import EventFormatter, EventStream, wait_or_disconnect
-from modelmill.serve.timings import last_fields, request_timings
+from modelmill.serve.timings import final_timing_fields, request_timings
 from modelmill.text_processor import TextProcessor
 
 router = APIRouter(route_class=BodyRoute)
@@ -94,7 +94,7 @@ def completion_request_states(
             )
         )
         if body.echo:
-            states[-1].echo()
+            states[-1].set_echo_text()
         check_request(states[-1].request, limits)
         _check_num_logprobs(states, body, limits.max_len)
     return states
@@ -208,7 +208,7 @@ class CompletionResponseBuilder(EventFormatter):
                 dump_json(
                     {
                         "usage": openai_format.token_usage(self._handle.request_states),
-                        **last_fields(self._body, self._handle.request_states),
+                        **final_timing_fields(self._body, self._handle.request_states),
                     }
                 )[1:],
             )

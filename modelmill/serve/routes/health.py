@@ -106,7 +106,7 @@ async def props(request: Request, model: str | None = None) -> dict[str, Any]:
         "total_slots": limits.max_seqs,
         "model_alias": next(name for name, each in service.engines.items() if each is engine),
         "model_path": str(processor.path.name),
-        "modalities": {"vision": processor.reads_images, "audio": False},
+        "modalities": {"vision": processor.supports_images, "audio": False},
         "chat_template": processor.chat_template_text,
         "bos_token": _token_text(processor.tokenizer, "bos_token"),
         "eos_token": _token_text(processor.tokenizer, "eos_token"),

@@ -11,7 +11,7 @@ from modelmill.runtime.sequence import RequestLimits
 from modelmill.serve.body_route import BodyRoute
 from modelmill.serve.chat_answer import stream_or_whole
 from modelmill.serve.completion_schema import CompletionRequest
-from modelmill.serve.dialects.llama_cpp_answer import NativeAnswer
+from modelmill.serve.dialects.llama_cpp_answer import NativeAnswerBuilder
 from modelmill.serve.dialects.llama_cpp_schema import InfillRequest, NativeCompletionRequest
 from modelmill.serve.routes.common import acquire_engine, submit_requests
 from modelmill.serve.routes.completions import completion_request_states
@@ -44,7 +44,7 @@ async def _answer(body: NativeCompletionRequest | InfillRequest, request: Reques
         engine.request_limits,
         get_states=lambda prepared: prepared[1],
     )
-    answer = NativeAnswer(body.model or engine.name, made, handle)
+    answer = NativeAnswerBuilder(body.model or engine.name, made, handle)
     return await stream_or_whole(request, handle, answer, streams=bool(body.stream))
 
 

@@ -26,7 +26,7 @@ async def load(body: LoadRequest, request: Request) -> Any:
     """Load a model of the catalogue, in turn with the requests that wait for others."""
     service = get_service(request)
     engine = service.get_engine(body.model)
-    model = None if service.catalogue is None else service.catalogue.find(engine)
+    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
     if service.catalogue is not None and model is not None:
         if body.wait is False:
             service.catalogue.start_load(model)
@@ -77,7 +77,7 @@ def _managed(request: Request, name: str) -> tuple[ModelManager, ManagedModel]:
             reason = "this server has no admin key; start it with --admin-key"
         raise ApiError(403, reason, "permission_error", code="admin_key_required")
     engine = service.get_engine(name)
-    model = None if service.catalogue is None else service.catalogue.find(engine)
+    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
     if service.catalogue is None or model is None:
         raise ApiError(
             409,

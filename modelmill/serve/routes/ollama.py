@@ -19,9 +19,9 @@ from modelmill.serve.chat_schema import ChatRequest
 from modelmill.serve.completion_schema import CompletionRequest
 from modelmill.serve.dialects.ollama_answer import (
     NANOSECONDS,
-    OllamaAnswer,
+    OllamaAnswerBuilder,
     PlainAnswer,
-    load_answer,
+    load_only_response,
 )
 from modelmill.serve.dialects.ollama_models import (
     NEVER_SECONDS,
@@ -87,7 +87,7 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Any:
         get_states=lambda prepared: prepared[1],
     )
     formatter = ChatLogprobsFormatter(engine.text_processor.tokenizer, body.top_logprobs or 0)
-    answer = OllamaAnswer(
+    answer = OllamaAnswerBuilder(
         body.model, PlainAnswer(), handle, formatter, is_chat=False, warnings=completion.warnings
     )
     return await stream_or_whole(request, handle, answer, streams=body.streams)
@@ -186,7 +186,7 @@ async def acquire_model(request: Request, body: OllamaModelFields) -> tuple[Serv
 
 def _expiry(service: Service, engine: EngineClient) -> float:
     """When a loaded engine is unloaded if nothing uses it, in seconds since 1970."""
-    model = None if service.catalogue is None else service.catalogue.find(engine)
+    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
     if service.catalogue is None or model is None:
         return NEVER_SECONDS
     return min(time.time() + service.catalogue.seconds_to_expiry(model), NEVER_SECONDS)
@@ -206,14 +206,14 @@ async def _load_response(
     """Load the model, or unload it with ``keep_alive`` 0."""
     service, engine = find_model(request, body.model)
     unloads = body.keep_alive is not None and parse_keep_alive(body.keep_alive) == 0
-    model = None if service.catalogue is None else service.catalogue.find(engine)
+    model = None if service.catalogue is None else service.catalogue.find_by_client(engine)
     if not unloads:
         await lease_engine(request, engine, body.keep_alive)
     elif service.catalogue is not None and model is not None and not model.pinned:
         await service.catalogue.unload(model)
     reason = "unload" if unloads else "load"
-    line = json.dumps(load_answer(body.model, is_chat, reason)) + "\n"
-    kind = OllamaAnswer.media_type if body.streams else "application/json"
+    line = json.dumps(load_only_response(body.model, is_chat, reason)) + "\n"
+    kind = OllamaAnswerBuilder.media_type if body.streams else "application/json"
     return Response(line, media_type=kind)
 
 
@@ -240,7 +240,7 @@ async def _answer_chat(
     processor = engine.text_processor
     formatter = ChatLogprobsFormatter(processor.tokenizer, chat_body.top_logprobs or 0)
     source = ChatAnswer(chat_body, processor, handle.request_states[0])
-    answer = OllamaAnswer(
+    answer = OllamaAnswerBuilder(
         body.model, source, handle, formatter, is_chat=is_chat, warnings=chat_body.warnings
     )
     return await stream_or_whole(request, handle, answer, streams=body.streams)

@@ -18,7 +18,7 @@ from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import ChatLogprobsFormatter
 from modelmill.serve.request_handle import RequestHandle, StreamItem
 from modelmill.serve.response_items import ResponseEvent, ResponseItems
-from modelmill.serve.response_recorder import ResponseRecorder, earlier_items, stores
+from modelmill.serve.response_recorder import ResponseRecorder, earlier_items, should_store
 from modelmill.serve.response_store import input_items
 from modelmill.serve.responses_schema import ResponsesRequest
 from modelmill.serve.routes.chat import AnswerReader, checked_request_state
@@ -58,7 +58,9 @@ async def responses(body: ResponsesRequest, request: Request) -> Any:
         chat,
         handle,
         engine.text_processor,
-        store=ResponseRecorder(service, request, body.input) if stores(service, body) else None,
+        store=ResponseRecorder(service, request, body.input)
+        if should_store(service, body)
+        else None,
     )
     streams, large = bool(body.stream), bool(body.wants_logprobs)
     return await stream_or_whole(request, handle, builder, streams=streams, large_events=large)

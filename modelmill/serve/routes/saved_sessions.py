@@ -11,7 +11,7 @@ from fastapi import APIRouter, Path, Request
 from modelmill.serve.errors import ApiError
 from modelmill.serve.openai_format import Utf8JsonResponse
 from modelmill.serve.routes.common import get_service
-from modelmill.serve.routes.sessions import SUFFIX, missing_session, owner_folder
+from modelmill.serve.routes.sessions import SUFFIX, missing_session_error, owner_folder
 from modelmill.serve.session_schema import SESSION_NAME
 
 router = APIRouter()
@@ -32,7 +32,7 @@ async def delete(request: Request, name: Annotated[str, Path(pattern=SESSION_NAM
     try:
         await get_service(request).run_in_thread(path.unlink)
     except FileNotFoundError:
-        raise missing_session(name) from None
+        raise missing_session_error(name) from None
     except OSError as error:
         raise ApiError(
             500, f"the session cannot be deleted: {error.strerror}", "server_error"

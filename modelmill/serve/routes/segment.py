@@ -27,7 +27,7 @@ async def segment(body: SegmentRequest, request: Request) -> Any:
     service = get_service(request)
     engine = await lease_engine(request, service.get_segment_engine(body.model))
     try:
-        engine.check_segments()
+        engine.check_accepts_segmentation()
         job = await service.run_in_thread(body.to_job, random_id("seg"))
         result = await wait_or_disconnect(request, engine.segment(job))
     except UnknownImage as error:

@@ -39,7 +39,7 @@ async def save(body: SaveSessionRequest, request: Request) -> Any:
     await wait_or_disconnect(request, handle)
     path = folder / (body.name + SUFFIX)
     left = await service.run_in_thread(
-        _free_bytes, service.limits.session_dir, path, service.limits.session_bytes
+        _available_session_bytes, service.limits.session_dir, path, service.limits.session_bytes
     )
     reply = await run_while_connected(
         request.receive, engine.session_client.save(path, states[0].request, left)
@@ -52,7 +52,7 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     """Put the KV pages of a saved session into the prefix cache."""
     path = owner_folder(request) / (body.name + SUFFIX)
     if not await get_service(request).run_in_thread(path.is_file):
-        raise missing_session(body.name)
+        raise missing_session_error(body.name)
     _, engine = await acquire_engine(request, body.model, body.keep_alive)
     assert engine.request_limits is not None  # raises for an engine that segments
     reply = await run_while_connected(
@@ -61,7 +61,7 @@ async def restore(body: RestoreSessionRequest, request: Request) -> Any:
     return _response(body.name, engine, reply)
 
 
-def missing_session(name: str) -> ApiError:
+def missing_session_error(name: str) -> ApiError:
     """The error for a name without a file."""
     return ApiError(404, f"there is no session {name!r}", param="name", code="session_not_found")
 
@@ -84,7 +84,7 @@ def owner_folder(request: Request) -> Path:
     return root / owner[:32]
 
 
-def _free_bytes(root: Path, path: Path, max_bytes: int) -> int:
+def _available_session_bytes(root: Path, path: Path, max_bytes: int) -> int:
     """Make the folder of a file, and return the bytes that it may take."""
     path.parent.mkdir(parents=True, exist_ok=True)
     others = (each for each in root.rglob("*") if each.is_file() and each != path)

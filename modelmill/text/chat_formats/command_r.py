@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from modelmill.text.chat_syntax import ChatSyntax, json_list
+from modelmill.text.chat_syntax import ChatSyntax, json_list_syntax
 
 FORMAT = ChatSyntax(
     title="Command R, Command R+",
     detect=(("Action:", "```json", "tool_name"),),
     calls=replace(
-        json_list("Action: ```json\n[", "]```"), name_key="tool_name", arguments_key="parameters"
+        json_list_syntax("Action: ```json\n[", "]```"),
+        name_key="tool_name",
+        arguments_key="parameters",
     ),
 )

@@ -12,7 +12,7 @@ import pytest
 from modelmill.core.errors import UsageError
 from modelmill.serve.catalogue.entries import (
     CatalogueEntry,
-    check_names,
+    check_entries,
     holds_engines,
     read_file,
     read_folder,
@@ -54,7 +54,7 @@ def test_a_file_in_json_or_toml(tmp_path: Path) -> None:
         CatalogueEntry("m", path),
     ]
     assert read_file(tmp_path / "c.json") == read_file(tmp_path / "c.toml") == expected
-    check_names(expected, ["other"])
+    check_entries(expected, ["other"])
 
 
 def test_sizes_may_have_a_unit(tmp_path: Path) -> None:
@@ -113,6 +113,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_names_are_unique_and_engines_are_there(tmp_path: Path) -> None:
     path = make_engine(tmp_path, "m")
     with pytest.raises(UsageError, match="two engines would be served as x"):
-        check_names([CatalogueEntry("m", path, aliases=("x",))], ["x"])
+        check_entries([CatalogueEntry("m", path, aliases=("x",))], ["x"])
     with pytest.raises(UsageError, match="is no engine folder"):
-        check_names([CatalogueEntry("n", tmp_path / "n")], [])
+        check_entries([CatalogueEntry("n", tmp_path / "n")], [])

@@ -15,7 +15,7 @@ import pytest
 from modelmill.artifact.manifest import MANIFEST_FILE
 from modelmill.serve.app import make_app
 from modelmill.serve.catalogue.entries import CatalogueEntry, read_manifest
-from modelmill.serve.catalogue.folder_watch import FolderWatch, file_times, look
+from modelmill.serve.catalogue.folder_watch import FolderWatch, file_times, scan_engine_files
 from modelmill.serve.catalogue.managed_model import ManagedModel
 from modelmill.serve.service import Service
 from tests.serve.asgi_client import Client
@@ -32,7 +32,7 @@ class WatchedFolder:
         self.service = Service(models.manager.engines_by_name(), catalogue=models.manager)
         self.client = Client(make_app(self.service))
         self.watch = FolderWatch(models.manager, folder, self._make)
-        self.watch.notify(self.service.add_model, self.service.remove_model)
+        self.watch.set_callbacks(self.service.add_model, self.service.remove_model)
 
     def _make(self, entry: CatalogueEntry) -> ManagedModel:
         self.models.launchers.setdefault(entry.name, GatedLauncher())
@@ -42,7 +42,7 @@ class WatchedFolder:
     def look(self, times: int = 2) -> None:
         for _ in range(times):
             paths = [model.path for model in self.models.manager.models]
-            self.watch.apply(look(self.folder, paths))
+            self.watch.apply(scan_engine_files(self.folder, paths))
 
     async def complete(self, name: str) -> int:
         response = await self.client.post("/v1/completions", {"model": name, **COMPLETION})
@@ -223,6 +223,6 @@ def test_tokenizers_are_read_before_the_first_request(stories: Path, tmp_path: P
 
 
 def test_a_look_at_what_is_not_there(tmp_path: Path) -> None:
-    assert look(tmp_path / "none", [tmp_path / "x"]).engines == {}
-    assert look(None, []).entries == []
+    assert scan_engine_files(tmp_path / "none", [tmp_path / "x"]).engines == {}
+    assert scan_engine_files(None, []).entries == []
     assert file_times(tmp_path) is None

@@ -41,7 +41,7 @@ def supports(inputs: PagedAttentionInputs) -> bool:
     return (
         k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and all(map(_packed, indices))
+        and all(map(_is_packed_int32, indices))
         and all(
             each is None or (each.dtype is torch.float32 and each.is_contiguous())
             for each in floats
@@ -87,7 +87,7 @@ def run(inputs: PagedAttentionInputs) -> torch.Tensor:
     return out
 
 
-def _packed(tensor: torch.Tensor) -> bool:
+def _is_packed_int32(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.int32 and tensor.is_contiguous()
 
 

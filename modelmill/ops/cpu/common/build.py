@@ -113,7 +113,7 @@ def load() -> Library | str:
 
 
 def _requested_kernels() -> str:
-    choice = env.cpu_kernels()
+    choice = env.requested_cpu_kernels()
     if choice not in CHOICES:
         raise UsageError(
             f"MODELMILL_CPU_KERNELS must be one of {', '.join(CHOICES)}, not {choice!r}"
@@ -130,7 +130,7 @@ def machine_flags() -> tuple[str, ...]:
     AVX512_BF16's product of 32 numbers, in which they multiply 64 floats, and two more to round 32
     weights of 8 bits to bfloat16; AMD's do not.
     """
-    cpu = _cpu()
+    cpu = _processor_identity()
     if "GenuineIntel" in cpu:
         return (*FLAGS, "-DMILL_BF16_AS_FP32")
     far = "AuthenticAMD" in cpu and re.search(r"^cpu family\s*: 25$", cpu, re.MULTILINE)
@@ -145,7 +145,7 @@ def torch_gemm_is_faster() -> bool:
     and as long for dense ones, and they wait at no barrier of OpenMP. Without AVX512_BF16 torch has
     no fast product. AMD's pairs of bfloat16 have not been measured: as before.
     """
-    cpu = _cpu()
+    cpu = _processor_identity()
     return "amx_bf16" in cpu or ("avx512_bf16" in cpu and "GenuineIntel" not in cpu)
 
 
@@ -155,7 +155,7 @@ def compile_library(flags: tuple[str, ...]) -> Path:
     Raises _KernelsUnavailable.
     """
     compiler, version = _compiler()
-    target = _target(flags, compiler, version)
+    target = _library_path(flags, compiler, version)
     if not target.exists():
         _compile(compiler, version, flags, target)
     return target
@@ -167,13 +167,13 @@ def needs_compile() -> bool:
     if choice in ("none", "prebuilt") or (choice == "auto" and any(prebuilt.available_levels())):
         return False
     try:
-        return not _target(machine_flags(), *_compiler()).exists()
+        return not _library_path(machine_flags(), *_compiler()).exists()
     except _KernelsUnavailable:
         return False
 
 
-def _target(flags: tuple[str, ...], compiler: str, version: str) -> Path:
-    return env.cache_dir() / "cpu" / f"{_key(flags, compiler, version)}.so"
+def _library_path(flags: tuple[str, ...], compiler: str, version: str) -> Path:
+    return env.cache_dir() / "cpu" / f"{_library_key(flags, compiler, version)}.so"
 
 
 def open_library(path: Path) -> Library:
@@ -224,9 +224,9 @@ def _compiler() -> tuple[str, str]:
     raise _KernelsUnavailable(f"no C++ compiler is here; {ways}")
 
 
-def _key(flags: tuple[str, ...], compiler: str, version: str) -> str:
+def _library_key(flags: tuple[str, ...], compiler: str, version: str) -> str:
     digest = hashlib.sha256()
-    for part in (*flags, compiler, version, _cpu()):
+    for part in (*flags, compiler, version, _processor_identity()):
         digest.update(part.encode() + b"\0")
     for path in prebuilt.native_sources():
         relative = path.relative_to(prebuilt.SOURCES).as_posix()
@@ -234,7 +234,7 @@ def _key(flags: tuple[str, ...], compiler: str, version: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _cpu() -> str:
+def _processor_identity() -> str:
     """What decides -march=native: family, model, stepping and flags of the first processor."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]

@@ -162,7 +162,7 @@ def supported_levels(cpuinfo: str, machine: str) -> list[CpuLevel]:
     The system leaves out of that file what it does not save when threads change, so nothing listed
     there can trap.
     """
-    blocks = [_fields(block) for block in cpuinfo.split("\n\n")]
+    blocks = [_cpuinfo_fields(block) for block in cpuinfo.split("\n\n")]
     blocks = [block for block in blocks if "flags" in block or "Features" in block]
     if not blocks:
         return []
@@ -183,7 +183,7 @@ def _matches_processor(level: CpuLevel, processor: dict[str, str]) -> bool:
     return vendor and (level.family is None or processor.get("cpu family") == str(level.family))
 
 
-def _fields(block: str) -> dict[str, str]:
+def _cpuinfo_fields(block: str) -> dict[str, str]:
     pairs = (line.partition(":") for line in block.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 

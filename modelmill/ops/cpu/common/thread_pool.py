@@ -29,7 +29,7 @@ def single_thread_torch() -> Iterator[None]:
     if count == 1 or build.available("cpu") is not None:
         yield
         return
-    limit, limit_torch, limit_mkl = _set_num_threads(), *_set_callers_num_threads()
+    limit, limit_torch, limit_mkl = _set_num_threads(), *_thread_count_setters()
     limit_torch(1)
     mkl_before = limit_mkl(1)
     limit(count)
@@ -42,7 +42,7 @@ def single_thread_torch() -> Iterator[None]:
 
 
 @functools.cache
-def _set_callers_num_threads() -> tuple[Callable[[int], Any], Callable[[int], int]]:
+def _thread_count_setters() -> tuple[Callable[[int], Any], Callable[[int], int]]:
     """Functions that set OpenMP's and MKL's number of threads in the caller's thread only.
 
     That of MKL returns what was set; 0 is the process's. Where torch has no such functions, the

@@ -46,7 +46,7 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
     logits = torch.empty(rows, stack.lm_head.weight.shape[0])
     residual = x.clone(memory_format=torch.contiguous_format)
     if count <= build.SMALL_M_LIMIT:
-        _call(logits, residual, packed, t, stack.eps)
+        _run_all_layers(logits, residual, packed, t, stack.eps)
         return logits
     starts = t.query_start.tolist()
     for first in range(0, count, build.SMALL_M_LIMIT):
@@ -55,7 +55,7 @@ def run(x: torch.Tensor, stack: DecoderStackWeights, tokens: DecodeInputs) -> to
         inside = (logit_rows >= first) & (logit_rows < last)
         part = replace(_slice_tokens(t, starts, first, last), logit_rows=logit_rows[inside] - first)
         part_logits = torch.empty(int(inside.sum()), logits.shape[1])
-        _call(part_logits, residual[first:last], packed, part, stack.eps)
+        _run_all_layers(part_logits, residual[first:last], packed, part, stack.eps)
         logits[slice(first, last) if t.logit_rows is None else inside] = part_logits
     return logits
 
@@ -82,7 +82,7 @@ def _slice_tokens(t: DecodeInputs, starts: list[int], first: int, last: int) -> 
     )
 
 
-def _call(
+def _run_all_layers(
     logits: torch.Tensor,
     residual: torch.Tensor,
     packed: _PackedDecoder,
@@ -134,7 +134,7 @@ class _PackedDecoder:
         self.supported = (
             dtype in _DTYPES
             and all(t.dtype is dtype and t.is_contiguous() for t in tensors)
-            and all(_is_readable(m, dtype) for m in (*matrices, stack.lm_head))
+            and all(_supports_linear(m, dtype) for m in (*matrices, stack.lm_head))
             and all((layer.q_norm is None) is (layer.k_norm is None) for layer in stack.layers)
         )
         words = [
@@ -158,7 +158,7 @@ def _norm_weights(layer: DecodeLayerWeights) -> list[torch.Tensor]:
     ]
 
 
-def _is_readable(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
+def _supports_linear(m: DecodeLinearWeights, dtype: torch.dtype) -> bool:
     if m.group_size:
         assert m.scale is not None, "groups have scales"
         grids = [t for t in (m.scale, m.offset) if t is not None]

@@ -35,13 +35,13 @@ def supports_layout(inputs: FusedMoEInputs, weight_dtype: torch.dtype) -> bool:
         and inputs.activation in ACTIVATIONS
         and all(t is None or (t.dtype is x.dtype and t.is_contiguous()) for t in of_x)
         and all(
-            weight.dtype is weight_dtype and _packs_experts(weight)
+            weight.dtype is weight_dtype and _is_each_expert_contiguous(weight)
             for weight in (inputs.gate_up, inputs.down)
         )
     )
 
 
-def supports_grids(inputs: FusedMoEInputs, *dtypes: torch.dtype) -> bool:
+def supports_scales_and_offsets(inputs: FusedMoEInputs, *dtypes: torch.dtype) -> bool:
     """Scales of one of these dtypes, and offsets like them or none."""
     scales = (inputs.gate_up_scale, inputs.down_scale)
     offsets = (inputs.gate_up_offset, inputs.down_offset)
@@ -49,12 +49,17 @@ def supports_grids(inputs: FusedMoEInputs, *dtypes: torch.dtype) -> bool:
     return (
         first is not None
         and first.dtype in dtypes
-        and all(s is not None and s.dtype is first.dtype and _packs_experts(s) for s in scales)
-        and all(o is None or (o.dtype is first.dtype and _packs_experts(o)) for o in offsets)
+        and all(
+            s is not None and s.dtype is first.dtype and _is_each_expert_contiguous(s)
+            for s in scales
+        )
+        and all(
+            o is None or (o.dtype is first.dtype and _is_each_expert_contiguous(o)) for o in offsets
+        )
     )
 
 
-def _packs_experts(stack: torch.Tensor) -> bool:
+def _is_each_expert_contiguous(stack: torch.Tensor) -> bool:
     return stack[0].is_contiguous()
 
 
@@ -62,32 +67,32 @@ def run_experts(name: str, inputs: FusedMoEInputs) -> torch.Tensor:
     """Compute the op by the C function ``name``."""
     x = inputs.x
     out = torch.empty_like(x)
-    words = np.array(call_words(inputs, out), dtype=np.int64)
+    words = np.array(pack_experts_call(inputs, out), dtype=np.int64)
     function = gemm_function(name, "pddii", release_gil=len(x) > build.SMALL_M_LIMIT)
     clamp = inputs.clamp or NO_CLAMP
-    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], scale_type(inputs))
+    function(words.ctypes.data, *clamp, build.DTYPES[x.dtype], scale_dtype_code(inputs))
     return out
 
 
-def scale_type(inputs: FusedMoEInputs) -> int:
+def scale_dtype_code(inputs: FusedMoEInputs) -> int:
     """The code of the scales' dtype."""
-    assert inputs.gate_up_scale is not None, "see supports_grids"
+    assert inputs.gate_up_scale is not None, "see supports_scales_and_offsets"
     return SCALE_TYPES[inputs.gate_up_scale.dtype]
 
 
-def call_words(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
+def pack_experts_call(inputs: FusedMoEInputs, out: torch.Tensor) -> list[int]:
     """ExpertsCall of expert_matrices.h."""
     x, gate_up = inputs.x, inputs.gate_up
     gate = ACTIVATIONS.index(inputs.activation) if inputs.clamp is None else CLAMPED_SWIGLU
     return [
         out.data_ptr(), x.data_ptr(), inputs.topk_weights.data_ptr(), inputs.topk_ids.data_ptr(),
         address(inputs.shared), *inputs.topk_ids.shape, len(gate_up), inputs.group, gate,
-        *_matrices(inputs, "gate_up", x.shape[1]),
-        *_matrices(inputs, "down", gate_up.shape[1] // 2),
+        *_pack_expert_matrices(inputs, "gate_up", x.shape[1]),
+        *_pack_expert_matrices(inputs, "down", gate_up.shape[1] // 2),
     ]  # fmt: skip
 
 
-def _matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
+def _pack_expert_matrices(inputs: FusedMoEInputs, name: str, columns: int) -> list[int]:
     """ExpertMatrices: addresses, the experts' distances in bytes, rows, columns."""
     stacks = [getattr(inputs, name + suffix) for suffix in ("", "_scale", "_offset")]
     addresses = [address(each) for each in (*stacks, getattr(inputs, f"{name}_bias"))]

@@ -7,7 +7,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
-from modelmill.ops.fused_topk import FusedTopkInputs, keep_local
+from modelmill.ops.fused_topk import FusedTopkInputs, map_to_local_experts
 
 available = build.available
 
@@ -41,24 +41,24 @@ def run(inputs: FusedTopkInputs) -> tuple[torch.Tensor, torch.Tensor]:
     rows, experts = inputs.logits.shape
     weights = torch.empty(rows, inputs.top_k)
     ids = torch.empty(rows, inputs.top_k, dtype=torch.int32)
-    rules = np.array(rule_words(inputs, experts), dtype=np.int64)
+    rules = np.array(pack_topk_rules(inputs, experts), dtype=np.int64)
     gemm_function("fused_topk", "ppppq", release_gil=rows > build.SMALL_M_LIMIT)(
         weights.data_ptr(), ids.data_ptr(), inputs.logits.data_ptr(), rules.ctypes.data, rows
     )
-    return keep_local(weights, ids, inputs.local_experts)
+    return map_to_local_experts(weights, ids, inputs.local_experts)
 
 
-def rule_words(inputs: FusedTopkInputs, experts: int) -> list[int]:
+def pack_topk_rules(inputs: FusedTopkInputs, experts: int) -> list[int]:
     """TopkRules of topk.h."""
     bias = inputs.bias
     return [
         0 if bias is None else bias.data_ptr(),
         0 if bias is None else build.DTYPES[bias.dtype],
         experts, inputs.top_k, int(inputs.sigmoid), int(inputs.renormalize),
-        inputs.groups, inputs.top_groups, inputs.group_scores, float_word(inputs.scale),
+        inputs.groups, inputs.top_groups, inputs.group_scores, double_to_bits(inputs.scale),
     ]  # fmt: skip
 
 
-def float_word(value: float) -> int:
+def double_to_bits(value: float) -> int:
     """The bits of a double, for words that a C++ struct is made of."""
     return int(np.float64(value).view(np.int64))

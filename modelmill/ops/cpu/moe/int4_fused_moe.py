@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import run_experts, supports_grids, supports_layout
+from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
 from modelmill.ops.fused_moe import FusedMoEInputs
 from modelmill.ops.groupwise import PACK_COLUMNS
 
@@ -18,7 +18,7 @@ def supports(inputs: FusedMoEInputs) -> bool:
         inputs.group > 0
         and inputs.group % PACK_COLUMNS == 0
         and supports_layout(inputs, torch.uint8)
-        and supports_grids(inputs, torch.float32, torch.float16)
+        and supports_scales_and_offsets(inputs, torch.float32, torch.float16)
     )
 
 

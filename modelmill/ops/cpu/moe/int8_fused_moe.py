@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cpu.common import build
-from modelmill.ops.cpu.moe.experts import run_experts, supports_grids, supports_layout
+from modelmill.ops.cpu.moe.experts import run_experts, supports_layout, supports_scales_and_offsets
 from modelmill.ops.fused_moe import FusedMoEInputs
 
 available = build.available
@@ -15,7 +15,7 @@ def supports(inputs: FusedMoEInputs) -> bool:
     """int8 weights with float32 scales, one a row."""
     return (
         supports_layout(inputs, torch.int8)
-        and supports_grids(inputs, torch.float32)
+        and supports_scales_and_offsets(inputs, torch.float32)
         and inputs.group == 0
         and inputs.gate_up_offset is None
         and inputs.down_offset is None

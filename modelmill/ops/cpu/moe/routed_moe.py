@@ -10,8 +10,8 @@ import torch
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.common.gemm import gemm_function
 from modelmill.ops.cpu.moe import int4_fused_moe, int8_fused_moe, mxfp4_fused_moe
-from modelmill.ops.cpu.moe.experts import NO_CLAMP, address, call_words, scale_type
-from modelmill.ops.cpu.moe.fused_topk import float_word, rule_words, supports_rules
+from modelmill.ops.cpu.moe.experts import NO_CLAMP, address, pack_experts_call, scale_dtype_code
+from modelmill.ops.cpu.moe.fused_topk import double_to_bits, pack_topk_rules, supports_rules
 from modelmill.ops.routed_moe import RoutedMoEWeights
 
 available = build.available
@@ -49,13 +49,13 @@ def supports(
     return (
         packed.at != 0
         and x.shape[0] <= build.SMALL_M_LIMIT
-        and _is_packed_as(moe, x)
-        and (router_input is None or _is_packed_as(moe, router_input))
-        and (shared is None or _is_packed_as(moe, shared))
+        and _matches_router_dtype(moe, x)
+        and (router_input is None or _matches_router_dtype(moe, router_input))
+        and (shared is None or _matches_router_dtype(moe, shared))
     )
 
 
-def _is_packed_as(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
+def _matches_router_dtype(moe: RoutedMoEWeights, x: torch.Tensor) -> bool:
     return x.dtype is moe.router.dtype and x.is_contiguous()
 
 
@@ -93,19 +93,19 @@ def _pack(moe: RoutedMoEWeights) -> _PackedMoE:
         (
             router.data_ptr(), address(moe.router_bias), address(moe.expert_scale),
             _dtype_code(moe.router_bias), _dtype_code(moe.expert_scale),
-            *map(float_word, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
-            _OPS.index(moe.op), scale_type(experts),
-            *rule_words(moe.rules, len(router)), *_experts_words(moe),
+            *map(double_to_bits, (moe.logit_scale, *(experts.clamp or NO_CLAMP))),
+            _OPS.index(moe.op), scale_dtype_code(experts),
+            *pack_topk_rules(moe.rules, len(router)), *_pack_experts_call(moe),
         ),
         dtype=np.int64,
     )  # fmt: skip
     return _PackedMoE(words, words.ctypes.data)
 
 
-def _experts_words(moe: RoutedMoEWeights) -> list[int]:
+def _pack_experts_call(moe: RoutedMoEWeights) -> list[int]:
     """The call of the experts with as many of them a token as the router chooses."""
     ids = moe.experts.topk_ids.new_empty(0, moe.rules.top_k)
-    return call_words(moe.experts._replace(topk_ids=ids), moe.experts.x)
+    return pack_experts_call(moe.experts._replace(topk_ids=ids), moe.experts.x)
 
 
 def _dtype_code(tensor: torch.Tensor | None) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.cpu.norm_quantize.rms_norm import run_rows
+from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 available = build.available
 
@@ -29,7 +29,7 @@ def run(
     """As the reference; the sum overwrites ``residual``."""
     x, weight = x.contiguous(), weight.contiguous()
     pointers = (residual.data_ptr(), x.data_ptr(), weight.data_ptr())
-    return run_rows(_kernel(), x, pointers, eps), residual
+    return run_row_kernel(_kernel(), x, pointers, eps), residual
 
 
 @functools.cache

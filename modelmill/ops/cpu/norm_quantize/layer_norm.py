@@ -10,7 +10,7 @@ import torch
 
 from modelmill.ops.cpu.common import build
 from modelmill.ops.cpu.norm_quantize.rms_norm import SUPPORTED_PROBLEMS as SUPPORTED_PROBLEMS
-from modelmill.ops.cpu.norm_quantize.rms_norm import run_rows
+from modelmill.ops.cpu.norm_quantize.rms_norm import run_row_kernel
 
 available = build.available
 
@@ -18,7 +18,7 @@ available = build.available
 def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
     x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-    return run_rows(_kernel(), x, (x.data_ptr(), weight.data_ptr(), bias.data_ptr()), eps)
+    return run_row_kernel(_kernel(), x, (x.data_ptr(), weight.data_ptr(), bias.data_ptr()), eps)
 
 
 @functools.cache

@@ -19,10 +19,10 @@ SUPPORTED_PROBLEMS = (RowRange(dtypes=tuple(_DTYPES), same_dtype=True),)
 def run(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
     x, weight = x.contiguous(), weight.contiguous()
-    return run_rows(_kernel(), x, (x.data_ptr(), weight.data_ptr()), eps)
+    return run_row_kernel(_kernel(), x, (x.data_ptr(), weight.data_ptr()), eps)
 
 
-def run_rows(
+def run_row_kernel(
     kernel: Callable[..., Any], x: torch.Tensor, pointers: tuple[int, ...], eps: float
 ) -> torch.Tensor:
     """Call a kernel of out, ``pointers``, rows, width, eps and dtype; returns out, of x's shape."""

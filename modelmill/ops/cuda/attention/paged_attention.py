@@ -14,7 +14,7 @@ import struct
 import torch
 
 from modelmill.ops.attention_range import AttentionRange, Phase
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.attention import paged_decode, paged_decode8, paged_decode16
 from modelmill.ops.cuda.attention.paged_decode import LOG2E, TYPES, supports_indices
 from modelmill.ops.cuda.common import build, launch
@@ -105,7 +105,7 @@ PREFILL = Kernel(
 )
 KERNELS = (PREFILL, *paged_decode16.KERNELS, *paged_decode8.KERNELS)
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)
 
 
 def _prefill(

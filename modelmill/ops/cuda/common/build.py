@@ -87,10 +87,10 @@ def compile_cubin(name: str, macros: tuple[str, ...] = ()) -> Path:
     compiler = find_compiler()
     if isinstance(compiler, str):
         raise MissingDependency(f"the CUDA kernels cannot be compiled: {compiler}")
-    target = env.cache_dir() / "cuda" / f"{name}-{_key(name, macros, compiler.version)}.cubin"
+    target = env.cache_dir() / "cuda" / f"{name}-{_cubin_key(name, macros, compiler.version)}.cubin"
     if not target.exists():
         try:
-            _publish(_compile(compiler, name, macros), target)
+            _store_cubin(_compile(compiler, name, macros), target)
         except _CompilerUnavailable as problem:
             raise MissingDependency(
                 f"the CUDA kernel {name} cannot be compiled: {problem}"
@@ -142,7 +142,7 @@ def find_nvcc() -> Compiler | None:
     return None
 
 
-def _key(name: str, macros: tuple[str, ...], version: str) -> str:
+def _cubin_key(name: str, macros: tuple[str, ...], version: str) -> str:
     digest = hashlib.sha256()
     for part in (ARCHITECTURE, *FLAGS, *macros, version):
         digest.update(part.encode() + b"\0")
@@ -212,7 +212,7 @@ def _first_error(log: str) -> str:
     return next((line for line in lines if "error" in line), lines[0]).strip()
 
 
-def _publish(cubin: bytes, target: Path) -> None:
+def _store_cubin(cubin: bytes, target: Path) -> None:
     """Write to a temporary file and move it in place, so that processes may race."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

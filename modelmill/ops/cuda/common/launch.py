@@ -64,7 +64,7 @@ class CudaKernel:
         )
         code = cuda_driver().cuLaunchKernelEx(how, self._handle, pointers, None)
         if code:
-            _check(code)
+            _raise_on_error_code(code)
 
     @functools.cached_property
     def _handle(self) -> ctypes.c_void_p:
@@ -98,9 +98,11 @@ def load_kernel(
 def load_cubin(path: Path, name: str, threads: int, shared: int) -> CudaKernel:
     """A kernel of a cubin, which stays loaded for as long as the process lives."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(cuda_driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
-    _check(cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-    _check(cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared))
+    _raise_on_error_code(cuda_driver().cuModuleLoadData(ctypes.byref(module), path.read_bytes()))
+    _raise_on_error_code(
+        cuda_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    )
+    _raise_on_error_code(cuda_driver().cuFuncSetAttribute(function, _MAX_SHARED_ATTRIBUTE, shared))
     assert function.value is not None
     return CudaKernel(function.value, threads, shared)
 
@@ -123,7 +125,7 @@ def tensor_map(
     rank = len(sizes)
     space = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    _check(
+    _raise_on_error_code(
         cuda_driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(place),
             _ELEMENTS[dtype],
@@ -153,7 +155,7 @@ def sm_count(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _check(code: int) -> None:
+def _raise_on_error_code(code: int) -> None:
     if code:
         text = ctypes.c_char_p()
         cuda_driver().cuGetErrorString(code, ctypes.byref(text))

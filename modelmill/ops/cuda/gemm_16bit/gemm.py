@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from modelmill.ops.cuda.common import launch
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, ProblemRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, GemmRange
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 # Sizes of gemm_large_m.cuh.
@@ -122,14 +122,14 @@ def supports_tma(x: torch.Tensor) -> bool:
     )
 
 
-def small_m_ranges(n_multiple: int) -> tuple[ProblemRange, ...]:
+def small_m_ranges(n_multiple: int) -> tuple[GemmRange, ...]:
     """Products that gemm_small_m serves and is the fastest for.
 
     The matrix must exceed the cache and need one wave of blocks: cuBLAS reads matrices that need a
     second turn of the blocks as fast.
     """
     return tuple(
-        ProblemRange(
+        GemmRange(
             m=rows,
             n_multiple=n_multiple,
             dtypes=HALF,
@@ -151,7 +151,7 @@ def _fills_sms(problem: GemmProblem) -> bool:
 
 
 # Products that gemm_swiglu_large_m serves and is faster for: its tiles fill the SMs.
-LARGE_M_RANGE = ProblemRange(
+LARGE_M_RANGE = GemmRange(
     m=(LARGE_M_MIN_ROWS, UNBOUNDED), n_multiple=16, dtypes=HALF, faster=_fills_sms
 )
 
@@ -193,7 +193,10 @@ def large_m_is_faster(
 
     min_occupancy: what its tiles must fill.
     """
-    return rows >= LARGE_M_MIN_ROWS and occupancy(rows, outputs, num_sms, widths) >= min_occupancy
+    return (
+        rows >= LARGE_M_MIN_ROWS
+        and tile_efficiency(rows, outputs, num_sms, widths) >= min_occupancy
+    )
 
 
 def pipeline_bytes(width: int) -> int:
@@ -230,7 +233,7 @@ def tile_width(rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = 
     return min(widths, key=lambda wide: wide * waves(tile_pairs(rows, outputs, wide), num_sms))
 
 
-def occupancy(
+def tile_efficiency(
     rows: int, outputs: int, num_sms: int, widths: tuple[int, ...] = TILE_WIDTHS
 ) -> float:
     """Share of the SM time in which tiles compute valid elements: [rows, outputs]."""

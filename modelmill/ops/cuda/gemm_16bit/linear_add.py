@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, ProblemRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmRange
 
 # fewer rows are other kernels' work, and the norm behind adds for nothing
-SUPPORTED_PROBLEMS = (ProblemRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
+SUPPORTED_PROBLEMS = (GemmRange(m=(512, UNBOUNDED), dtypes=HALF, bias=False),)
 
 
 def supports(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.linear import available as available
-from modelmill.ops.kernel_range import Kernel, ProblemRange
+from modelmill.ops.kernel_range import GemmRange, Kernel
 from modelmill.ops.linear_swiglu import DECLARATION
 
 specializations = gemm.large_m_warmup_rows
@@ -35,9 +35,7 @@ def _swiglu(
 # Sums in float32, the products rounded before the gate.
 SUPPORTED_PROBLEMS = (*gemm.small_m_ranges(n_multiple=4), gemm.LARGE_M_RANGE)
 KERNELS = (
-    Kernel(
-        ProblemRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)
-    ),
-    Kernel(ProblemRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
+    Kernel(GemmRange(m=(1, gemm.SMALL_M_MAX_ROWS)), functools.partial(_swiglu, gemm.gemm_small_m)),
+    Kernel(GemmRange(), functools.partial(_swiglu, gemm.gemm_swiglu_large_m)),
 )
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

@@ -9,7 +9,7 @@ import torch
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.gemm_16bit import gemm
 from modelmill.ops.cuda.gemm_16bit.gemm import LARGE_M_THREADS, TILE_ROWS, TYPES, supports_operands
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, ProblemRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmProblem, GemmRange
 from modelmill.ops.rope_cache import RopeCacheInputs
 
 TILE_WIDTH = 256  # rows of the weight of a tile
@@ -82,7 +82,7 @@ def _supports_pages(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.d
     return dim in HEAD_DIMS and counted and not any(step % 8 for step in strides[:3])
 
 
-def is_faster(rows: int, outputs: int, num_sms: int) -> bool:
+def fused_is_faster(rows: int, outputs: int, num_sms: int) -> bool:
     """Whether one kernel is faster than cuBLAS and the rotation behind it."""
     return gemm.large_m_is_faster(rows, outputs, num_sms, (TILE_WIDTH,), MIN_OCCUPANCY)
 
@@ -90,12 +90,12 @@ def is_faster(rows: int, outputs: int, num_sms: int) -> bool:
 def _is_faster(problem: GemmProblem) -> bool:
     """The same of a problem whose values can be counted in 32 bits."""
     counted = problem.device >= 0 and problem.m * problem.n < _MAX_ELEMENTS
-    return counted and is_faster(problem.m, problem.n, launch.sm_count(problem.device))
+    return counted and fused_is_faster(problem.m, problem.n, launch.sm_count(problem.device))
 
 
 # prompts whose tiles fill the SMs
 SUPPORTED_PROBLEMS = (
-    ProblemRange(m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_faster),
+    GemmRange(m=(gemm.LARGE_M_MIN_ROWS, UNBOUNDED), dtypes=HALF, faster=_is_faster),
 )
 
 
@@ -104,7 +104,7 @@ def specializations(x: torch.Tensor, weight: torch.Tensor, max_rows: int) -> lis
     if not supports_operands(x.new_empty((1, x.shape[1])), weight, None):
         return []
     sizes = (weight.shape[0], launch.sm_count(x.get_device()))
-    return [rows for rows in gemm.large_m_row_counts(max_rows) if is_faster(rows, *sizes)][:1]
+    return [rows for rows in gemm.large_m_row_counts(max_rows) if fused_is_faster(rows, *sizes)][:1]
 
 
 def run(

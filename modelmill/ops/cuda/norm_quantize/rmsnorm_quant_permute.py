@@ -12,7 +12,7 @@ import torch
 
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowRange, is_packed
+from modelmill.ops.row_range import RowRange, has_contiguous_tensors
 
 TYPES = {torch.bfloat16: (), torch.float16: ("HALF",)}
 MAX_WIDTH = 8192
@@ -39,7 +39,7 @@ SUPPORTED_PROBLEMS = (
 
 def supports(x: torch.Tensor, weight: torch.Tensor, eps: float, spec: ActQuantSpec) -> bool:
     """Whether all operands are contiguous and aligned to 16 bytes."""
-    return is_packed(spec) and all(
+    return has_contiguous_tensors(spec) and all(
         each is None or (each.is_contiguous() and each.data_ptr() % 16 == 0)
         for each in (x, weight, *spec[1:4])
     )

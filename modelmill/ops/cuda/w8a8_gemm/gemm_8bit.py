@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modelmill.ops.cuda.common import build, launch
-from modelmill.ops.kernel_range import ProblemRange
+from modelmill.ops.kernel_range import GemmRange
 from modelmill.ops.w8a8_linear import Linear8BitInputs
 
 INPUT_MACROS = {torch.int8: (), torch.float8_e4m3fn: ("FP8",)}
@@ -49,9 +49,9 @@ def available(device_type: str) -> str | None:
     )
 
 
-def kernel_range(m: tuple[int, int], **more: Any) -> ProblemRange:
+def kernel_range(m: tuple[int, int], **more: Any) -> GemmRange:
     """Products of so many rows that the kernel serves; ``more``: other fields of the range."""
-    return ProblemRange(
+    return GemmRange(
         m=m,
         **{"n_multiple": 8} | more,
         k_multiple=16,
@@ -154,7 +154,7 @@ def best_config(tokens: int, n: int, num_sms: int, gated: bool = False) -> Gemm8
     return min((form for form in KERNEL_CONFIGS if not gated or form[1] >= 64), key=cost)
 
 
-def specialization_rows(
+def row_count_per_config(
     n: int, num_sms: int, small_m_limit: int, max_rows: int, gated: bool = False
 ) -> list[int]:
     """Numbers of rows in (``small_m_limit``, ``max_rows``], one per config chosen for N = n."""
@@ -168,10 +168,10 @@ def specialization_rows(
 def specializations(
     x: torch.Tensor, weight: torch.Tensor, small_m_limit: int, max_rows: int, gated: bool = False
 ) -> list[int]:
-    """``specialization_rows`` for x's kind and place; none where the kernel does not read x."""
+    """``row_count_per_config`` for x's kind and place; none where the kernel does not read x."""
     if x.dtype not in INPUT_MACROS:
         return []
-    return specialization_rows(
+    return row_count_per_config(
         weight.shape[0], launch.sm_count(x.get_device()), small_m_limit, max_rows, gated
     )
 

@@ -7,7 +7,7 @@ import struct
 
 import torch
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
@@ -15,11 +15,11 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     THREADS,
     TYPES,
     WqMmaKernelConfig,
-    config_rows,
     fits_shared_memory,
     group_shift,
+    row_ranges_of_configs,
 )
-from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
 from modelmill.ops.rptq_linear import DECLARATION, RptqLinearInputs
 
 # rows of q up to … → how the kernel is compiled, for 8-bit and for 4-bit weights
@@ -65,7 +65,7 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 # Groups of 128, 256, 512 … columns or of all.
 SUPPORTED_PROBLEMS = tuple(
-    ProblemRange(
+    GemmRange(
         m=rows,
         k_multiple=K_TILE,
         weight_dtypes=(dtype,),
@@ -74,7 +74,7 @@ SUPPORTED_PROBLEMS = tuple(
         fits=functools.partial(_fits, config),
     )
     for dtype, configs in KERNEL_CONFIGS.items()
-    for rows, config in config_rows(configs)
+    for rows, config in row_ranges_of_configs(configs)
 )
 
 
@@ -136,7 +136,7 @@ def _kernel_macros(
 
 
 KERNELS = (
-    Kernel(ProblemRange(m=(1, 1), fits=wq_gemv.fits), _run_gemv, _supports_gemv),
-    Kernel(ProblemRange(m=(1, MAX_ROWS)), _run_mma),
+    Kernel(GemmRange(m=(1, 1), fits=wq_gemv.supports_problem), _run_gemv, _supports_gemv),
+    Kernel(GemmRange(m=(1, MAX_ROWS)), _run_mma),
 )
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

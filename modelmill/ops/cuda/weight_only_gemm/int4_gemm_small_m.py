@@ -12,7 +12,7 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, RUN, TYPES, group_shift
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
 
 MAX_ROWS = 64
 _MAX_SHARED_BYTES = 220 << 10  # bytes of a block at most
@@ -92,10 +92,10 @@ def config_for(
         <= _MAX_SHARED_BYTES
         and form.stages * padded * 256 >= padded * (64 * form.consumers + 4) * 4
     ]
-    return best_occupancy(fitting, rows, num_sms)
+    return lowest_cost_config(fitting, rows, num_sms)
 
 
-def best_occupancy(
+def lowest_cost_config(
     configs: Iterable[SplitKConfigT], rows: int, num_sms: int
 ) -> SplitKConfigT | None:
     """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
@@ -130,7 +130,7 @@ def _fits(problem: GemmProblem) -> bool:
 
 def small_m_kernel(m: tuple[int, int], *, gated: bool) -> Kernel:
     """The kernel as one of the 4-bit GEMMs', for so many rows (all ≤ 32, or all above)."""
-    return Kernel(ProblemRange(m=m, fits=_fits), functools.partial(groupwise_gemm, gated=gated))
+    return Kernel(GemmRange(m=m, fits=_fits), functools.partial(groupwise_gemm, gated=gated))
 
 
 def int4_gemm(

@@ -10,7 +10,7 @@ import struct
 
 import torch
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build, launch
 from modelmill.ops.cuda.weight_only_gemm import int4_gemm_small_m, wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import (
@@ -22,18 +22,18 @@ from modelmill.ops.cuda.weight_only_gemm.weight_only import (
     TYPES,
     WqMmaKernelConfig,
     config_for,
-    config_rows,
     fits_shared_memory,
     group_shift,
+    has_aligned_rows,
     k_tile_for,
     row_block_kernel,
     row_block_range,
+    row_ranges_of_configs,
     supports_bias,
-    supports_rows,
 )
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
-from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, ProblemRange
+from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 # rows that go through shared memory (wq_gemm_pipelined, int4_gemm_small_m), by what they are
 # padded to
@@ -57,14 +57,14 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 # Groups of 32, 64, 128, 256 … columns or of all, float16 scales.
 _FEW_ROWS = tuple(
-    ProblemRange(
+    GemmRange(
         m=rows,
         k_multiple=RUN,
         dtypes=HALF,
         scale_dtypes=(torch.float16,),
         fits=functools.partial(_fits, config),
     )
-    for rows, config in config_rows(KERNEL_CONFIGS)
+    for rows, config in row_ranges_of_configs(KERNEL_CONFIGS)
 )
 SUPPORTED_PROBLEMS = (*_FEW_ROWS, row_block_range(_FEW_ROWS))
 
@@ -77,7 +77,7 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
         all(t.dtype == torch.float16 and t.is_contiguous() for t in grids)
         and weight.is_contiguous()
     )
-    return packed and x.is_cuda and supports_rows(x, weight) and supports_bias(bias, x.dtype)
+    return packed and x.is_cuda and has_aligned_rows(x, weight) and supports_bias(bias, x.dtype)
 
 
 def int4_mma(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tensor:
@@ -115,7 +115,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         for make in (wq_gemm_pipelined.pipelined_kernel, int4_gemm_small_m.small_m_kernel)
         for rows in SHARED_MEMORY_ROWS
     ]
-    mma = Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
+    mma = Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int4_mma, gated=gated))
     few = (wq_gemv.gemv_kernel(gated=gated), *through_memory, mma)
     return (*few, row_block_kernel(few))
 
@@ -130,4 +130,4 @@ def _kernel_macros(
 
 
 KERNELS = kernels(gated=False)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

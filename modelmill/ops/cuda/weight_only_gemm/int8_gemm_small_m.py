@@ -15,7 +15,7 @@ from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm import weight_only, wq_gemm_pipelined, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, MAX_ROWS, WqMmaKernelConfig
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import HALF, GemmProblem, Kernel, ProblemRange
+from modelmill.ops.kernel_range import HALF, GemmProblem, GemmRange, Kernel
 
 # rows, or weights: more of either go through shared memory (wq_gemm_pipelined), where the weight's
 # sizes let them
@@ -48,14 +48,14 @@ def _fits(config: WqMmaKernelConfig, problem: GemmProblem) -> bool:
 
 # Groups of 32, 64, 128, 256 … columns or of all.
 _FEW_ROWS = tuple(
-    ProblemRange(
+    GemmRange(
         m=rows,
         k_multiple=weight_only.RUN,
         dtypes=HALF,
         scale_dtypes=(torch.float16, torch.float32),
         fits=functools.partial(_fits, config),
     )
-    for rows, config in weight_only.config_rows(weight_only.KERNEL_CONFIGS)
+    for rows, config in weight_only.row_ranges_of_configs(weight_only.KERNEL_CONFIGS)
 )
 SUPPORTED_PROBLEMS = (*_FEW_ROWS, weight_only.row_block_range(_FEW_ROWS))
 
@@ -69,7 +69,7 @@ def supports(inputs: GroupwiseLinearInputs) -> bool:
         packed
         and alike
         and x.is_cuda
-        and weight_only.supports_rows(x, weight)
+        and weight_only.has_aligned_rows(x, weight)
         and weight_only.supports_bias(bias, x.dtype)
     )
 
@@ -82,7 +82,7 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
         pipelined((1, MMA_MAX_ROWS), min_weight_bytes=PIPELINED_MIN_WEIGHTS),
         pipelined((MMA_MAX_ROWS + 1, 32)),
         pipelined((33, MAX_ROWS)),
-        Kernel(ProblemRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
+        Kernel(GemmRange(m=(1, MAX_ROWS)), functools.partial(int8_mma, gated=gated)),
     )
     return (*few, weight_only.row_block_kernel(few))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, weight_only
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
@@ -27,4 +27,4 @@ def available(device_type: str) -> str | None:
 
 
 KERNELS = int8_gemm_small_m.kernels(gated=False)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

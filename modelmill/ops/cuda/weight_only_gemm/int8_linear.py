@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.cuda.common import build
 from modelmill.ops.cuda.weight_only_gemm import int8_gemm_small_m, wq_gemv
 from modelmill.ops.cuda.weight_only_gemm.int8_gemm_small_m import (
@@ -28,23 +28,23 @@ def available(device_type: str) -> str | None:
     return build.why_unavailable(device_type, "wq_gemv", plan.macros)
 
 
-def _one_group(
+def _as_single_group(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> GroupwiseLinearInputs:
     """The operands as those of groups of all columns."""
     return GroupwiseLinearInputs(x, weight, scale, None, x.shape[-1], bias)
 
 
-def _per_channel(call: Callable[[GroupwiseLinearInputs], Any]) -> Callable[..., Any]:
+def _per_channel_adapter(call: Callable[[GroupwiseLinearInputs], Any]) -> Callable[..., Any]:
     """A function of groups as one of this op's arguments."""
-    return lambda *args: call(_one_group(*args))
+    return lambda *args: call(_as_single_group(*args))
 
 
 def supports(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> bool:
     """As ``int8_gemm_small_m.supports``."""
-    return int8_gemm_small_m.supports(_one_group(x, weight, scale, bias))
+    return int8_gemm_small_m.supports(_as_single_group(x, weight, scale, bias))
 
 
 def kernels(*, gated: bool) -> tuple[Kernel, ...]:
@@ -52,12 +52,12 @@ def kernels(*, gated: bool) -> tuple[Kernel, ...]:
     return tuple(
         Kernel(
             each.range,
-            _per_channel(each.run),
-            None if each.supports is None else _per_channel(each.supports),
+            _per_channel_adapter(each.run),
+            None if each.supports is None else _per_channel_adapter(each.supports),
         )
         for each in int8_gemm_small_m.kernels(gated=gated)
     )
 
 
 KERNELS = kernels(gated=False)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

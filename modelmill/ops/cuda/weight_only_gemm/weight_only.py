@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange, first_kernel
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, first_kernel
 
 THREADS, K_TILE, RUN = 256, 128, 32
 WARPS = THREADS // 32
@@ -89,7 +89,7 @@ def group_shift(group: int, columns: int, k_tile: int = K_TILE) -> int | None:
     return pieces.bit_length() - 1 if group % k_tile == 0 and pieces & (pieces - 1) == 0 else None
 
 
-def config_rows(
+def row_ranges_of_configs(
     configs: Sequence[tuple[int, WqMmaKernelConfig]],
 ) -> Iterator[tuple[tuple[int, int], WqMmaKernelConfig]]:
     """Least and largest number of rows of x of each config; ``configs``: by the largest."""
@@ -99,7 +99,7 @@ def config_rows(
         least = most + 1
 
 
-def supports_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def has_aligned_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x and weight are aligned to 16 bytes, rows of x too."""
     return (
         x.stride(1) == 1
@@ -114,13 +114,13 @@ def supports_bias(bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return bias is None or (bias.dtype == dtype and bias.is_contiguous())
 
 
-def row_block_range(ranges: Sequence[ProblemRange]) -> ProblemRange:
+def row_block_range(ranges: Sequence[GemmRange]) -> GemmRange:
     """The range of ``row_block_kernel``: weights that every range of fewer rows serves."""
 
     def fits(problem: GemmProblem) -> bool:
-        return all(each.covers_weight(problem._replace(m=each.m[1])) for each in ranges)
+        return all(each.covers_ignoring_m(problem._replace(m=each.m[1])) for each in ranges)
 
-    return ProblemRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
+    return GemmRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS), fits=fits)
 
 
 def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
@@ -145,4 +145,4 @@ def row_block_kernel(kernels: Sequence[Kernel]) -> Kernel:
             [multiply(inputs._replace(x=rows), problem._replace(m=len(rows))) for rows in blocks]
         )
 
-    return Kernel(ProblemRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)
+    return Kernel(GemmRange(m=(MAX_ROWS + 1, MAX_BLOCKED_ROWS)), run)

@@ -11,13 +11,13 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.int4_gemm_small_m import (
     MIN_K_TILES_PER_SPLIT,
-    best_occupancy,
     groups_per_split,
+    lowest_cost_config,
     padded_rows,
 )
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift, k_tile_for
 from modelmill.ops.groupwise import GroupwiseLinearInputs, groupwise_problem
-from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel
 
 _MAX_SHARED_BYTES = 222 << 10  # bytes of a block at most
 _MAX_STAGES = 8
@@ -153,7 +153,7 @@ def fits_shared_memory(config: WqGemmKernelConfig, spec: WqSpec, padded: int) ->
 @functools.lru_cache(1024)  # called at each launch
 def config_for(rows: int, spec: WqSpec, padded: int, num_sms: int) -> WqGemmKernelConfig | None:
     """The config with the best occupancy of ``num_sms`` SMs for ``rows`` weight rows, or None."""
-    return best_occupancy(
+    return lowest_cost_config(
         [form for form in KERNEL_CONFIGS if fits_shared_memory(form, spec, padded)], rows, num_sms
     )
 
@@ -172,7 +172,7 @@ def _fits(problem: GemmProblem, *, gated: bool) -> bool:
 def pipelined_kernel(m: tuple[int, int], *, gated: bool, min_weight_bytes: int = 0) -> Kernel:
     """The kernel as one of the weight-only GEMMs', for so many rows (all ≤ 32, or all above)."""
     fits = functools.partial(_fits, gated=gated)
-    served = ProblemRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
+    served = GemmRange(m=m, min_weight_bytes=min_weight_bytes, fits=fits)
     return Kernel(served, functools.partial(groupwise_gemm, gated=gated))
 
 

@@ -11,7 +11,7 @@ import torch
 from modelmill.ops.cuda.common import launch
 from modelmill.ops.cuda.weight_only_gemm.weight_only import K_TILE, TYPES, group_shift
 from modelmill.ops.groupwise import GroupwiseLinearInputs
-from modelmill.ops.kernel_range import GemmProblem, Kernel, ProblemRange, gemm_problem
+from modelmill.ops.kernel_range import GemmProblem, GemmRange, Kernel, gemm_problem
 
 # Sizes of wq_gemv.cu.
 ROWS_PER_TILE, LINE_TILE_BYTES = 16, 2048
@@ -92,7 +92,7 @@ def _round_up_16(size: int) -> int:
     return -(-size // 16) * 16
 
 
-def fits(problem: GemmProblem) -> bool:
+def supports_problem(problem: GemmProblem) -> bool:
     """Whether the kernel serves such a weight.
 
     Rows of the weight in multiples of 16, K of 32; groups that divide its pieces.
@@ -130,7 +130,7 @@ def groupwise_gemv(inputs: GroupwiseLinearInputs, *, gated: bool) -> torch.Tenso
 def gemv_kernel(*, gated: bool) -> Kernel:
     """The kernel of one row of the weight-only GEMMs."""
     run = functools.partial(groupwise_gemv, gated=gated)
-    return Kernel(ProblemRange(m=(1, 1), fits=fits), run, _supports_groupwise)
+    return Kernel(GemmRange(m=(1, 1), fits=supports_problem), run, _supports_groupwise)
 
 
 class WqGemvLaunch(NamedTuple):

@@ -99,7 +99,7 @@ def _chunk_inverse_kernel(
         beta, log_decay = _gates(gates_ptr + row * 2 * heads + head, heads, rate, bias, valid)
         between, _, _, _ = decays(log_decay, CHUNK, BLOCK_T)
         column = (key_heads + head // (heads // key_heads)) * DK
-        k = _unit_rows(qkv_ptr + column, row, row_stride, valid, eps, DK, BLOCK_K)
+        k = _l2_normalize_rows(qkv_ptr + column, row, row_stride, valid, eps, DK, BLOCK_K)
         products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between
         # by columns: factors[j, i] is what row i subtracts of row j < i
         factors = tl.trans(products * beta[:, None])
@@ -122,7 +122,7 @@ def _gates(gate, heads, rate, bias, valid):
 
 
 @triton.jit
-def _unit_rows(
+def _l2_normalize_rows(
     x_ptr, row, row_stride, valid, eps, DK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Vectors of length 1, of some rows [BLOCK_T, BLOCK_K] float32."""
@@ -175,8 +175,8 @@ def _delta_rule_kernel(
                 row = base + i
                 _, log_decay = _gates(gates + row * 2 * heads, heads, rate, bias, valid)
                 between, since_start, to_end, whole = decays(log_decay, CHUNK, BLOCK_T)
-                query = _unit_rows(q_ptr, row, row_stride, valid, eps, DK, BLOCK_K) * scale
-                key = _unit_rows(k_ptr, row, row_stride, valid, eps, DK, BLOCK_K)
+                query = _l2_normalize_rows(q_ptr, row, row_stride, valid, eps, DK, BLOCK_K) * scale
+                key = _l2_normalize_rows(k_ptr, row, row_stride, valid, eps, DK, BLOCK_K)
                 mask = valid[:, None] & (v < DV)[None, :]
                 at = row[:, None] * row_stride + v[None, :]
                 value = tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32)

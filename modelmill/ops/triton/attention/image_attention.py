@@ -41,7 +41,7 @@ def supports(inputs: ImageAttentionInputs) -> bool:
     if qkv.is_cuda and qkv.itemsize == 2 and window is None and rel_h is None and bias is None:
         return False
     height, width = qkv.shape[1:3] if window is None else (window, window)
-    if rel_h is not None and not relative_attention.fits(qkv, (height, width)):
+    if rel_h is not None and not relative_attention.table_fits_shared_memory(qkv, (height, width)):
         return False
     return qkv.stride(-1) == 1 and qkv.shape[-1] <= 128 and qkv.numel() < 1 << 31
 

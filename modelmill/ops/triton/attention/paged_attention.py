@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from modelmill.ops.attention_range import AttentionProblem, AttentionRange, Phase
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.kernel_range import UNBOUNDED, Kernel
 from modelmill.ops.paged_attention import DECLARATION, PagedAttentionInputs
 from modelmill.ops.triton.attention import paged_decode, paged_latent, paged_prefill
@@ -139,7 +139,7 @@ KERNELS = (
     ),
 )
 SUPPORTED_PROBLEMS = tuple(kernel.range for kernel in KERNELS)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)
 _prefill_launcher = CachedLauncher(paged_prefill.paged_prefill_kernel)
 
 

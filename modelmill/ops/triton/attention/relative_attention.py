@@ -72,7 +72,7 @@ def _is_global(qkv: torch.Tensor, window: tuple[int, int]) -> bool:
     return whole and window[1] in (16, 32, 64, 128) and window[0] >= 16
 
 
-def fits(qkv: torch.Tensor, window: tuple[int, int]) -> bool:
+def table_fits_shared_memory(qkv: torch.Tensor, window: tuple[int, int]) -> bool:
     """Whether a window's table of offsets fits into shared memory, beside queries and keys.
 
     It is read from there, and its products with the queries are gathered there in float32.
@@ -124,7 +124,7 @@ def _windowed_config(tokens: int, qkv: torch.Tensor) -> AttentionLaunchConfig:
 
 
 @triton.constexpr_function
-def _padded(n: int) -> int:
+def _pad_to_power_of_two(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -204,13 +204,13 @@ def _relative_offsets(
     REST: tl.constexpr,
 ):  # fmt: skip
     """Unscaled position terms of the scores per key row (or column): [M, SIDE] of q's dtype."""
-    offsets: tl.constexpr = _padded(2 * SIDE - 1)
+    offsets: tl.constexpr = _pad_to_power_of_two(2 * SIDE - 1)
     offset = tl.arange(0, offsets)
     table, table_rest = _load_rows(table_ptr + offset * DIM, offset < 2 * SIDE - 1, DIM, MAIN, REST)
     products = tl.dot(q, tl.trans(table), input_precision="ieee")
     if REST:
         products = tl.dot(q_rest, tl.trans(table_rest), products, input_precision="ieee")
-    key_index = tl.arange(0, _padded(SIDE))
+    key_index = tl.arange(0, _pad_to_power_of_two(SIDE))
     index = at[:, None] - key_index[None, :] + (SIDE - 1)
     return tl.gather(products * (1.0 / scale), tl.minimum(tl.maximum(index, 0), offsets - 1), 1).to(
         q.dtype
@@ -236,7 +236,7 @@ def _attend_key_block(
         k_at = tl.where(inside, k_at, fill_at)
         v_at = tl.where(inside, v_at, fill_at + HEADS * DIM)
     k, k_rest = _load_rows(k_at, key_valid, DIM, MAIN, REST)
-    row, column = tl.arange(0, _padded(TALL)), tl.arange(0, _padded(WIDE))
+    row, column = tl.arange(0, _pad_to_power_of_two(TALL)), tl.arange(0, _pad_to_power_of_two(WIDE))
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if REST:
         score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision="ieee")

@@ -8,13 +8,13 @@ import torch
 from triton.runtime import driver
 
 from modelmill.core import env
-from modelmill.ops.kernel_range import HALF, ProblemRange
+from modelmill.ops.kernel_range import HALF, GemmRange
 
 # Read once: triton.jit decides at decoration whether a kernel is compiled or interpreted.
 INTERPRETED = env.triton_interpret()
 # Products that dequantize the weight inside the GEMM kernel: with more rows of float32 cuBLAS uses
 # the float32 units better. No kernel accumulates in float64.
-DEQUANT_RANGES = (ProblemRange(dtypes=HALF), ProblemRange(m=(1, 16), dtypes=(torch.float32,)))
+DEQUANT_RANGES = (GemmRange(dtypes=HALF), GemmRange(m=(1, 16), dtypes=(torch.float32,)))
 
 
 def available(device_type: str) -> str | None:

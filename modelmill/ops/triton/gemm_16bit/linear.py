@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import NOT_FLOAT32, ProblemRange
+from modelmill.ops.kernel_range import NOT_FLOAT32, GemmRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import INTERPRETED
 from modelmill.ops.triton.common.device import available as available
@@ -39,7 +39,7 @@ from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 MAX_ROWS = 16
 
 
-SUPPORTED_PROBLEMS = (ProblemRange(m=(1, 1)), ProblemRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
+SUPPORTED_PROBLEMS = (GemmRange(m=(1, 1)), GemmRange(m=(2, MAX_ROWS), dtypes=NOT_FLOAT32))
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from modelmill.ops.kernel_range import HALF, UNBOUNDED, ProblemRange
+from modelmill.ops.kernel_range import HALF, UNBOUNDED, GemmRange
 from modelmill.ops.triton.common.device import available_on_any_gpu
 
 available = available_on_any_gpu
 
 # rows from which cuBLASLt's epilogue is faster; 16 bits, as its GELU is the tanh approximation
-SUPPORTED_PROBLEMS = (ProblemRange(m=(64, UNBOUNDED), dtypes=HALF, bias=True),)
+SUPPORTED_PROBLEMS = (GemmRange(m=(64, UNBOUNDED), dtypes=HALF, bias=True),)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

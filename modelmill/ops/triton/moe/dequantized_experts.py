@@ -24,7 +24,7 @@ from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.triton.common.device import total_memory
 
 
-def pays(inputs: FusedMoEInputs, min_pairs: int) -> bool:
+def is_worthwhile(inputs: FusedMoEInputs, min_pairs: int) -> bool:
     """Whether each expert has so many pairs, and the GPU memory for a matrix in 16 bits.
 
     Not in a CUDA graph, which would keep that memory.
@@ -40,7 +40,7 @@ def pays(inputs: FusedMoEInputs, min_pairs: int) -> bool:
     return not (inputs.x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def dequantized(
+def with_dequantized_weight(
     inputs: FusedMoEInputs, name: str, dequantize: Callable[[GroupwiseLinearInputs], torch.Tensor]
 ) -> FusedMoEInputs:
     """The inputs with one matrix of each expert, "gate_up" or "down", in x's dtype.

@@ -32,7 +32,7 @@ def supports(inputs: FusedTopkInputs) -> bool:
     """Packed float32 logits, groups of one size."""
     logits, bias = inputs.logits, inputs.bias
     return (
-        (inputs.groups == 1 or _ranks_groups(inputs))
+        (inputs.groups == 1 or _supports_expert_groups(inputs))
         and logits.dtype == torch.float32
         and logits.is_contiguous()
         and 0 < logits.shape[1] <= MAX_EXPERTS
@@ -41,7 +41,7 @@ def supports(inputs: FusedTopkInputs) -> bool:
     )
 
 
-def _ranks_groups(inputs: FusedTopkInputs) -> bool:
+def _supports_expert_groups(inputs: FusedTopkInputs) -> bool:
     size, rest = divmod(inputs.logits.shape[1], inputs.groups)
     return rest == 0 and inputs.group_scores in (1, 2) and size >= inputs.group_scores
 
@@ -88,17 +88,17 @@ def _kernel(
     largest = tl.max(logit, axis=0)
     total = tl.sum(tl.exp(logit - largest), axis=0)
     score = _score(logit, largest, total, SIGMOID)
-    ranked = _ranked(score, bias_ptr, expert, inside, BIAS)
+    ranked = _selection_score(score, bias_ptr, expert, inside, BIAS)
     if GROUPS > 1:
         group, in_group = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
         member = group[:, None] * GROUP_SIZE + in_group[None, :]
         present = (group[:, None] < GROUPS) & (in_group[None, :] < GROUP_SIZE)
         member_logit = tl.load(logits_ptr + member, mask=present, other=float("-inf"))
         member_score = _score(member_logit, largest, total, SIGMOID)
-        member_ranked = _ranked(member_score, bias_ptr, member, present, BIAS)
+        member_ranked = _selection_score(member_score, bias_ptr, member, present, BIAS)
         member_ranked = tl.where(present, member_ranked, float("-inf"))
         allowed = _top_groups(member_ranked, group, in_group, GROUPS, TOP_GROUPS, GROUP_SCORES)
-        ranked = _ranked_in(allowed, group, expert // GROUP_SIZE, ranked)
+        ranked = _mask_other_groups(allowed, group, expert // GROUP_SIZE, ranked)
     key = _sortable(ranked)
     rank = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, BLOCK_E, CHUNK):
@@ -106,9 +106,9 @@ def _kernel(
         there = other < experts
         logit_there = tl.load(logits_ptr + other, mask=there, other=float("-inf"))
         score_there = _score(logit_there, largest, total, SIGMOID)
-        ranked_there = _ranked(score_there, bias_ptr, other, there, BIAS)
+        ranked_there = _selection_score(score_there, bias_ptr, other, there, BIAS)
         if GROUPS > 1:
-            ranked_there = _ranked_in(allowed, group, other // GROUP_SIZE, ranked_there)
+            ranked_there = _mask_other_groups(allowed, group, other // GROUP_SIZE, ranked_there)
         key_there = _sortable(tl.where(there, ranked_there, float("-inf")))
         # the same score under a lower id counts as the next larger one
         first = (other[:, None] < expert[None, :]).to(tl.int32)
@@ -136,7 +136,7 @@ def _score(logit, largest, total, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _ranked(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
+def _selection_score(score, bias_ptr, expert, inside, BIAS: tl.constexpr):
     """What experts are chosen by; −∞ instead of NaN."""
     if BIAS:
         score += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
@@ -167,7 +167,7 @@ def _top_groups(
 
 
 @triton.jit
-def _ranked_in(allowed, group, group_of_expert, ranked):
+def _mask_other_groups(allowed, group, group_of_expert, ranked):
     """What experts are chosen by; −∞ outside of the token's groups."""
     is_in = (group_of_expert[:, None] == group[None, :]).to(tl.int32)
     return tl.where(tl.sum(is_in * allowed[None, :], axis=1) > 0, ranked, float("-inf"))

@@ -28,7 +28,7 @@ from modelmill.ops.triton.common.device import max_shared_bytes, power_of_two
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe import moe_align_block_size
-from modelmill.ops.triton.moe.moe_decode import activate, gate_constants, quantize_rows
+from modelmill.ops.triton.moe.moe_decode import gate_constants, gated_activation, quantize_rows
 
 
 class GroupedTile(NamedTuple):
@@ -280,7 +280,7 @@ def store_pairs(
     element = out_ptr.dtype.element_ty
     if GATED:
         target = out_ptr + position[None, :] * n + row[:, None]
-        gated = activate(total, ups, element, GATE, ALPHA, LIMIT)
+        gated = gated_activation(total, ups, element, GATE, ALPHA, LIMIT)
         tl.store(target, gated, mask=(row < n)[:, None])
     else:
         target = out_ptr + pair.to(tl.int64)[None, :] * n + row[:, None]

@@ -89,8 +89,8 @@ def _tiles(inputs: FusedMoEInputs) -> dict[int, tuple[Tile, Tile]]:
 def run(inputs: FusedMoEInputs) -> torch.Tensor:
     """Run the op: alignment, two grouped products and the sum over a token's experts."""
     min_pairs = DEQUANT_MIN_PAIRS_E2M1 if holds_e2m1(inputs) else DEQUANT_MIN_PAIRS
-    if dequantized_experts.pays(inputs, min_pairs):
-        return grouped_gemm.run(inputs, dequantize=_dequantized)
+    if dequantized_experts.is_worthwhile(inputs, min_pairs):
+        return grouped_gemm.run(inputs, dequantize=_with_dequantized_weight)
     x, ids = inputs.x, inputs.topk_ids
     (tokens, hidden), top_k, experts = x.shape, ids.shape[1], len(inputs.gate_up)
     inner_size = inputs.gate_up.shape[1] // 2
@@ -104,10 +104,10 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
     return sum_pairs(by_pair, inputs)
 
 
-def _dequantized(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
+def _with_dequantized_weight(inputs: FusedMoEInputs, name: str) -> FusedMoEInputs:
     """The inputs with one matrix of each expert in x's dtype."""
     module = mxfp4_linear if holds_e2m1(inputs) else int4_linear
-    return dequantized_experts.dequantized(inputs, name, module.dequantize_weight)
+    return dequantized_experts.with_dequantized_weight(inputs, name, module.dequantize_weight)
 
 
 def _launch(

@@ -56,7 +56,7 @@ def _tile_config(tile: Tile, tokens: int, width: int) -> Tile:
     return rows, min(columns, max(16, power_of_two(width))), warps
 
 
-def early_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
+def preload_steps(tile: Tile, slots: int, element_size: int, width: int) -> int:
     """Steps of down's loop over columns whose weights a program loads before it waits.
 
     Args:
@@ -129,7 +129,8 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
         (
             top_k, slots, inner_scale is not None, scale is not None,
             bias is not None, shared is not None, skips, inner_size % columns == 0, rows, columns,
-            early_steps((rows, columns, warps), slots, down.element_size(), inner_size), pdl["PDL"],
+            preload_steps((rows, columns, warps), slots, down.element_size(), inner_size),
+            pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},
     )  # fmt: skip
@@ -137,7 +138,7 @@ def run(inputs: FusedMoEInputs, act_dtype: torch.dtype | None = None) -> torch.T
 
 
 def gate_constants(inputs: FusedMoEInputs) -> tuple[str, float, float]:
-    """GATE, ALPHA and LIMIT of ``activate``."""
+    """GATE, ALPHA and LIMIT of ``gated_activation``."""
     return (inputs.activation, 0.0, 0.0) if inputs.clamp is None else (CLAMPED, *inputs.clamp)
 
 
@@ -212,7 +213,7 @@ def store_activated(
         bias_at = bias_ptr + expert * (2 * inner) + weight_row
         gate += tl.load(bias_at).to(tl.float32)
         up += tl.load(bias_at + inner).to(tl.float32)
-    out = activate(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
+    out = gated_activation(gate, up, out_ptr.dtype.element_ty, GATE, ALPHA, LIMIT)
     tl.store(out_ptr + pair * inner + row, out, mask=row < inner)
 
 
@@ -315,7 +316,7 @@ def _sum_of_8(product):
 
 
 @triton.jit
-def activate(
+def gated_activation(
     gate, up, element: tl.constexpr, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
 ):
     """act(gate) · up of float32 values that are rounded to a dtype first, in that dtype."""

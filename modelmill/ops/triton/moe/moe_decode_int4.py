@@ -28,10 +28,10 @@ from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
 from modelmill.ops.triton.moe.moe_decode import (
     Tile,
-    early_steps,
     gate_constants,
     load_expert,
     load_experts,
+    preload_steps,
     store_activated,
     store_weighted,
 )
@@ -146,7 +146,7 @@ def run(inputs: FusedMoEInputs) -> torch.Tensor:
         (
             top_k, slots, e2m1, offset is not None, bias is not None, ZERO_POINT,
             group, shared is not None, skips, inner_size % (words * WORD_COLUMNS) == 0, rows,
-            words, early_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS),
+            words, preload_steps((rows, words, warps), slots, 4, inner_size // WORD_COLUMNS),
             pdl["PDL"],
         ),
         {"num_warps": warps, "launch_pdl": pdl["launch_pdl"]},

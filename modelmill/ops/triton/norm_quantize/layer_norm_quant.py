@@ -21,14 +21,14 @@ import triton.language as tl
 from modelmill.ops.row_range import RowRange
 from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import has_dtype
+from modelmill.ops.triton.norm_quantize.output_dtype import supports_output_dtype
 from modelmill.ops.triton.norm_quantize.quantize_rows import round_8bit, row_inv_scale
 
 MAX_WIDTH = 16384
 
 
 SUPPORTED_PROBLEMS = (
-    RowRange(max_width=MAX_WIDTH, max_factors=1, packed_dtypes=True, fits=has_dtype),
+    RowRange(max_width=MAX_WIDTH, max_factors=1, packed_dtypes=True, fits=supports_output_dtype),
 )
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.quant_types import ActQuantSpec
-from modelmill.ops.row_range import RowProblem, RowRange, is_packed
+from modelmill.ops.row_range import RowProblem, RowRange, has_contiguous_tensors
 from modelmill.ops.triton.common.device import (
     as_rows,
     max_shared_bytes,
@@ -32,19 +32,22 @@ from modelmill.ops.triton.common.device import (
 )
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import has_dtype, quantizes_wide_rows
+from modelmill.ops.triton.norm_quantize.output_dtype import (
+    supports_output_dtype,
+    supports_unquantized_input,
+)
 
 MAX_WIDTH = 16384
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³
 
 
-def _quantizes(problem: RowProblem) -> bool:
+def _supports_permute_and_dtype(problem: RowProblem) -> bool:
     """Whether shared memory also holds the rows that are permuted; the norm's are narrower."""
     permuted = problem.spec is not None and problem.spec.perm is not None
     if permuted and _gather_bytes(problem.width) > max_shared_bytes(problem.device):
         return False
-    return quantizes_wide_rows(problem)
+    return supports_unquantized_input(problem)
 
 
 def _gather_bytes(width: int) -> int:
@@ -52,14 +55,16 @@ def _gather_bytes(width: int) -> int:
     return 4 * power_of_two(width)
 
 
-_RANGE = RowRange(same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=has_dtype)
+_RANGE = RowRange(
+    same_dtype=True, max_width=MAX_WIDTH, packed_dtypes=True, fits=supports_output_dtype
+)
 SUPPORTED_PROBLEMS = (_RANGE,)
-QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=_quantizes),)
+QUANTIZE_PROBLEMS = (replace(_RANGE, max_width=2 * MAX_WIDTH, fits=_supports_permute_and_dtype),)
 
 
 def supports(*args: Any) -> bool:
     """Whether factors, zero-points and permutation of the spec, which is last, are contiguous."""
-    return is_packed(args[-1])
+    return has_contiguous_tensors(args[-1])
 
 
 class NormQuantLaunch(NamedTuple):

@@ -8,12 +8,12 @@ from modelmill.ops.row_range import RowProblem
 from modelmill.ops.triton.common.device import supports_fp8
 
 
-def has_dtype(problem: RowProblem) -> bool:
+def supports_output_dtype(problem: RowProblem) -> bool:
     """Whether the device has the dtype of the output."""
     spec = problem.spec
     return spec is None or spec.dtype is torch.int8 or supports_fp8(problem.device)
 
 
-def quantizes_wide_rows(problem: RowProblem) -> bool:
+def supports_unquantized_input(problem: RowProblem) -> bool:
     """The same, of rows that are not in 8 bits already."""
-    return has_dtype(problem) and problem.dtype.itemsize > 1
+    return supports_output_dtype(problem) and problem.dtype.itemsize > 1

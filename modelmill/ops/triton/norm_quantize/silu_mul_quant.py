@@ -22,14 +22,14 @@ from modelmill.ops.triton.common.device import as_rows, power_of_two
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.fast_launch import CachedLauncher
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
-from modelmill.ops.triton.norm_quantize.output_dtype import quantizes_wide_rows
+from modelmill.ops.triton.norm_quantize.output_dtype import supports_unquantized_input
 
 MAX_WIDTH = 32768
 _MIN_AMAX = tl.constexpr(1e-6)
 _ROUND_TO_INT = tl.constexpr(12582912.0)  # 1.5 · 2²³: float32 of this size are integers
 
 
-SUPPORTED_PROBLEMS = (RowRange(max_width=2 * MAX_WIDTH, fits=quantizes_wide_rows),)
+SUPPORTED_PROBLEMS = (RowRange(max_width=2 * MAX_WIDTH, fits=supports_unquantized_input),)
 
 
 def run(

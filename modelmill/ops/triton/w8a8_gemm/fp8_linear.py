@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from modelmill.ops.kernel_range import ProblemRange
+from modelmill.ops.kernel_range import GemmRange
 from modelmill.ops.triton.common import launch_configs
 from modelmill.ops.triton.common.device import DEQUANT_RANGES, supports_fp8
 from modelmill.ops.triton.common.device import available as available
@@ -26,7 +26,7 @@ SCALED_MM_MIN_ROWS = 256  # tokens from which torch's product is used
 # fp8 activations, or floating-point ones that are multiplied by converted weights
 SUPPORTED_PROBLEMS = tuple(
     replace(each, weight_dtypes=(FP8,), scale_dtypes=(torch.float32,))
-    for each in (ProblemRange(dtypes=(FP8,)), *DEQUANT_RANGES)
+    for each in (GemmRange(dtypes=(FP8,)), *DEQUANT_RANGES)
 )
 
 

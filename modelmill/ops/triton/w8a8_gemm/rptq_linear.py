@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.kernel_range import ProblemRange
+from modelmill.ops.kernel_range import GemmRange
 from modelmill.ops.rptq_linear import RptqLinearInputs
 from modelmill.ops.triton.common.device import available as available
 from modelmill.ops.triton.common.pdl import pdl_launch_options, pdl_wait
@@ -30,7 +30,7 @@ MAX_BLOCK_K = 256
 LAUNCH_CONFIGS = ((16, 16, 32, 256, 4, 4), (64, 64, 64, 128, 4, 4), (1 << 31, 128, 128, 128, 3, 8))
 
 
-SUPPORTED_PROBLEMS = (ProblemRange(group_multiple=32),)
+SUPPORTED_PROBLEMS = (GemmRange(group_multiple=32),)
 
 
 def supports(inputs: RptqLinearInputs) -> bool:

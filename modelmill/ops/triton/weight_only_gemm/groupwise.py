@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from modelmill.ops.groupwise import PACK_COLUMNS, GroupwiseLinearInputs
-from modelmill.ops.kernel_range import Kernel, ProblemRange
+from modelmill.ops.kernel_range import GemmRange, Kernel
 from modelmill.ops.triton.common.device import DEQUANT_RANGES
 from modelmill.ops.triton.weight_only_gemm.dequant import multiply_dequantized
 
@@ -47,4 +47,4 @@ def kernels(
     def multiply(inputs: GroupwiseLinearInputs) -> torch.Tensor:
         return multiply_dequantized(inputs, dequantize(inputs))
 
-    return (Kernel(ProblemRange(m=(1, MAX_ROWS)), multiply_few), Kernel(ProblemRange(), multiply))
+    return (Kernel(GemmRange(m=(1, MAX_ROWS)), multiply_few), Kernel(GemmRange(), multiply))

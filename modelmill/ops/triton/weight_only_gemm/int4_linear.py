@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int4_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
@@ -158,4 +158,4 @@ def _biased_codes(codes, like, CODE_BIAS: tl.constexpr):
 
 
 KERNELS = kernels(_gemm, dequantize_weight)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.int8_group_linear import DECLARATION
 from modelmill.ops.triton.common.device import available as available
@@ -77,4 +77,4 @@ def _int8_group_gemm_kernel(
 
 
 KERNELS = kernels(_gemm, dequantize)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)

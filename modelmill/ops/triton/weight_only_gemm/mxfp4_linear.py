@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from modelmill.ops.binding import run_first
+from modelmill.ops.binding import run_first_supported
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.mxfp4_linear import BLOCK_COLUMNS, DECLARATION
 from modelmill.ops.triton.common.device import available as available
@@ -40,14 +40,14 @@ DTYPES = (torch.bfloat16, torch.float32)
 CHUNK = 128  # columns of a step
 
 
-def _served(problem: object) -> bool:
+def _supports_problem(problem: object) -> bool:
     return (
         getattr(problem, "dtype", None) in DTYPES and getattr(problem, "group", 0) == BLOCK_COLUMNS
     )
 
 
 SUPPORTED_PROBLEMS = tuple(
-    replace(each, dtypes=tuple(t for t in each.dtypes if t in DTYPES), fits=_served)
+    replace(each, dtypes=tuple(t for t in each.dtypes if t in DTYPES), fits=_supports_problem)
     for each in groupwise.SUPPORTED_PROBLEMS
 )
 
@@ -138,4 +138,4 @@ def _mxfp4_gemm_kernel(
 
 
 KERNELS = groupwise.kernels(_gemm, dequantize_weight)
-run = run_first(KERNELS, DECLARATION)
+run = run_first_supported(KERNELS, DECLARATION)
