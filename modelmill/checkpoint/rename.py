@@ -436,7 +436,7 @@ RENAME_STEPS: dict[str, RenameStep] = {
     "deinterleave": RenameStep(row_order.deinterleave_shape, row_order.deinterleave),
     "drop_gates": RenameStep(row_order.drop_gates_shape, row_order.drop_gates),
     "gates": RenameStep(row_order.output_gate_shape, row_order.gates),
-    "rows": RenameStep(row_order.rows_shape, row_order.rows),
+    "rows": RenameStep(row_order.select_ranges_shape, row_order.select_ranges),
     "depthwise": RenameStep(row_order.depthwise_shape, row_order.depthwise),
     "flatten": RenameStep(_flat_shape, lambda sources, *_: next(sources).flatten()),
     "pointwise": RenameStep(_pointwise_shape, lambda sources, *_: next(sources).flatten(1)),

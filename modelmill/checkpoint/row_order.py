@@ -83,7 +83,7 @@ def depthwise(sources: Sources, shape: Shape, _: torch.dtype, __: str) -> torch.
     return next(sources).reshape(shape)
 
 
-def rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
+def select_ranges_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     """Some ranges of the source's rows, of which there are as many as the argument ends with."""
     (shape,), (*ranges, total) = shapes, argument.split("/")
     if not shape or shape[0] != int(total):
@@ -91,7 +91,7 @@ def rows_shape(shapes: Sequence[Shape], argument: str) -> Shape:
     return (sum(stop - first for first, stop in _ranges(ranges)), *shape[1:])
 
 
-def rows(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
+def select_ranges(sources: Sources, _: Shape, __: torch.dtype, argument: str) -> torch.Tensor:
     """The ranges one after another."""
     tensor = next(sources)
     ranges = _ranges(argument.split("/")[:-1])

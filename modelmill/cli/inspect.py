@@ -76,7 +76,7 @@ def _engine_facts(args: Args) -> dict[str, Any]:
         "engine_kind": manifest.engine_type,
         "path": str(args.path),
         "model_type": manifest.model_type,
-        "sizes": _sizes(manifest.config, manifest.model_type),
+        "sizes": _model_sizes(manifest.config, manifest.model_type),
         "max_model_len": manifest.max_model_len,
         "build": manifest.build,
         "weights": dict(Counter(manifest.weight_formats.values())),
@@ -110,7 +110,7 @@ def _checkpoint_facts(args: Args) -> dict[str, Any]:
         "container": checkpoint.container,
         "model_type": checkpoint.model_type,
         "architectures": checkpoint.config.get("architectures"),
-        "sizes": _sizes(checkpoint.config, checkpoint.model_type),
+        "sizes": _model_sizes(checkpoint.config, checkpoint.model_type),
         **_content_facts(
             [_tensor_facts(each.name, each.shape, each.dtype, each.nbytes) for each in infos],
             args.tensors,
@@ -175,7 +175,7 @@ def _content_facts(tensors: list[dict[str, Any]], listed: bool) -> dict[str, Any
     }
 
 
-def _sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+def _model_sizes(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Return the model's sizes from its config, under modelmill's names."""
     if model_type == "sam":
         from modelmill.models.sam import config_from_hf

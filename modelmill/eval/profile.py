@@ -32,8 +32,8 @@ from modelmill.eval.profile_lines import (
     gpu_events,
     kernel_lines,
     median_run,
-    min_step_us,
     op_lines,
+    roofline_step_us,
     with_shares,
 )
 from modelmill.eval.report import BenchResult, MeasurementStats
@@ -180,7 +180,7 @@ def _profile_gpu(
         step_us=MeasurementStats.from_values([each * 1e6 for each in seconds]),
         seen_us=elapsed_us(kernels),
         gap_us=sum(each.gap_us for each in kernels),
-        floor_us=min_step_us(costs.values(), roofline, dtype),
+        floor_us=roofline_step_us(costs.values(), roofline, dtype),
         lines=tuple(lines),
     )  # fmt: skip
     return profile, gpu_events(kernels, costs)
@@ -208,7 +208,7 @@ def _profile_cpu(
     profile = Profile(
         case.phase, case.batch, case.prompt, "host", step_us=step_us, seen_us=ops_us + gap,
         gap_us=gap,
-        floor_us=min_step_us(costs.values(), roofline, dtype),
+        floor_us=roofline_step_us(costs.values(), roofline, dtype),
         lines=tuple(with_shares(lines, ops_us + gap)),
         inside=tuple(inside),
     )  # fmt: skip

@@ -48,7 +48,7 @@ def costs_by_call(calls: Sequence[TraceSlice]) -> dict[CallKey, OpCost]:
     return costs
 
 
-def min_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) -> float:
+def roofline_step_us(costs: Iterable[OpCost], roofline: Roofline, dtype: str) -> float:
     """Return the roofline minimum of a step in microseconds."""
     total = sum(costs, OpCost())
     return (

@@ -285,7 +285,7 @@ class SummaryResumeFile:
             whole, end, torn = read_text(path).rpartition("\n")
             rows = dict(parse_jsonl(whole + end, path))
             for number, row in rows.items():
-                if not _is_summary_row(row):
+                if not _is_valid_row(row):
                     raise UsageError(f"{path}, line {number}: is not a saved summary")
             if not _is_torn_line(torn):
                 raise UsageError(f"{path}: its last line is not a saved summary")
@@ -294,14 +294,14 @@ class SummaryResumeFile:
         return list(rows.values())
 
 
-def _is_summary_row(row: Any) -> bool:
+def _is_valid_row(row: Any) -> bool:
     return isinstance(row, dict) and isinstance(row.get("key"), str) and row.keys() >= _FIELDS
 
 
 def _is_torn_line(torn: str) -> bool:
     """Whether the text after the last line end can be the start of a stored summary."""
     try:
-        return _is_summary_row(json.loads(torn))
+        return _is_valid_row(json.loads(torn))
     except ValueError:
         return torn.startswith(_LINE_START) or _LINE_START.startswith(torn)
 

@@ -98,14 +98,14 @@ def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | 
         return {"model_type": "sam", "encoder": "vit_t"}
     if "image_encoder.pos_embed" not in own:
         return None
-    _, grid, _, width = _required_shape(own, "image_encoder.pos_embed", 4)
-    patch = _required_shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
-    inner = _required_shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
+    _, grid, _, width = _checked_tensor_shape(own, "image_encoder.pos_embed", 4)
+    patch = _checked_tensor_shape(own, "image_encoder.patch_embed.proj.weight", 4)[2]
+    inner = _checked_tensor_shape(own, "image_encoder.blocks.0.mlp.lin1.weight", 2)[0]
     layers = sum(
         1 for name in own if re.fullmatch(r"image_encoder\.blocks\.\d+\.attn\.qkv\.weight", name)
     )
     tables = [
-        _required_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2)
+        _checked_tensor_shape(own, f"image_encoder.blocks.{i}.attn.rel_pos_h", 2)
         for i in range(max(layers, 1))
     ]
     dim = tables[0][1]
@@ -129,7 +129,9 @@ def config_from_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | 
     return {"model_type": "sam", "encoder": "vit", "sizes": sizes}
 
 
-def _required_shape(shapes: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[int, ...]:
+def _checked_tensor_shape(
+    shapes: Mapping[str, tuple[int, ...]], name: str, dims: int
+) -> tuple[int, ...]:
     """A tensor's shape of ``dims`` sizes above 0."""
     shape = shapes.get(name)
     if shape is None or len(shape) != dims or 0 in shape:

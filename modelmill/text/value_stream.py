@@ -149,7 +149,7 @@ class JsonValueConverter:
         if char == "]" and self._stack and self._stack[-1] == "[":
             return self._close(at)
         if self._mark and self._mark.startswith(char):
-            return self._open_marked(text, at)
+            return self._open_marked_string(text, at)
         if char in "\"'":
             self._open_string(char, is_key=False)
             return at + 1
@@ -175,7 +175,7 @@ class JsonValueConverter:
         self._end_value()
         return True
 
-    def _open_marked(self, text: str, at: int) -> int:
+    def _open_marked_string(self, text: str, at: int) -> int:
         head = text[at : at + len(self._mark)]
         if head == self._mark:
             self._open_string("", is_key=False)

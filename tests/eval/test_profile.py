@@ -13,7 +13,7 @@ from modelmill.eval.chrome_trace import make_trace
 from modelmill.eval.kernel_trace import KernelRecord, with_gap_and_added_times
 from modelmill.eval.op_cost import OpCost
 from modelmill.eval.profile import ProfileCase, make_step, profile_case
-from modelmill.eval.profile_lines import gpu_events, kernel_lines, min_step_us
+from modelmill.eval.profile_lines import gpu_events, kernel_lines, roofline_step_us
 from modelmill.eval.roofline import Roofline
 from tests.eval.test_chrome_trace import check_trace
 from tests.runtime.tiny import make_engine
@@ -137,8 +137,8 @@ def test_kernels_become_lines_with_the_floor_of_their_op() -> None:
     assert lines["argmax"].module == ""
     assert lines["argmax"].floor_us is None
     assert sum(line.share for line in lines.values()) == pytest.approx((80 + 20 + 80 + 5) / 205)
-    assert min_step_us(counts.values(), CEILINGS, "float32") == pytest.approx(80.0)
-    assert min_step_us(counts.values(), CEILINGS, "float16") == pytest.approx(40.0)
+    assert roofline_step_us(counts.values(), CEILINGS, "float32") == pytest.approx(80.0)
+    assert roofline_step_us(counts.values(), CEILINGS, "float16") == pytest.approx(40.0)
 
 
 def test_the_trace_of_kernels_has_layers_beside_them() -> None:

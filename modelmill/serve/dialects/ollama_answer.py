@@ -20,7 +20,7 @@ from modelmill.text.answer_pieces import AnswerPiece, ReasoningDelta, ToolCallDe
 NANOSECONDS = 1_000_000_000
 
 
-class AnswerSource(Protocol):
+class AnswerSplitter(Protocol):
     """Splits deltas into pieces; as ``ChatAnswer``."""
 
     finish_reason: str | None
@@ -49,7 +49,7 @@ class OllamaAnswerBuilder(EventFormatter):
     def __init__(
         self,
         model: str,
-        source: AnswerSource,
+        splitter: AnswerSplitter,
         handle: RequestHandle,
         logprobs: ChatLogprobsFormatter,
         *,
@@ -60,13 +60,13 @@ class OllamaAnswerBuilder(EventFormatter):
 
         Args:
             model: as the client names it.
-            source: of the pieces.
+            splitter: splits deltas into pieces.
             handle: of the request.
             logprobs: formats log-probabilities, if they are requested.
             is_chat: the pieces make up a ``message``, else a ``response``.
             warnings: what of the request was not enforced.
         """
-        self._model, self._source, self._handle = model, source, handle
+        self._model, self._splitter, self._handle = model, splitter, handle
         self._is_chat, self._logprobs = is_chat, logprobs
         self._warnings = {"warnings": list(warnings)} if warnings else {}
         self._text = ""
@@ -122,7 +122,7 @@ class OllamaAnswerBuilder(EventFormatter):
         """Return the text, thinking, complete calls and log-probabilities of a delta."""
         text, thinking, calls = "", "", list[dict[str, Any]]()
         delta = item.delta
-        for piece in self._source.push(delta):
+        for piece in self._splitter.push(delta):
             if isinstance(piece, str):
                 text += piece
             elif isinstance(piece, ReasoningDelta):
@@ -164,7 +164,7 @@ class OllamaAnswerBuilder(EventFormatter):
         return {"model": self._model, "created_at": timestamp()}
 
     def _final_fields(self) -> dict[str, Any]:
-        reason = self._source.finish_reason
+        reason = self._splitter.finish_reason
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",
