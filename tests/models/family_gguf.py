@@ -96,7 +96,7 @@ def check_gguf(case: FamilyCase, tmp_path: Path) -> None:
     write_gguf(path, tmp_path / "hf", case.raw(**case.gguf.changes), case.gguf)
     report, written = build_and_accept(path, tmp_path / "e", "float32", "none")
     assert written, report.get("reason", report)
-    engine = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 22))
+    engine = EngineCore.open(tmp_path / "e", RunConfig(device="cpu", kv_cache_bytes=1 << 28))
     draw = torch.Generator().manual_seed(3)
     ids = torch.randint(2, case.base["vocab_size"], (40,), generator=draw).tolist()
     assert (TokenScorer(engine).logits([ids])[0] - logits(ids)).abs().max() < 1e-4
