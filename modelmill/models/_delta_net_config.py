@@ -34,7 +34,7 @@ UNGROUPED_NAMES = {
     "attn.rates": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
 }
 # of the drafting heads, and of the dtype of a state, which is float32 here whatever it says
-UNUSED_KEYS = (
+QWEN35_INEFFECTIVE_KEYS = (
     "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype",
 )  # fmt: skip
 GATED_ATTENTION = {"attn_output_gate": (True,)}

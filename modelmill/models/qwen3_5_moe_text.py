@@ -11,8 +11,8 @@ from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import (
     DRAFT_HEADS,
     GATED_ATTENTION,
+    QWEN35_INEFFECTIVE_KEYS,
     UNGROUPED_NAMES,
-    UNUSED_KEYS,
     WHOLE_NORMS,
 )
 from modelmill.models._hf_config import positive_int
@@ -32,7 +32,7 @@ LAYOUT = CheckpointLayout(
     ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
-UNUSED_CONFIG_KEYS = UNUSED_KEYS
+UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
 

@@ -44,7 +44,9 @@ class FunctionTool(FunctionDefinition):
 
     type: Literal["function"]
     defer_loading: bool | None = ignored("the model reads every tool")
-    allowed_callers: list[str] | None = ignored("there is one caller", max_length=16)
+    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored(
+        "there is one caller", max_length=16
+    )
     output_schema: dict[str, Any] | None = ignored("chat templates have no place for it")
 
     def to_chat_tool(self, name: str) -> Tool:
@@ -77,7 +79,9 @@ class FlatCustomTool(ToolDefinition):
     type: Literal["custom"]
     format: FlatCustomFormat | None = None
     defer_loading: bool | None = ignored("the model reads every tool")
-    allowed_callers: list[str] | None = ignored("there is one caller", max_length=16)
+    allowed_callers: Annotated[list[str], FAIL_FAST] | None = ignored(
+        "there is one caller", max_length=16
+    )
 
     def to_chat_tool(self, name: str) -> CustomTool:
         """The tool of a chat request, under another name."""

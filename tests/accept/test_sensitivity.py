@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ import torch
 from modelmill.accept.reference import open_reference
 from modelmill.accept.sensitivity import measure_sensitivity
 from modelmill.accept.tolerances import DTYPES, MAX_LOGITS_BOUND, logits_bound
-from modelmill.ops import recurrence
+from modelmill.ops import gated_delta_rule, recurrence
 from tests.accept.build_and_accept import build_and_accept
 from tests.accept.memory_checkpoint import memory_checkpoint
 from tests.accept.planted_faults import page_lost_before_decoding
 from tests.accept.seeded_checkpoint import seeded_decoder
 from tests.models.family_cases import save_transformers
+from tests.models.planted_fault import reference_fault
 
 # 8 values a head: a norm over so few makes large what nearly cancels
 CONFIG: dict[str, Any] = {
@@ -58,7 +58,7 @@ def test_a_state_lost_between_steps_is_refused_there_too(
     amplifying: Path, tmp_path: Path, dtype: str, recipe: str
 ) -> None:
     zeros = lambda state, rows: torch.zeros_like(state[rows.slots])  # noqa: E731
-    with mock.patch.object(recurrence, "gather_states", zeros):
+    with reference_fault(gated_delta_rule, "gather_states", zeros, recurrence):
         report, written = build_and_accept(amplifying, tmp_path / "e", dtype, recipe)
     assert not written
     assert "between the modules" in report["reason"]

@@ -33,7 +33,7 @@ def test_steps_whose_prompts_begin_in_them_count_their_single_tokens() -> None:
             assert batch.num_decodes is None
         else:
             assert batch.num_decodes == sum(count == 1 for _, count in work)
-        step = batch.step(engine.model_runner.kv, engine.model_runner.ops, batch.views.ids)
+        step = batch.to_step(engine.model_runner.kv, engine.model_runner.ops, batch.views.ids)
         assert step.num_decodes == batch.num_decodes
         counted.add(batch.num_decodes)
     assert {None, 0} < counted

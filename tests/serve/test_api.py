@@ -494,7 +494,7 @@ def test_what_this_machine_cannot_do_is_said_in_the_log(
     def missing() -> None:
         raise MissingDependency(why)
 
-    monkeypatch.setattr("modelmill.text.grammar._library", missing)
+    monkeypatch.setattr("modelmill.text.grammar._import_llguidance", missing)
     body = {"model": "stories", "prompt": "a secret", "structured_outputs": {"regex": "secret"}}
     with json_logs.log_to_stderr("error"):
         response = running.post("/v1/completions", body, headers={"x-request-id": "mine-2"})
