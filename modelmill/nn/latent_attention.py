@@ -333,6 +333,9 @@ class LatentAttentionCore(nn.Module):
         These are the pages of a cache of their own, with one token each.
         """
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
+        # First, since attention may read tables before the kernel in front of it has ended (PDL).
+        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
+        tables = step.query_start[:-1, None] + tokens
         latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
         key_up, value_up = self.packed_up_projections()
@@ -340,12 +343,11 @@ class LatentAttentionCore(nn.Module):
         keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
         keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
         values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
-        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
         inputs = PagedAttentionInputs(
             F.pad(q, (0, width - spec.query_dim)),
             keys[:, :, None],
             values[:, :, None],
-            step.query_start[:-1, None] + tokens,
+            tables,
             step.query_start,
             step.context_lens,
             step.max_query,
