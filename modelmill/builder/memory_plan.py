@@ -32,6 +32,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
+from modelmill.nn.latent_attention import UP_PROJECTIONS
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
@@ -223,7 +224,9 @@ def _run_memory(
     device: total and free bytes of what it may have. ranks: how many there are.
     """
     total, free = device
-    expanded = _unpacked_weight_bytes(plan, memory.matrices)
+    expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
+        plan, ranks
+    )
     workspace = (
         4
         * STEP_TOKENS
@@ -284,6 +287,15 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
+    """Return the bytes of the copies that latent attention keeps on a CPU, of a rank's heads."""
+    if plan.config.target != "cpu" or plan.dtype.itemsize != 2:
+        return 0
+    ends = f".{UP_PROJECTIONS}"
+    total = sum(each.nbytes for each in plan.tensors if each.rule.target.endswith(ends))
+    return -(-total // ranks)
 
 
 def _advice(plan: BuildPlan) -> str:

@@ -37,6 +37,7 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.parallel.shard import Range
 
+UP_PROJECTIONS = "kv_b"  # the name of a core's buffer
 NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the model's
 
 
@@ -142,7 +143,7 @@ class LatentAttentionSpec:
                 head_dim=self.cached_dim,
                 shares_values=True,
             ),
-            attention_core_spec(("kv_b",)),
+            attention_core_spec((UP_PROJECTIONS,)),
             o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
         )
 
@@ -285,7 +286,7 @@ class LatentAttentionCore(nn.Module):
         super().__init__()
         self.spec, self.cache_index = spec, cache_index
         rows = spec.heads * (spec.nope_dim + spec.value_dim)
-        self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
+        self.register_buffer(UP_PROJECTIONS, torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = OpBinding()
         self._packed_up_projections: tuple[torch.Tensor, ...] = ()

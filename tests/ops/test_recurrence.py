@@ -135,9 +135,9 @@ def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int, backend: 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_snapshot_between_chunks_changes_no_bit(backend: str) -> None:
     """The chunks behind it are computed as chunks, too."""
-    kept, whole = Sequence(8, backend), Sequence(8, backend)
-    assert torch.equal(kept.delta(0, COUNT, 24), whole.delta(0, COUNT))
-    assert torch.equal(kept.state[0], whole.state[0])
+    seq, without = Sequence(8, backend), Sequence(8, backend)
+    assert torch.equal(seq.delta(0, COUNT, 24), without.delta(0, COUNT))
+    assert torch.equal(seq.state[0], without.state[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
