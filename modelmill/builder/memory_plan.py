@@ -227,12 +227,7 @@ def _run_memory(
     expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
         plan, ranks
     )
-    workspace = (
-        4
-        * STEP_TOKENS
-        * max(-(-plan.model_config.inner // ranks) * 2, plan.model_config.hidden * 4)
-        * plan.dtype.itemsize
-    )
+    workspace = STEP_TOKENS * _step_channels(plan, ranks) * plan.dtype.itemsize
     left = int(total * 0.9) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
@@ -287,6 +282,14 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _step_channels(plan: BuildPlan, ranks: int) -> int:
+    """Return the channels per token that a rank's step holds at once."""
+    config = plan.model_config
+    inner, latent = -(-config.inner // ranks), config.latent_attention
+    attention = 0 if latent is None else -(-latent.heads // ranks) * latent.step_channels
+    return max(8 * inner, 16 * config.hidden, attention)
 
 
 def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:

@@ -104,6 +104,14 @@ class LatentAttentionSpec:
         return self.rank + self.rope_dim
 
     @property
+    def step_channels(self) -> int:
+        """Channels per token and head that a step holds at once.
+
+        These are the query, it absorbed, the output as latent vectors, and the output twice.
+        """
+        return self.query_dim + self.cached_dim + self.rank + 2 * self.value_dim
+
+    @property
     def partition(self) -> HeadPartition:
         """How ranks divide the heads; each has the latent vectors."""
         groups = HeadGroups(self.heads, 1, self.value_dim)
@@ -372,10 +380,11 @@ class LatentAttentionCore(nn.Module):
         """Attention of any sequences, to the latent vectors as they are in the cache."""
         spec, (key_up, value_up) = self.spec, self.packed_up_projections()
         nope, rotated = q.split([spec.nope_dim, spec.rope_dim], -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        # the product has no name: it would be kept beside its copy, of long prompts a gigabyte
+        queries = torch.cat((torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1), rotated), -1)
         pages = step.kv.k[self.cache_index]
         inputs = PagedAttentionInputs(
-            torch.cat((absorbed, rotated), -1),
+            queries,
             pages,
             pages,
             step.block_tables,
