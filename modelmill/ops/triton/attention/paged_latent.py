@@ -94,11 +94,11 @@ def _attend(
     rows = max_query * heads  # of a sequence, at most
     blocks = -(-rows // tile.rows)
     splits = _num_splits(tile, blocks * batch, inputs.max_context, q.device)
-    parts = sums = out
-    if splits > 1:  # of these rows alone: a step may have single queries beside a long prompt
-        shape = batch * rows, splits
-        parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    # Partial results of these rows alone: a step may have single queries beside a long prompt. In
+    # float32 also where there are none, so that there is one variant of the kernel.
+    shape = batch * rows if splits > 1 else 0, splits
+    parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     scale = q if inputs.k_scale is None else inputs.k_scale
     pdl = pdl_launch_options(q.device, PDL_BATCH)
     counts: dict[str, Any] = {
