@@ -32,6 +32,7 @@ from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
+from modelmill.nn.latent_attention import UP_PROJECTIONS
 from modelmill.ops import registry
 from modelmill.quant.calibration_state import BATCH_TOKENS, EMBEDDING_PARTS
 from modelmill.weights.base import UNPACKED_MEMORY_FRACTION, unpacked_size
@@ -223,13 +224,10 @@ def _run_memory(
     device: total and free bytes of what it may have. ranks: how many there are.
     """
     total, free = device
-    expanded = _unpacked_weight_bytes(plan, memory.matrices)
-    workspace = (
-        4
-        * STEP_TOKENS
-        * max(-(-plan.model_config.inner // ranks) * 2, plan.model_config.hidden * 4)
-        * plan.dtype.itemsize
+    expanded = _unpacked_weight_bytes(plan, memory.matrices) + _packed_up_projection_bytes(
+        plan, ranks
     )
+    workspace = STEP_TOKENS * _step_channels(plan, ranks) * plan.dtype.itemsize
     left = int(total * 0.9) - memory.weight_bytes - expanded - workspace
     kv_dtype = kv_cache_dtype(plan.config.kv_cache_dtype, plan.dtype)
     # each sequence has a state, a copy of it in the prefix cache, and there is one for padding
@@ -284,6 +282,23 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
             * max(memory_limits.available_memory().total - plan.weight_bytes, 0)
         ),
     )
+
+
+def _step_channels(plan: BuildPlan, ranks: int) -> int:
+    """Return the channels per token that a rank's step holds at once."""
+    config = plan.model_config
+    inner, latent = -(-config.inner // ranks), config.latent_attention
+    attention = 0 if latent is None else -(-latent.heads // ranks) * latent.step_channels
+    return max(8 * inner, 16 * config.hidden, attention)
+
+
+def _packed_up_projection_bytes(plan: BuildPlan, ranks: int) -> int:
+    """Return the bytes of the copies that latent attention keeps on a CPU, of a rank's heads."""
+    if plan.config.target != "cpu" or plan.dtype.itemsize != 2:
+        return 0
+    ends = f".{UP_PROJECTIONS}"
+    total = sum(each.nbytes for each in plan.tensors if each.rule.target.endswith(ends))
+    return -(-total // ranks)
 
 
 def _advice(plan: BuildPlan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -241,7 +242,11 @@ def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TP
 
 @torch.inference_mode()
 def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup) -> None:
-    """Run a step with the most tokens, in sequences of one page that all write to the same page."""
+    """Run a step with the most tokens, in sequences of one page that all write to the same page.
+
+    Latent attention runs in both its ways: as of prompts that begin, and as of chunks with a
+    history, which takes more memory where heads are many.
+    """
     size, shape, device = config.page_size, model.kv, model_device(model)
     assert isinstance(shape, KVShape)
     dtype = kv_cache_dtype(config.kv_cache_dtype, activation_dtype(model))
@@ -279,6 +284,9 @@ def _run_largest_step(model: nn.Module, ops: Ops, config: RunConfig, tp_group: T
     logits = model(step)
     # sampling needs a second buffer of this size
     torch.empty_like(logits)
+    del logits
+    if shape.shares_values:
+        model(replace(step, num_decodes=None))
 
 
 def model_device(model: nn.Module) -> str:

@@ -132,10 +132,16 @@ class CudaDriver:
         """Pin memory of the host, which the GPU then copies from and to by itself.
 
         Raises:
-            CapacityError: the host has not so much left.
+            CapacityError: the host has not so much left, or does not let it be pinned.
         """
         size = ctypes.c_size_t(nbytes)
-        self._call_driver("cuMemHostRegister_v2", ctypes.c_void_p(address), size, ctypes.c_uint(0))
+        where = ctypes.c_void_p(address)
+        try:
+            self._call_driver("cuMemHostRegister_v2", where, size, ctypes.c_uint(0))
+        except RuntimeError as error:
+            raise CapacityError(
+                f"the host lets no more memory be pinned ({error}); raise the limit (ulimit -l)"
+            ) from None
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``."""

@@ -64,7 +64,9 @@ class PinnedBlocks:
         self._driver = driver
         self._sizes = [min(BLOCK_BYTES, nbytes - first) for first in range(0, nbytes, BLOCK_BYTES)]
         self._blocks: list[PinnedBlock] = []
-        self._lock = threading.Lock()  # of _blocks, which a thread empties from its end
+        # of _blocks, which a thread empties from its end; where a garbage collection begins there,
+        # it may close the memory of these blocks, and so release them
+        self._lock = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

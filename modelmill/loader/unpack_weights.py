@@ -12,6 +12,7 @@ from torch import nn
 
 from modelmill.core import log, memory_limits
 from modelmill.core.byte_size import format_bytes
+from modelmill.nn.latent_attention import LatentAttentionCore
 from modelmill.nn.linear import Linear
 from modelmill.ops.cpu.common import build as kernels
 from modelmill.ops.registry import Ops
@@ -64,6 +65,9 @@ def unpack_cpu_weights(
         dtype,
         int(memory_limits.available_memory().free * UNPACKED_MEMORY_FRACTION) // tp_group.size,
     )
+    for module in model.modules():
+        if isinstance(module, LatentAttentionCore):
+            module.packed_up_projections()  # now, since the KV cache takes a share of what is left
     if tp_group.rank:
         return
     for line in (missing_kernels_reason(ops), report.warning):

@@ -37,6 +37,7 @@ from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.parallel.shard import Range
 
+UP_PROJECTIONS = "kv_b"  # the name of a core's buffer
 NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the model's
 
 
@@ -103,6 +104,14 @@ class LatentAttentionSpec:
         return self.rank + self.rope_dim
 
     @property
+    def step_channels(self) -> int:
+        """Channels per token and head that a step holds at once.
+
+        These are the query, it absorbed, the output as latent vectors, and the output twice.
+        """
+        return self.query_dim + self.cached_dim + self.rank + 2 * self.value_dim
+
+    @property
     def partition(self) -> HeadPartition:
         """How ranks divide the heads; each has the latent vectors."""
         groups = HeadGroups(self.heads, 1, self.value_dim)
@@ -142,7 +151,7 @@ class LatentAttentionSpec:
                 head_dim=self.cached_dim,
                 shares_values=True,
             ),
-            attention_core_spec(("kv_b",)),
+            attention_core_spec((UP_PROJECTIONS,)),
             o_proj_spec(self.hidden, reads="attn", split_columns="value_heads", bias=self.bias),
         )
 
@@ -285,7 +294,7 @@ class LatentAttentionCore(nn.Module):
         super().__init__()
         self.spec, self.cache_index = spec, cache_index
         rows = spec.heads * (spec.nope_dim + spec.value_dim)
-        self.register_buffer("kv_b", torch.empty(rows, spec.rank, device="meta"))
+        self.register_buffer(UP_PROJECTIONS, torch.empty(rows, spec.rank, device="meta"))
         self.heads: Range = (0, spec.heads)
         self._op = OpBinding()
         self._packed_up_projections: tuple[torch.Tensor, ...] = ()
@@ -333,6 +342,9 @@ class LatentAttentionCore(nn.Module):
         These are the pages of a cache of their own, with one token each.
         """
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
+        # First, since attention may read tables before the kernel in front of it has ended (PDL).
+        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
+        tables = step.query_start[:-1, None] + tokens
         latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
         key_up, value_up = self.packed_up_projections()
@@ -340,12 +352,11 @@ class LatentAttentionCore(nn.Module):
         keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
         keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
         values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
-        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
         inputs = PagedAttentionInputs(
             F.pad(q, (0, width - spec.query_dim)),
             keys[:, :, None],
             values[:, :, None],
-            step.query_start[:-1, None] + tokens,
+            tables,
             step.query_start,
             step.context_lens,
             step.max_query,
@@ -369,10 +380,11 @@ class LatentAttentionCore(nn.Module):
         """Attention of any sequences, to the latent vectors as they are in the cache."""
         spec, (key_up, value_up) = self.spec, self.packed_up_projections()
         nope, rotated = q.split([spec.nope_dim, spec.rope_dim], -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        # the product has no name: it would be kept beside its copy, of long prompts a gigabyte
+        queries = torch.cat((torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1), rotated), -1)
         pages = step.kv.k[self.cache_index]
         inputs = PagedAttentionInputs(
-            torch.cat((absorbed, rotated), -1),
+            queries,
             pages,
             pages,
             step.block_tables,

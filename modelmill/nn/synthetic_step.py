@@ -118,6 +118,7 @@ def synthetic_step(
     sequence = torch.arange(batch).repeat_interleave(new)
     positions = torch.arange(len(sequence)) - starts[sequence] + (contexts - new)[sequence]
     slots = tables[sequence, positions // page_size].long() * page_size + positions % page_size
+    begin = bool(((new == 1) | (new == contexts)).all())  # all prompts
     ids = torch.randint(int(model.config.vocab), (len(sequence),))  # type: ignore[union-attr, arg-type]
     return Step(
         kv=kv,
@@ -140,6 +141,7 @@ def synthetic_step(
             max_query=widest,
             chunk=chunk_size_for_page(page_size),
         ),
+        num_decodes=int((new == 1).sum()) if begin else None,
     )
 
 

@@ -125,7 +125,7 @@ class ModelRunner:
             limits.max_context,
             self.states,
         )
-        # a graph of a prompt would read the lengths of a recurrence's parts on the host
+        # the references of recurrences read the lengths of a prompt's parts on the host
         if limits.max_prefill_tokens is not None and self.states is None:
             self.prefill_graphs = PrefillGraphs(
                 self.forward, PrefillGraphCapturer(), limits.max_prefill_tokens, limits.max_context

@@ -12,6 +12,7 @@ from torch import nn
 
 from modelmill.artifact.store import open_artifact
 from modelmill.builder.build_engine import build
+from modelmill.builder.memory_plan import rank_memory_report
 from modelmill.builder.plan import BuildPlan, make_plan
 from modelmill.builder.rank_memory import largest_rank_memory
 from modelmill.checkpoint.open import open_checkpoint
@@ -19,6 +20,7 @@ from modelmill.cli.main import execute
 from modelmill.core.config import BuildConfig
 from modelmill.loader.model_loader import load_model
 from modelmill.nn.kv import KVShape
+from modelmill.nn.latent_attention import LatentAttentionCore
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.linear import Linear
 from modelmill.parallel.tp_group import TPGroup
@@ -71,6 +73,20 @@ def test_the_plan_of_a_rank_is_what_it_loads(case: str, tmp_path: Path) -> None:
     assert planned.state.slot_bytes(torch.float32) == model_state_shape(largest).slot_bytes(
         torch.float32
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_up_projections_are_counted(ranks: int, tmp_path: Path) -> None:
+    """A CPU copies those of latent attention that have 16 bits, each rank its heads'."""
+    CASES["deepseek_v3"].save(tmp_path / "hf")
+    plan = make_plan(open_checkpoint(tmp_path / "hf"), BuildConfig(dtype="bfloat16", target="cpu"))
+    build(plan, tmp_path / "e", None)
+    model = load_model(open_artifact(tmp_path / "e"), "cpu", TPGroup(0, ranks))
+    cores = [each for each in model.modules() if isinstance(each, LatentAttentionCore)]
+    copies = [copy for core in cores for copy in core.packed_up_projections()]
+    whole = {each.data_ptr() for core in cores for each in core.up_projections()}
+    assert whole.isdisjoint(copy.data_ptr() for copy in copies)
+    assert rank_memory_report(plan, ranks)["expanded"] == sum(copy.nbytes for copy in copies)
 
 
 def facts(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from modelmill.core import memory_limits
 from modelmill.core.config import RunConfig
 from modelmill.core.errors import CapacityError, MissingDependency, UsageError
+from modelmill.loader import capacity
 from modelmill.loader.capacity import kv_pages_for_bytes, max_sequence_len
 from modelmill.loader.device import available_cores, pick_device, use_threads
 from modelmill.nn.kv import KVShape
-from modelmill.parallel.tp_group import TPGroup
+from modelmill.nn.step import Step
+from modelmill.ops.registry import select_backends
+from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.engine_core import EngineCore
 from tests.runtime import tiny
 
@@ -107,3 +111,24 @@ def test_how_long_a_sequence_may_be() -> None:
         max_sequence_len(model, RunConfig(max_model_len=101), 100)
     with pytest.raises(UsageError, match="at least 1, not 0"):
         max_sequence_len(model, RunConfig(max_model_len=0), None)
+
+
+class RecordsSteps(nn.Module):
+    """A model of latent attention that has no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.kv = KVShape(1, 1, 8, True)
+        self.num_decodes: list[int | None] = []
+
+    def forward(self, step: Step) -> torch.Tensor:
+        self.num_decodes.append(step.num_decodes)
+        return torch.empty(1)
+
+
+def test_the_largest_step_of_latent_attention_is_computed_in_both_ways() -> None:
+    model = RecordsSteps()
+    ops, limits = select_backends("cpu"), RunConfig(max_num_batched_tokens=64)
+    capacity._run_largest_step(model, ops, limits, SINGLE_RANK)
+    assert model.num_decodes == [0, None]

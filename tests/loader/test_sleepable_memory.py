@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,8 @@ class FakeLibrary:
         self.pinned: dict[int, int] = {}
         self.calls: list[str] = []
         self.max_pinned = 1 << 30
+        self.pin_error = 2  # out of memory
+        self.after_unpinning: list[Callable[[], None]] = []
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(type(self), f"do_{name}")
@@ -116,12 +119,14 @@ class FakeLibrary:
         assert flags.value == 0
         assert address.value % mmap.PAGESIZE == 0
         if len(self.pinned) >= self.max_pinned:
-            return 2
+            return self.pin_error
         self.pinned[address.value] = size.value
         return 0
 
     def do_cuMemHostUnregister(self, address: Any) -> None:
         del self.pinned[address.value]
+        while self.after_unpinning:
+            self.after_unpinning.pop()()
 
     def do_cuMemcpyDtoHAsync_v2(self, host: Any, address: Any, size: Any, stream: Any) -> None:
         assert stream.value is None
@@ -263,13 +268,23 @@ def test_a_full_gpu_can_be_tried_again(library: FakeLibrary) -> None:
     assert torch.equal(region.bytes, values)
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_a_host_that_cannot_pin_changes_nothing(library: FakeLibrary, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "error", "message"),
+    [
+        (0, 2, "no memory left to pin"),
+        (1, 2, "no memory left to pin"),
+        (2, 2, "no memory left to pin"),
+        (1, 304, r"lets no more memory be pinned \(.*: error 304\); raise the limit"),
+    ],
+)
+def test_a_host_that_cannot_pin_changes_nothing(
+    library: FakeLibrary, blocks: int, error: int, message: str
+) -> None:
     region = cuda_region(library, 3 * BLOCK)
     region.extend(3 * BLOCK)
     region.bytes.fill_(7)
-    library.max_pinned = blocks
-    with pytest.raises(CapacityError, match="no memory left to pin"):
+    library.max_pinned, library.pin_error = blocks, error
+    with pytest.raises(CapacityError, match=message):
         region.offload()
     assert bool((region.bytes == 7).all())
     assert not library.pinned
@@ -277,6 +292,17 @@ def test_a_host_that_cannot_pin_changes_nothing(library: FakeLibrary, blocks: in
     region.offload()
     region.restore()
     assert bool((region.bytes == 7).all())
+
+
+def test_a_region_may_be_collected_while_one_of_its_blocks_is_freed(library: FakeLibrary) -> None:
+    """On the thread that frees the block; a plain lock would wait for itself."""
+    region = cuda_region(library, 3 * BLOCK)
+    region.extend(3 * BLOCK)
+    region.offload()
+    blocks: Any = region._addresses
+    library.after_unpinning.append(blocks._host.release)
+    blocks._host.release()
+    assert not library.pinned
 
 
 def test_a_host_without_memory_is_left_alone(

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelmill.loader import capacity, unpack_weights
 from modelmill.nn.decoder import Decoder
+from modelmill.nn.latent_attention import LatentAttentionCore
 from modelmill.nn.linear import Linear
 from modelmill.ops import int8_linear, registry
 from modelmill.ops.cpu.common import build
@@ -22,6 +23,7 @@ from modelmill.ops.quant_types import MAX_EXACT_COLUMNS, exact_int_matmul
 from modelmill.weights import base, int8_group
 from modelmill.weights.base import UnpackedWeight, WeightFormat
 from modelmill.weights.mixed_rows import MixedRowsWeight
+from tests.nn.test_latent_attention import make_core
 from tests.runtime import tiny
 
 TORCH = registry.select_backends(
@@ -247,3 +249,16 @@ def test_a_small_machine_reports_what_stays_packed(
         (True, False),
         (False, True),
     ]
+
+
+def test_up_projections_of_latent_attention_are_packed_when_an_engine_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory for the KV cache is measured behind that."""
+    packed: list[LatentAttentionCore] = []
+    monkeypatch.setattr(
+        LatentAttentionCore, "packed_up_projections", lambda core: packed.append(core)
+    )
+    model = torch.nn.Sequential(make_core())
+    unpack_weights.unpack_cpu_weights(model, TORCH, torch.bfloat16, "cpu")
+    assert packed == [*model]

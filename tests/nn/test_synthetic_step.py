@@ -33,6 +33,13 @@ def test_sequences_have_pages_slots_and_positions_of_their_own() -> None:
     assert torch.equal(step.slots, pages.long() * PAGE_SIZE + step.positions % PAGE_SIZE)
 
 
+def test_prompts_that_begin_are_computed_as_in_an_engine() -> None:
+    ops, model = registry.select_backends("cpu"), tiny.decoder()
+    begins = synthetic_step(model, ops, [(1, 9, 9), (3, 1, 20)])
+    assert begins.num_decodes == 3
+    assert synthetic_step(model, ops, [(1, 9, 10), (3, 1, 20)]).num_decodes is None
+
+
 def test_integers_lie_side_by_side_also_of_one_sequence() -> None:
     """Kernels that read them by address leave others to slower ones: what is timed must be what is
     served.

@@ -131,6 +131,23 @@ def test_each_phase_leaves_the_rows_of_the_other_alone(
     assert not prefilled[prompts].isnan().any()
 
 
+def test_splits_of_single_queries_take_no_memory_for_the_prompt_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interpreted()
+    monkeypatch.setattr(paged_latent, "_num_splits", lambda *_: 3)
+    inputs, sizes, empty = small([(1, 150), (40, 40)]), [], torch.empty
+    out = empty(41, 6 * 24)
+
+    def recorded(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        sizes.append(torch.Size(shape).numel())
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    paged_latent.decode(inputs, out)
+    assert sizes == [2 * 6 * 3 * 24, 2 * 6 * 3 * 2]
+
+
 def test_what_the_kernels_have_no_tiles_for_goes_to_the_reference() -> None:
     interpreted()
     served = small([(1, 5)])

@@ -133,6 +133,14 @@ def test_a_snapshot_is_the_state_behind_its_tokens(op: str, keep: int, backend: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_snapshot_between_chunks_changes_no_bit(backend: str) -> None:
+    """The chunks behind it are computed as chunks, too."""
+    seq, without = Sequence(8, backend), Sequence(8, backend)
+    assert torch.equal(seq.delta(0, COUNT, 24), without.delta(0, COUNT))
+    assert torch.equal(seq.state[0], without.state[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["delta", "conv"])
 def test_decodes_of_a_batch_are_those_of_single_sequences(op: str, backend: str) -> None:
     """Three sequences at once; the second keeps a snapshot, the third one of its first state."""

@@ -91,14 +91,14 @@ def _attend(
     if out is None:
         out = torch.empty((tokens, heads * value_dim), dtype=q.dtype, device=q.device)
     tile = _latent_tile(q, k, max_query)
-    blocks = -(-max_query * heads // tile.rows)
+    rows = max_query * heads  # of a sequence, at most
+    blocks = -(-rows // tile.rows)
     splits = _num_splits(tile, blocks * batch, inputs.max_context, q.device)
-    parts = sums = out
-    if splits > 1:
-        parts = torch.empty(
-            (tokens * heads, splits, value_dim), dtype=torch.float32, device=q.device
-        )
-        sums = torch.empty((tokens * heads, splits, 2), dtype=torch.float32, device=q.device)
+    # Partial results of these rows alone: a step may have single queries beside a long prompt. In
+    # float32 also where there are none, so that there is one variant of the kernel.
+    shape = batch * rows if splits > 1 else 0, splits
+    parts = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
+    sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
     scale = q if inputs.k_scale is None else inputs.k_scale
     pdl = pdl_launch_options(q.device, PDL_BATCH)
     counts: dict[str, Any] = {
@@ -106,7 +106,7 @@ def _attend(
     }  # fmt: skip
     paged_latent_kernel[(blocks, batch, splits)](
         q, k, scale, tables, starts, lengths, out, parts, sums,
-        inputs.scale * LOG2E, tables.shape[1], tables.stride(0), splits,
+        inputs.scale * LOG2E, tables.shape[1], tables.stride(0), splits, rows,
         q.stride(0), q.stride(1), k.stride(0), k.stride(2),
         DIM=dim, PAGE=k.shape[2], WIDE=k.stride(0) * k.shape[0] >= 1 << 31,
         SCALED=scale is not q, SPLIT_KEYS=tile.split_keys,
@@ -117,7 +117,7 @@ def _attend(
     if splits > 1:
         chunks = -(-value_dim // MERGE_CHANNELS)
         merge_latent_splits_kernel[(heads * chunks, batch, max_query)](
-            parts, sums, starts, out, splits,
+            parts, sums, starts, out, splits, rows,
             BLOCK_S=MAX_SPLITS, BLOCK_D=MERGE_CHANNELS, num_warps=4, **counts, **pdl,
         )  # fmt: skip
     return out
@@ -151,10 +151,10 @@ def _latent_tile(q: torch.Tensor, k: torch.Tensor, max_query: int) -> LatentTile
     return LatentTile(16, 32, 4, 2, per_sm, 64)
 
 
-@triton.jit(do_not_specialize=["columns", "table_stride", "splits"])
+@triton.jit(do_not_specialize=["columns", "table_stride", "splits", "rows"])
 def paged_latent_kernel(
     q_ptr, k_ptr, k_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr, parts_ptr, sums_ptr,
-    scale, columns, table_stride, splits, q_stride, q_head, page_stride, token_stride,
+    scale, columns, table_stride, splits, rows, q_stride, q_head, page_stride, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
     WIDE: tl.constexpr, SCALED: tl.constexpr, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
     SPLIT_KEYS: tl.constexpr, PDL: tl.constexpr,
@@ -162,8 +162,8 @@ def paged_latent_kernel(
 ):  # fmt: skip
     """BLOCK_M rows (queries times heads) of a sequence over one split of their keys.
 
-    MIN_QUERY: least queries of the sequences that are computed. MAX_QUERY: whether they may have
-    more than one.
+    rows: of a sequence in the partial results. MIN_QUERY: least queries of the sequences that are
+    computed. MAX_QUERY: whether they may have more than one.
     """
     block, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, row_end, length = load_sequence(starts_ptr, lengths_ptr, sequence)
@@ -188,9 +188,8 @@ def paged_latent_kernel(
     if block * BLOCK_M >= count * HEADS:
         return
     inside = m < count * HEADS
-    at = (row + query) * HEADS + head
+    part = (sequence.to(tl.int64) * rows + m) * splits + split
     if splits > 1 and begin >= end:  # the merge does not read what has no weight
-        part = at * splits + split
         tl.store(sums_ptr + part * 2, tl.full([BLOCK_M], -1.0e30, tl.float32), mask=inside)
         tl.store(sums_ptr + part * 2 + 1, tl.zeros([BLOCK_M], tl.float32), mask=inside)
         return
@@ -252,18 +251,18 @@ def paged_latent_kernel(
     mask = inside[:, None] & v_valid[None, :]
     if splits == 1:
         out = acc / tl.where(exp_sum > 0.0, exp_sum, 1.0)[:, None]
+        at = (row + query) * HEADS + head
         target = out_ptr + at[:, None] * VALUE_DIM + v[None, :]
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        part = at * splits + split
         tl.store(parts_ptr + part[:, None] * VALUE_DIM + v[None, :], acc, mask=mask)
         tl.store(sums_ptr + part * 2, row_max, mask=inside)
         tl.store(sums_ptr + part * 2 + 1, exp_sum, mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "rows"])
 def merge_latent_splits_kernel(
-    parts_ptr, sums_ptr, starts_ptr, out_ptr, splits,
+    parts_ptr, sums_ptr, starts_ptr, out_ptr, splits, rows,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
     PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +278,7 @@ def merge_latent_splits_kernel(
         return
     s, d = tl.arange(0, BLOCK_S), chunk * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (first + query) * HEADS + head
-    part = at * splits + s
+    part = (sequence.to(tl.int64) * rows + query * HEADS + head) * splits + s
     split_max = tl.load(sums_ptr + part * 2, mask=s < splits, other=-1.0e30)
     exp_sum = tl.load(sums_ptr + part * 2 + 1, mask=s < splits, other=0.0)
     used = (exp_sum > 0.0)[:, None] & (d < VALUE_DIM)[None, :]

@@ -36,8 +36,8 @@ def whole_chunks(start, stop, first, end, CHUNK: tl.constexpr):
     """The tokens [a, b) of a sequence that are whole chunks at multiples of CHUNK.
 
     Args:
-        start: first token of the sequence; stop: behind its last.
-        stop: see ``start``.
+        start: first token of the sequence.
+        stop: behind its last.
         first: position of the first token.
         end: position of the snapshot; one inside of a chunk ends the chunks.
         CHUNK: tokens of a chunk.
@@ -45,7 +45,7 @@ def whole_chunks(start, stop, first, end, CHUNK: tl.constexpr):
     a = tl.minimum(start + (CHUNK - first % CHUNK) % CHUNK, stop)
     b = a + (stop - a) // CHUNK * CHUNK
     kept = end - first + start
-    inside = (kept > a) & (kept < b)
+    inside = (kept > a) & (kept < b) & (end % CHUNK != 0)
     return a, tl.where(inside, a + (kept - a) // CHUNK * CHUNK, b)
 
 
