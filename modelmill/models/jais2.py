@@ -7,14 +7,11 @@ from typing import Any
 
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean
-from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_PREFIXES
+from modelmill.models.arcee import ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
 __all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -146,3 +146,20 @@ def random_state_rows(
 def lengths_name(lengths: tuple[int, ...]) -> str:
     """The tokens of each sequence in a case's name, "decode-64" where each has one of many."""
     return f"decode-{len(lengths)}" if set(lengths) == {1} else str(lengths)
+
+
+def has_packed_operands(tokens: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether a token's channels, the gates and a slot's state each lie together.
+
+    Args:
+        tokens: [T, channels].
+        gates: [T, values per head].
+        state: [slots, H, rows, columns]; must be float32.
+    """
+    _, _, rows, columns = state.shape
+    return (
+        tokens.stride(1) == 1
+        and gates.is_contiguous()
+        and state.dtype is torch.float32
+        and state.stride()[1:] == (rows * columns, columns, 1)
+    )

@@ -11,20 +11,17 @@ import torch
 from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
 from modelmill.ops.cpu.common import build
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
+from modelmill.ops.state_rows import has_packed_operands
 
 available = build.available
 
 
 def supports(inputs: GatedDeltaInputs) -> bool:
-    """Rows and states that lie together."""
-    _, _, dk, dv = inputs.state.shape
+    """Dtypes of the kernel; rows and states that lie together."""
     return (
         inputs.qkv.dtype in build.DTYPES
-        and inputs.qkv.stride(1) == 1
         and inputs.gates.dtype is torch.float32
-        and inputs.gates.is_contiguous()
-        and inputs.state.dtype is torch.float32
-        and inputs.state.stride()[1:] == (dk * dv, dv, 1)
+        and has_packed_operands(inputs.qkv, inputs.gates, inputs.state)
         and are_packed(inputs.rows)
     )
 

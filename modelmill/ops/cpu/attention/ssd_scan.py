@@ -11,20 +11,17 @@ import torch
 from modelmill.ops.cpu.attention.state_rows import POINTERS, are_packed, as_floats, row_pointers
 from modelmill.ops.cpu.common import build
 from modelmill.ops.ssd_scan import SSDScanInputs
+from modelmill.ops.state_rows import has_packed_operands
 
 available = build.available
 
 
 def supports(inputs: SSDScanInputs) -> bool:
-    """Rows and states that lie together."""
-    _, _, dim, size = inputs.state.shape
+    """Dtypes of the kernel; rows and states that lie together."""
     return (
         inputs.xbc.dtype in build.DTYPES
-        and inputs.xbc.stride(1) == 1
         and inputs.dt.dtype is torch.float32
-        and inputs.dt.is_contiguous()
-        and inputs.state.dtype is torch.float32
-        and inputs.state.stride()[1:] == (dim * size, size, 1)
+        and has_packed_operands(inputs.xbc, inputs.dt, inputs.state)
         and are_packed(inputs.rows)
     )
 

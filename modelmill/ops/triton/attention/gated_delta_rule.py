@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.gated_delta_rule import L2_EPS, GatedDeltaInputs
+from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
     MIN_DOT,
     PRECISION,
@@ -39,15 +40,9 @@ MAX_KEY_DIM, BLOCK_V = 256, 32
 
 
 def supports(inputs: GatedDeltaInputs) -> bool:
-    """Rows and states that lie together."""
-    _, _, dk, dv = inputs.state.shape
-    return (
-        dk <= MAX_KEY_DIM
-        and inputs.qkv.stride(1) == 1
-        and inputs.gates.is_contiguous()
-        and inputs.state.stride()[1:] == (dk * dv, dv, 1)
-        and inputs.state.dtype == torch.float32
-    )
+    """Sizes up to the limit; rows and states that lie together."""
+    state = inputs.state
+    return state.shape[2] <= MAX_KEY_DIM and has_packed_operands(inputs.qkv, inputs.gates, state)
 
 
 def run(inputs: GatedDeltaInputs) -> torch.Tensor:

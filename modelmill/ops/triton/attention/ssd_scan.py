@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from modelmill.ops.ssd_scan import SSDScanInputs
+from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
     MIN_DOT,
     PRECISION,
@@ -37,15 +38,9 @@ DECODE_ROWS, PROMPT_ROWS = 16, 32  # rows of a state in a program
 
 
 def supports(inputs: SSDScanInputs) -> bool:
-    """Rows and states that lie together."""
-    _, _, dim, size = inputs.state.shape
-    return (
-        size <= MAX_STATE_SIZE
-        and inputs.xbc.stride(1) == 1
-        and inputs.dt.is_contiguous()
-        and inputs.state.stride()[1:] == (dim * size, size, 1)
-        and inputs.state.dtype == torch.float32
-    )
+    """Sizes up to the limit; rows and states that lie together."""
+    state = inputs.state
+    return state.shape[3] <= MAX_STATE_SIZE and has_packed_operands(inputs.xbc, inputs.dt, state)
 
 
 def run(inputs: SSDScanInputs) -> torch.Tensor:
