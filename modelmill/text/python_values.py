@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 
+from modelmill.text.call_reader import skip_blank
 from modelmill.text.value_stream import SET, JsonValueConverter, suffix_overlap
 
 MAX_LOOKAHEAD_CHARS = 256
-"""Characters of a name behind a quote that are waited for."""
+"""Characters of brackets or a name behind a quote that are waited for; then it ends its string."""
 _ZEROS = re.compile(r"^(-?)0+(?=[0-9])")
 _CLOSING = re.compile(r"[)\]}\s]*")
-_CALLS_END = re.compile(r"\s*[\]}\s]*\)\s*\]")
+_CALLS_END = re.compile(r"[\]}\s]*\)\s*\]")
 _NAME = re.compile(r"\s*(?:[^\W\d][\w.\-]*)?\s*")
 
 
@@ -59,8 +60,12 @@ class PythonValueConverter(JsonValueConverter):
     def _opens_set(self, text: str, at: int) -> bool | None:
         """Whether a brace opens a set: no colon is behind its first item.
 
-        None if more text is needed. The first item is kept, so that none is read twice to find out.
+        None if more text is needed. A list, dict or set cannot be the first item of either. The
+        first item is kept, so that none is read twice to find out.
         """
+        start = skip_blank(text, at + 1)
+        if text[start : start + 1] in ("[", "{", "}"):
+            return False
         if self._first is None:
             self._first, self._first_size = PythonValueConverter(self._calls_end, in_braces=True), 1
         first = self._first
@@ -97,13 +102,15 @@ class PythonValueConverter(JsonValueConverter):
         a colon behind a key, or closing brackets with a comma, a mark or the end behind them.
         """
         is_inner = self._in_braces or bool(self._stack)
-        closing = _CLOSING.match(text, at)
+        limit = min(len(text), at + MAX_LOOKAHEAD_CHARS)
+        closing = _CLOSING.match(text, at, limit)
         assert closing is not None, "it may be empty"
         place = closing.end()
         brackets = closing[0].strip()
-        if place == len(text):
-            calls_end = not is_inner and _CALLS_END.match(text, at)
-            return True if self._ends or calls_end else None
+        calls_end = _CALLS_END.match(text, at, limit) is not None
+        if place == limit:
+            is_end = self._ends or limit < len(text) or (calls_end and not is_inner)
+            return True if is_end else None
         if text[place] == ",":
             following = "(" if ")" in brackets else "" if is_inner else "="
             return self._goes_on(text, place + 1, following)
@@ -113,7 +120,7 @@ class PythonValueConverter(JsonValueConverter):
             return bool(brackets) or text.startswith(("</", "<|"), place)
         if not brackets:
             return False
-        return bool(_CALLS_END.match(text, at)) or text[place].isalpha() or text[place] in "_["
+        return calls_end or text[place].isalpha() or text[place] in "_["
 
     def _goes_on(self, text: str, at: int, following: str) -> bool | None:
         """Whether another item follows a comma.
@@ -123,11 +130,12 @@ class PythonValueConverter(JsonValueConverter):
             at: position behind the comma.
             following: what is behind the name of a keyword or a call; "": an item of a list.
         """
-        name = _NAME.match(text, at)
+        limit = min(len(text), at + MAX_LOOKAHEAD_CHARS)
+        name = _NAME.match(text, at, limit)
         assert name is not None, "it may be empty"
         place = name.end()
-        if place == len(text):
-            return True if self._ends or place - at > MAX_LOOKAHEAD_CHARS else None
+        if place == limit:
+            return True if self._ends or limit < len(text) else None
         if not following:
-            return name[0].strip() != "" or text[place] in "\"'[]{}()-+0123456789"
+            return name[0].strip() != "" or text[place] in "\"'[]{}()-+.0123456789"
         return text[place] in (following if name[0].strip() else ")]}")

@@ -40,6 +40,12 @@ def test_arguments_are_read(written: str, arguments: dict[str, object], size: in
     assert answer.content == "so"
 
 
+def test_many_open_braces_are_no_recursion() -> None:
+    answer = parse(f"{OPEN}f(a={'{' * 20_000}{CLOSE} so", 1000)
+    assert [call.arguments for call in answer.calls] == ['{"a": {']
+    assert answer.content == "so"
+
+
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("written", ["a='x' y", "a='x' + 'y'", "a='x' \\"])
 def test_the_end_mark_ends_a_string_whose_end_is_not_clear(written: str, size: int) -> None:
