@@ -238,6 +238,11 @@ class CallReader(ABC):
         if self._final and not self.cut and not self._syntax.writes_json:
             value.close()
 
+    def _needs_arguments(self, name: str) -> bool:
+        """Whether a tool is known to require some."""
+        schema = self._tools.get(name)
+        return schema is not None and bool(required_arguments(schema))
+
     def _needs_no_arguments(self, name: str) -> bool:
         """Whether a tool is known to require none."""
         schema = self._tools.get(name)

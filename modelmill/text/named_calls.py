@@ -26,19 +26,28 @@ class NamedCallReader(CallReader):
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         super().__init__(syntax, tools, output)
         if syntax.json_too:
-            self._json_calls = JsonCallReader(CallSyntax("json", bare=True), tools, output)
+            json_syntax = CallSyntax("json", call=("", syntax.section[1]), bare=True)
+            self._json_calls = JsonCallReader(json_syntax, tools, output)
 
     def _first_state(self) -> Callable[[str, int], int]:
         syntax = self._syntax
         self._head = re.compile(syntax.head_pattern)
         self._name_end = split_mark(syntax.name_end)
         empty_ends = (syntax.empty_end,) if syntax.empty_end else ()
-        self._head_ends = (*self._name_end[:1], *self._argument_starts(), *empty_ends)
+        self._head_ends = (
+            *(*self._name_end[:1], *self._argument_starts(), *empty_ends),
+            *(self._close[:1] if self._may_end_at_name else ()),
+        )
         self._arguments = JsonValueConverter(syntax.string_mark)
         self._name = self._begun = ""
         self._id: str | None = None
         self._has_section = self._is_begun = False
         return self._scan_section
+
+    @property
+    def _may_end_at_name(self) -> bool:
+        """Whether models may leave out the braces of a call without arguments."""
+        return bool(self._syntax.string_mark)
 
     def _argument_starts(self) -> tuple[str, ...]:
         return ("{",)
@@ -55,6 +64,9 @@ class NamedCallReader(CallReader):
             return at
         if self._open and (place == at or not text[:place].endswith(self._open[-1])):
             if self._has_section:
+                start = skip_blank(text, at)
+                if self._syntax.json_too and text[start : start + 1] in ("[", "{"):
+                    return self._begin_objects(start)
                 self._commit_call_text()  # the mark of a section without a call is no text
                 self.dropped_section = True
             return self._reject(at)
@@ -70,10 +82,12 @@ class NamedCallReader(CallReader):
         if start == len(text):
             return self._reject(at) if self._final else at
         self._state = self._scan_head
-        if text[start] in "[{":
-            self._json_calls.begin()
-            self._state = self._scan_objects
-        return start
+        return self._begin_objects(start) if text[start] in "[{" else start
+
+    def _begin_objects(self, at: int) -> int:
+        self._json_calls.begin()
+        self._state = self._scan_objects
+        return at
 
     def _scan_objects(self, text: str, at: int) -> int:
         return self._delegate_to(self._json_calls, text, at)
@@ -95,6 +109,8 @@ class NamedCallReader(CallReader):
         self._id = head if self._syntax.id_from_head else groups.get("id")
         if mark == self._syntax.empty_end:
             return self._end_empty_call(place + len(mark))
+        if self._may_end_at_name and mark in self._close and self._needs_arguments(name):
+            return self._reject(at)
         self._state = self._scan_name_end
         return place
 

@@ -15,7 +15,7 @@ from modelmill.text.call_reader import (
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.value_stream import JsonValueConverter
+from modelmill.text.python_values import PythonValueConverter
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _KEY = re.compile(r"[^\W\d]\w*")
@@ -34,7 +34,7 @@ class PythonicCallReader(CallReader):
     def _first_state(self) -> Callable[[str, int], int]:
         self._name = ""
         self._started = False
-        self._value = JsonValueConverter()
+        self._value = PythonValueConverter(self._syntax.optional[1])
         self._has_mark = False
         self._read, self._list = "", ""
         self._in_brackets = "[" in self._syntax.section[0]
@@ -106,7 +106,7 @@ class PythonicCallReader(CallReader):
             return self._end_call(end) if self._started and end == len(text) else self._fail(at)
         self._start_call(f'{", " if self._started else "{"}"{match[0]}": ')
         self._started = True
-        self._value = JsonValueConverter()
+        self._value = PythonValueConverter(self._syntax.optional[1])
         self._state = self._scan_value
         return end + 1
 

@@ -28,7 +28,10 @@ _WORDS = {
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
-_CLOSERS = {"[": "]", "{": "}"}
+SET = "set"
+"""An open set of Python's syntax, which becomes a list."""
+_CLOSERS = {"[": "]", "{": "}", SET: "}"}
+_WRITTEN_CLOSERS = {"[": "]", "{": "}", SET: "]"}
 
 
 def suffix_overlap(text: str, mark: str) -> int:
@@ -95,7 +98,7 @@ class JsonValueConverter:
             self._out.append("null")
         self._pending = ""
         while self._stack:
-            self._out.append(_CLOSERS[self._stack.pop()])
+            self._out.append(_WRITTEN_CLOSERS[self._stack.pop()])
         self.done = True
 
     def take(self) -> str:
@@ -146,7 +149,7 @@ class JsonValueConverter:
                 self._pending += match[0]
             return match.end()
         char = text[at]
-        if char == "]" and self._stack and self._stack[-1] == "[":
+        if self._stack and self._stack[-1] != "{" and char == _CLOSERS[self._stack[-1]]:
             return self._close(at)
         if self._mark and self._mark.startswith(char):
             return self._open_marked_string(text, at)
@@ -154,10 +157,7 @@ class JsonValueConverter:
             self._open_string(char, is_key=False)
             return at + 1
         if char in "{[":
-            self._emit(char)
-            self._stack.append(char)
-            self._state = self._key if char == "{" else self._value
-            return at + 1
+            return self._open_bracket(text, at)
         run = _ATOM.match(text, at)
         if run is None:
             return self._fail(at)
@@ -167,13 +167,24 @@ class JsonValueConverter:
             return self._fail(at)
         return run.end()
 
+    def _open_bracket(self, text: str, at: int) -> int:
+        self._emit(text[at])
+        self._stack.append(text[at])
+        self._state = self._key if text[at] == "{" else self._value
+        return at + 1
+
     def _atom(self, run: str) -> bool:
+        run = self._number(run)
         word = _WORDS.get(run) or (run if _NUMBER.fullmatch(run) else None)
         if word is None:
             return False
         self._emit(word)
         self._end_value()
         return True
+
+    def _number(self, run: str) -> str:
+        """Return what may be a number as JSON writes it."""
+        return run
 
     def _open_marked_string(self, text: str, at: int) -> int:
         head = text[at : at + len(self._mark)]
@@ -260,7 +271,7 @@ class JsonValueConverter:
     def _close(self, at: int) -> int:
         """End a container; a comma before it is dropped, blanks stay."""
         self._pending = self._pending.replace(",", "")
-        self._emit(_CLOSERS[self._stack.pop()])
+        self._emit(_WRITTEN_CLOSERS[self._stack.pop()])
         self._end_value()
         return at + 1
 
@@ -271,12 +282,22 @@ class JsonValueConverter:
             return run.end()
         char = text[at]
         if char == self._quote:
-            self._end_string()
+            closes = self._closes_string(text, at + 1)
+            if closes is None:
+                return at
+            if closes:
+                self._end_string()
+            else:
+                self._out.append(escape_text(char))
         elif char == "\\":
             return self._escape(text, at)
         else:
             self._out.append(escape_text(char))
         return at + 1
+
+    def _closes_string(self, _text: str, _at: int) -> bool | None:
+        """Whether the quote before a position ends its string; None if more text is needed."""
+        return True
 
     def _escape(self, text: str, at: int) -> int:
         if at + 1 == len(text):

@@ -78,6 +78,7 @@ CALL_TEXTS = [
     ("ns_token = ']<]minimax[>[' ns_token ~ '<tool_call>' '<invoke name=\"'", "minimax_m3"),
     ("functools[{", "phi4_mini"),
     ("<TOOLCALL>[", "nemotron_nano"),
+    ("<dots_function_call>\n<invoke name=", "dots"),
     ("<tool_calls>[{", "hunyuan"),
     ("List of tools: <|tool_list_start|>[", "lfm2"),
     ("<function_calls>' + name + '('", "olmo3"),

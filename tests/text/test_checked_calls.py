@@ -138,7 +138,9 @@ CUT = [
     ("glm47", "<tool_call>f<arg_key>city</arg_key><arg_value>Ulm</arg_value><arg_k",
      '{"city": "Ulm"}', '{"city": "Ulm"'),
     ("llama_pythonic", "[f(city='Ul", '{"city": "Ul"}', '{"city": "Ul'),
-    ("llama_pythonic", "[f(city='Ul', ", '{"city": "Ul"}', '{"city": "Ul"'),
+    # the quote may be one inside the string, until a keyword follows
+    ("llama_pythonic", "[f(city='Ul', ", '{"city": "Ul"}', '{"city": "Ul'),
+    ("llama_pythonic", "[f(city='Ul', n=3", '{"city": "Ul", "n": 3}', '{"city": "Ul", "n": '),
     # JSON that the model writes itself stays as it is
     ("hermes", '<tool_call>{"name": "f", "arguments": {"city": "Ul', '{"city": "Ul',
      '{"city": "Ul'),

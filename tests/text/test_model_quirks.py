@@ -24,6 +24,7 @@ TOOLS: dict[str, Any] = {
         },
     },
     "g": None,
+    "one": {"type": "object", "properties": {"a": {}}, "required": ["a"]},
 }
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 # format, text, content, calls
@@ -60,6 +61,13 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("kimi_k2", "A<|tool_calls_section_begin|> b", "A b", []),
     ("gemma4", '<|tool_call>:f{town:<|"|>a"b<|"|>,list:[1,<|"|>,<|"|>]}<tool_call|>', "",
      [("f", {"town": 'a"b', "list": [1, ","]})]),
+    # no braces: a call where the tool requires no argument
+    ("gemma4", "<|tool_call>call:g<tool_call|> so", "so", [("g", {})]),
+    ("gemma4", "<|tool_call>:one<tool_call|>", "<|tool_call>:one<tool_call|>", []),
+    ("dots", '<dots_function_call>[{"name": "g", "arguments": {"a": 1}}]</dots_function_call> so',
+     "so", [("g", {"a": 1})]),
+    ("dots", "<dots_function_call>so</dots_function_call>"
+     '<dots_function_call><invoke name="g"></invoke></dots_function_call>', "so", [("g", {})]),
     ("function_gemma", "<start_function_call>call:f{days:<escape>2<escape>}<end_function_call>", "",
      [("f", {"days": "2"})]),
     ("llama_pythonic", "Well: [f(town='It\\'s', days=-1), g()] there.", "Well:  there.",

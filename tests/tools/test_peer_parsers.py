@@ -103,7 +103,13 @@ class TestParser(CustomTestCase):
 
 
 def vllm_checkout(folder: Path) -> Path:
-    """A checkout with one file of tests and one module with a constant."""
+    """A checkout with two files of tests, one module with a constant, and tools of its own."""
+    other = folder / "tests/tool_use"
+    other.mkdir(parents=True)
+    (other / "conftest.py").write_text("import a_module_that_is_not_installed")
+    (other / "test_kimi_k3_tool_parser.py").write_text("def test_other():\n    pass\n")
+    (folder / "tools").mkdir()
+    (folder / "tools/__init__.py").touch()
     tests, module = folder / "tests/tool_parsers", folder / "vllm/tool_parsers"
     tests.mkdir(parents=True)
     module.mkdir(parents=True)
@@ -120,7 +126,7 @@ def test_tests_of_vllm_run_against_the_parsers(
     output = capsys.readouterr().out
     assert "test_small.py: 1 failed, 3 internal, 1 no format, 4 passed, 1 xpassed" in output
     assert "test_small.py::test_wrong\n    no explanation" in output
-    assert "6 tests compared, 5 with the same calls" in output
+    assert "7 tests compared, 6 with the same calls" in output
 
 
 def test_tests_of_sglang_run_against_the_parsers(

@@ -64,6 +64,7 @@ EXPLANATIONS = (
             "test_glm47_moe_tool_parser.py::TestGlm47Streaming::test_with_args",
             "*::test_eos_after_tool_calls",
             "test_deepseekv4_tool_parser.py::test_registered",
+            "test_dots_tool_parser.py::test_streaming_emits_complete_json_before_end_marker_*",
             "test_minimax_tool_parser.py::test_streaming_openai_compatibility",
             "test_minimax_tool_parser.py::test_streaming_thinking_tag_buffering",
             "test_function_call_parser.py::TestMistralDetector::"
@@ -108,6 +109,8 @@ EXPLANATIONS = (
             "test_kimi_k2_tool_parser.py::*::test_content_after_tool_section",
             "test_llama3_json_tool_parser.py::test_extract_tool_calls_simple",
             "test_glm4_moe_tool_parser.py::test_extract_tool_calls_mixed_content",
+            "test_step3p5_tool_parser.py::"
+            "test_extract_tool_calls_non_streaming_mixed_content_and_multiple_tool_calls",
             "test_minicpm5xml_tool_parser.py::test_single_call_with_surrounding_text",
             "test_minicpm5xml_tool_parser.py::test_multiple_calls_interleaved_text",
             "test_function_call_parser.py::TestGemma4Detector::"
@@ -124,6 +127,18 @@ EXPLANATIONS = (
             "test_mistral_tool_parser.py::test_extract_tool_calls_pre_v11_regex_fallback_fails",
             "test_mistral_tool_parser.py::test_extract_tool_calls_v11_without_args_skipped",
         ),
+    ),
+    Explanation(
+        _CONTENT,
+        "dots: an end mark without a call is no content; vLLM drops it in other tests, and keeps "
+        "it in this one",
+        ("test_dots_tool_parser.py::test_non_stream_unknown_tool_is_left_as_content",),
+    ),
+    Explanation(
+        _CONTENT,
+        "DeepSeek V4 with the section mark of V3.2: the mark of a call that is read is no content; "
+        "vLLM shows it to the user",
+        ("test_deepseekv4_tool_parser.py::test_function_calls_wrapper_is_not_recognized",),
     ),
     Explanation(
         _CONTENT,

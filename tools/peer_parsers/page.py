@@ -54,7 +54,7 @@ REASONS = """
 ## Differences
 
 Each test that does not pass belongs to one line; a new difference without a line fails the run.
-The differences in calls stay below 1 % of vLLM's tests of August only: what is left of the others
+The differences in calls are below 1 % of vLLM's tests since August: what is left of the others
 asks for text or an error where the answer has a call, for a value that the model did not write, or
 for the opposite of a later test. Passing them would lose calls of users, so they stay.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.peer_parsers import pytest_plugin
+from tools.peer_parsers import pytest_plugin, run_pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 1800
@@ -25,7 +25,7 @@ class Peer:
         title: its name.
         package: folder of its package, below the checkout.
         tests: files and folders of tests, below the checkout.
-        conftest_folder: no conftest.py above it is read.
+        conftest_folder: no conftest.py outside it is read; others need the whole peer.
     """
 
     title: str
@@ -66,12 +66,24 @@ def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, str]]:
         raise FileNotFoundError(
             f"{checkout} has none of {', '.join(peer.tests)}; name a checkout of {peer.title}"
         )
+    inside = [test for test in tests if Path(test).is_relative_to(peer.conftest_folder)]
+    outside = [test for test in tests if test not in inside]
+    outcomes: dict[str, dict[str, str]] = {}
+    if inside:
+        outcomes |= _run(name, checkout, ["--confcutdir", peer.conftest_folder, *inside])
+    if outside:
+        outcomes |= _run(name, checkout, ["--noconftest", *outside])
+    return outcomes
+
+
+def _run(name: str, checkout: Path, arguments: list[str]) -> dict[str, dict[str, str]]:
+    """Return outcome and message by test of one run of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcomes.json"
         subprocess.run(
-            _command(peer, tests),
-            cwd=checkout,
-            env=_environment(name, checkout / peer.package, output),
+            _command(checkout, arguments),
+            cwd=ROOT,
+            env=_environment(name, checkout / PEERS[name].package, output),
             timeout=TIMEOUT_SECONDS,
             check=False,  # tests fail: that is what is counted
         )
@@ -79,19 +91,18 @@ def run_tests(name: str, checkout: Path) -> Mapping[str, Mapping[str, str]]:
     return outcomes
 
 
-def _command(peer: Peer, tests: list[str]) -> list[str]:
+def _command(checkout: Path, arguments: list[str]) -> list[str]:
     options = "-q --tb=no -rN --no-header -W ignore --import-mode=importlib"
     options += " --continue-on-collection-errors -p no:cacheprovider --rootdir . -c"
     return [
-        *(sys.executable, "-m", "pytest", "-p", pytest_plugin.__name__),
-        *(*options.split(), os.devnull, "--confcutdir", peer.conftest_folder, *tests),
+        *(sys.executable, "-m", run_pytest.__name__, str(checkout.resolve())),
+        *(*options.split(), os.devnull, *arguments),
     ]
 
 
 def _environment(name: str, package: Path, output: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), ".")),
         pytest_plugin.ROOT_KEY: name,
         pytest_plugin.SOURCE_KEY: str(package.resolve()),
         pytest_plugin.OUTPUT_KEY: str(output),

@@ -23,7 +23,7 @@ END_OF_TEXT = "</s>"
 """The token that ends an answer, which is no part of the text that modelmill parses."""
 
 
-COMPARES_NAMES = ("minicpm5",)
+COMPARES_NAMES = ("dots", "minicpm5")
 """Formats where vLLM, too, takes only declared names for calls."""
 OLDER_FORMATS = {"mistral_v13": "mistral_v1"}
 """Formats that vLLM, as modelmill, chooses by the tokenizer."""
@@ -158,5 +158,11 @@ class ToolParserManager:
 
     @staticmethod
     def get_tool_parser(name: str) -> type[ToolParser]:
-        """Return the class of a registered parser."""
-        return parser_class(peer_names.VLLM_REGISTRY.get(name, name))
+        """Return the class of a registered parser.
+
+        Raises:
+            PeerInternalError: its format is none of modelmill's.
+        """
+        if name not in peer_names.VLLM_REGISTRY:
+            raise PeerInternalError("no chat format stands for this parser")
+        return parser_class(peer_names.VLLM_REGISTRY[name])

@@ -9,7 +9,7 @@ FORMAT = ChatSyntax(
         "named",
         call=("<start_function_call>", "<end_function_call>"),
         head="call:{name}",
-        head_pattern=r"(?:call)?\s*:?\s*(?P<name>[^\s:\"'<>\[\]{}()]+)",
+        head_pattern=r"(?:call)?\s*:?\s*(?P<name>[^\s:][^:\"'<>\[\]{}()]*)",
         string_mark="<escape>",
     ),
 )
