@@ -203,14 +203,14 @@ def test_variants_know_nothing_of_ours() -> None:
 
     Except core, what kernels of both languages agree on where one stands behind the other, the
     data by which the registry chooses kernels, and the inputs of an op (those of qkv_rope_cache
-    are rope_cache's).
+    are rope_cache's; recurrences take StateRows).
     """
     common = ("modelmill.core", "modelmill.ops.carveout")
     ranges = ("kernel_range", "row_range", "attention_range", "rope_range")
     chosen_by = ("modelmill.ops.binding", *(f"modelmill.ops.{each}" for each in ranges))
     inputs_of_ops = {
         each.inputs.__module__ for each in declarations().values() if each.inputs is not None
-    }
+    } | {"modelmill.ops.state_rows"}
     for backend in ("triton", "cuda"):
         own = f"modelmill.ops.{backend}"
         for path in (ROOT / "ops" / backend).rglob("*.py"):
