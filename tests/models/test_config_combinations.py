@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -181,6 +182,24 @@ def test_acceptance_computes_the_same(name: str, tmp_path: Path) -> None:
     config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
     vocab = int(CASES[model_type].raw(**changes)["vocab_size"])
     compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab, (7, 33)), (None,))
+
+
+NULLS: dict[str, tuple[str, ...]] = {
+    "granite": ("rms_norm_eps", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    "falcon_h1": ("rms_norm_eps", "mamba_expand", "key_multiplier", "lm_head_multiplier"),
+    "gpt_neo": ("layer_norm_epsilon", "window_size"),
+    "hyperclovax": ("attention_multiplier", "embedding_multiplier", "logits_scaling"),
+}
+
+
+@pytest.mark.parametrize("name", NULLS, ids=label)
+def test_acceptance_takes_a_null_for_an_absent_key(name: str, tmp_path: Path) -> None:
+    """transformers refuses some of these nulls, so the checkpoint is saved without the keys."""
+    CASES[name].save(tmp_path, **dict.fromkeys(NULLS[name]))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict.fromkeys(NULLS[name])))
+    report, written = build_and_accept(tmp_path, tmp_path / "e", "float32", "none")
+    assert written, report.get("reason", report)
 
 
 def combination(name: str, seed: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,23 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILIES, ids=label)
-def test_its_values_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+BUILDS = [
+    *(pytest.param(name, "none", id=label(name)) for name in FAMILIES),
+    # both measure activations, and so write a layer after it has computed
+    pytest.param("kimi_k2", "fp8", id="fp8"),
+    pytest.param("kimi_k2", "smoothquant", id="further-smoothquant"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), BUILDS)
+def test_its_values_are_those_of_the_file(name: str, recipe: str, tmp_path: Path) -> None:
     CASES[name].save(tmp_path / "hf")
     checkpoint = open_checkpoint(tmp_path / "hf")
-    build(make_plan(checkpoint, BuildConfig(dtype="bfloat16", target="cpu")), tmp_path / "e", None)
+    few: dict[str, Any] = (
+        {"calibration_samples": 8, "calibration_length": 32} if recipe == "smoothquant" else {}
+    )
+    options = BuildConfig(dtype="bfloat16", target="cpu", quantization=recipe, **few)
+    build(make_plan(checkpoint, options), tmp_path / "e", None)
     config = RunConfig(device="cpu", kv_cache_bytes=1 << 22)
     model = EngineCore.open(tmp_path / "e", config).model
     biases = [each.selection_bias for each in model.modules() if isinstance(each, TopKRouting)]
