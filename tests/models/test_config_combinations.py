@@ -140,6 +140,16 @@ def test_published_keys_of_qwen3_5_that_change_nothing_say_nothing(model_type: s
     assert warnings_of(CASES[model_type].raw(**published)) == []
 
 
+def test_published_keys_of_lfm2_that_change_nothing_say_nothing() -> None:
+    published = {
+        "block_dim": 48, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True,
+        "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": True, "num_heads": 4,
+        "use_pos_enc": True,
+    }  # fmt: skip
+    assert warnings_of(CASES["lfm2"].raw(**published)) == []
+
+
 @pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "falcon"])
 def test_a_head_size_that_the_width_says_too_is_read(model_type: str) -> None:
     width = CASES[model_type].base["hidden_size"] // CASES[model_type].base["num_attention_heads"]
