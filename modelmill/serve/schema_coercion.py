@@ -155,8 +155,8 @@ class _Coercion:
 
     def _apply_names(self, out: dict[str, Any]) -> None:
         """propertyNames, of an object that lists no properties: the keys of pydantic's dict."""
-        given = out.pop("propertyNames")
-        names = self._resolved(given)
+        original = out.pop("propertyNames")
+        names = self._resolved(original)
         value = out.get("additionalProperties", {})
         listed = names.get("enum", [names["const"]] if "const" in names else None)
         pattern = names.get("pattern")
@@ -165,7 +165,7 @@ class _Coercion:
             out |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
         elif open_object and isinstance(pattern, str) and not _UNSUPPORTED_PATTERN.search(pattern):
             out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
-        elif names or given is False:
+        elif names or original is False:
             self._note("propertyNames is not enforced")
             return
         ignored = names.keys() - _NAME_KEYS - ({"pattern"} if listed is None else {"enum", "const"})
