@@ -130,7 +130,7 @@ class LayerQuantizer:
         return {
             planned.rule.target: tensor
             if planned.weight_format is not None
-            else tensor.to(self.plan.dtype)
+            else tensor.to(planned.dtype)
         }
 
     def _read_all(self, planned_tensors: Iterable[PlannedTensor]) -> list[dict[str, torch.Tensor]]:
@@ -169,14 +169,14 @@ class LayerQuantizer:
         if planned.weight_format is None:
             return {
                 planned.rule.target: self.model.get_buffer(planned.rule.target).to(
-                    "cpu", self.plan.dtype
+                    "cpu", planned.dtype
                 )
             }
         module = self.model.get_submodule(planned.module)
         assert isinstance(module, Linear)
         parts = module.weight.to("cpu").tensors()
         if planned.weight_format == "dense":
-            parts = {"weight": parts["weight"].to(self.plan.dtype)}
+            parts = {"weight": parts["weight"].to(planned.dtype)}
         return {f"{planned.module}.{suffix}": part for suffix, part in parts.items()}
 
     def _set_tensor(self, name: str, value: torch.Tensor) -> None:

@@ -375,7 +375,8 @@ def _first_value(raw: Mapping[str, Any], keys: tuple[str, ...], default: Any) ->
     named = [key for key in keys if raw.get(key) is not None]
     if not named:
         if default is None:
-            raise CheckpointError(f"config.json: {keys[0]} is missing")
+            state = "null" if keys[0] in raw else "missing"
+            raise CheckpointError(f"config.json: {keys[0]} is {state}")
         return default
     value = raw[named[0]]
     for other in named[1:]:

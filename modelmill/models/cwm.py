@@ -32,7 +32,7 @@ DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192}
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in CwmConfig."""
     raw = overlay_config(raw, DEFAULTS)
-    if not raw.get("rope_parameters") and not raw.get("rope_scaling"):
+    if raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
         raw = overlay_config(raw, {}, {"rope_parameters": DEFAULT_ROPE})
     config = _llama_common.config_from_hf(
         raw,

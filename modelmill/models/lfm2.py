@@ -37,6 +37,12 @@ LAYOUT = CheckpointLayout(
     norm="model.embedding_norm",
 )
 rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+SUPPORTED_VALUES = {"block_use_swiglu": (True,), "use_pos_enc": (True,)}
+# of published files: of training, and sizes and an epsilon that transformers reads under other keys
+UNUSED_CONFIG_KEYS = (
+    "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale",
+    "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads",
+)  # fmt: skip
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:

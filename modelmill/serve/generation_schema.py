@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, PrivateAttr
@@ -133,6 +133,10 @@ class GenerationFields(SamplingFields, CompatibilityFields):
     def add_warnings(self, lines: Sequence[str]) -> None:
         """Record what of the request is not enforced."""
         self._warnings.extend(lines)
+
+    def rename_warnings(self, rename_fields: Callable[[str], str]) -> None:
+        """Name the fields of another API, whose request became this one."""
+        self._warnings[:] = map(rename_fields, self._warnings)
 
     @property
     def warnings(self) -> list[str]:

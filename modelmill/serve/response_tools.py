@@ -91,7 +91,15 @@ class FlatCustomTool(ToolDefinition):
         return CustomTool(type="custom", custom=custom)
 
     def _chat_format(self) -> CustomFormat | None:
-        if self.format is None or self.format.type == "text":
+        if self.format is None:
+            return None
+        parts = (self.format.definition, self.format.syntax)
+        if self.format.type == "text":
+            if parts != (None, None):
+                raise RequestError(
+                    f"tools: the format of {self.name} is text, which takes no definition and no "
+                    "syntax"
+                )
             return None
         if self.format.definition is None or self.format.syntax is None:
             raise RequestError(
@@ -213,9 +221,14 @@ def chat_tools(tools: Sequence[ResponseTool]) -> list[Tool | CustomTool]:
     """The tools of the equivalent chat request.
 
     Raises:
-        RequestError: a name is too long with its name space, a schema is not JSON, or a grammar is
-            incomplete.
+        RequestError: there are too many, a name is too long with its name space, a schema is not
+            JSON, or a grammar is incomplete.
     """
+    count = sum(1 for _ in _flat_tools(tools))
+    if count > MAX_TOOLS:
+        raise RequestError(
+            f"tools: {count} with those of namespaces, at most {MAX_TOOLS} are allowed"
+        )
     check_functions(tool for tool, _ in _flat_tools(tools) if isinstance(tool, FunctionTool))
     converted = []
     for tool, space in _flat_tools(tools):

@@ -23,6 +23,8 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
 """Formats of strings that the grammar library enforces."""
+_NAME_KEYS = frozenset(("type", "title", "description"))
+"""What propertyNames may say beside the names themselves."""
 _NUMBER_TYPES = ("integer", "number")
 _UNSUPPORTED_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9]")
 NOT_ENFORCED = ("uniqueItems", "contains", "minContains", "maxContains")
@@ -153,7 +155,8 @@ class _Coercion:
 
     def _apply_names(self, out: dict[str, Any]) -> None:
         """propertyNames, of an object that lists no properties: the keys of pydantic's dict."""
-        names = self._resolved(out.pop("propertyNames"))
+        original = out.pop("propertyNames")
+        names = self._resolved(original)
         value = out.get("additionalProperties", {})
         listed = names.get("enum", [names["const"]] if "const" in names else None)
         pattern = names.get("pattern")
@@ -162,8 +165,12 @@ class _Coercion:
             out |= {"properties": dict.fromkeys(listed, value), "additionalProperties": False}
         elif open_object and isinstance(pattern, str) and not _UNSUPPORTED_PATTERN.search(pattern):
             out |= {"patternProperties": {pattern: value}, "additionalProperties": False}
-        elif names:
+        elif names or original is False:
             self._note("propertyNames is not enforced")
+            return
+        ignored = names.keys() - _NAME_KEYS - ({"pattern"} if listed is None else {"enum", "const"})
+        if ignored:
+            self._note(f"{min(ignored)} of propertyNames is not enforced")
 
     def _apply_alternatives(self, out: dict[str, Any]) -> None:
         self._note("oneOf is enforced as anyOf: an answer may fit several alternatives")

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -186,25 +187,48 @@ class HfTokenizer(Tokenizer):
 
     def _encode_ordinary(self, text: str, at_start: bool) -> list[int]:
         core = self._core if at_start else self._no_prefix_core
-        encoded = _encode(core, text)
-        ids: list[int] = encoded.ids
+        ids: list[int] = _encode(core, text).ids
         if self._control.isdisjoint(ids):
             return ids
         # The usual case above costs nothing; only text that spells a control token comes here.
-        encoded = _encode(self._no_control_core if at_start else self._no_control_inner_core, text)
-        ids = encoded.ids
-        for index, id in enumerate(ids):
+        return self._encode_spelled(
+            text, self._no_control_core if at_start else self._no_control_inner_core
+        )
+
+    def _encode_spelled(self, text: str, core: tokenizers.Tokenizer) -> list[int]:
+        """Encode text that spells control tokens; one that the model itself makes is cut inside.
+
+        A Unigram model makes them, and a BPE with ignore_merges. Every cut of a part is made at
+        once, so that a long text of them takes no more time or memory than another.
+        """
+        ids: list[int] = []
+        parts = [text]  # the next one last
+        while parts:
+            part = parts.pop()
+            encoded = _encode(core, part)
+            cuts = self._cuts(encoded)
+            if cuts:
+                bounds = [0, *cuts, len(part)]
+                parts += [part[i:j] for i, j in pairwise(bounds)][::-1]
+            else:
+                ids += encoded.ids
+                core = self._no_control_cut_core
+        return ids
+
+    def _cuts(self, encoded: tokenizers.Encoding) -> list[int]:
+        """The places behind the first character of each control token that the model made.
+
+        Raises:
+            TokenizerError: for a control token of one character.
+        """
+        cuts = []
+        for id, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
             # characters that the model does not know are no control token, although theirs is one
             if id in self._control and id != self._unknown_id:
-                # the model itself produced it (ignore_merges): cut inside its text and go on
-                start, stop = encoded.offsets[index]
-                cut = start + 1
-                if stop <= cut:
+                if stop <= start + 1:
                     raise TokenizerError(f"the text cannot be encoded without control token {id}")
-                return self._encode_ordinary(text[:cut], at_start) + self._encode_ordinary(
-                    text[cut:], False
-                )
-        return ids
+                cuts.append(start + 1)
+        return cuts
 
     @cached_property
     def _no_control_core(self) -> tokenizers.Tokenizer:
@@ -219,14 +243,14 @@ class HfTokenizer(Tokenizer):
         )
 
     @cached_property
+    def _no_control_cut_core(self) -> tokenizers.Tokenizer:
+        """For text behind a cut, in front of which nothing may be added."""
+        return _make_no_control_core(_without_prefix(self._core, "first", "always"), self._control)
+
+    @cached_property
     def _no_prefix_core(self) -> tokenizers.Tokenizer:
         """For text that does not start the prompt: a Metaspace "first" adds no space there."""
-        pre = self._core.pre_tokenizer
-        return (
-            self._core
-            if pre is None or b'"first"' not in pre.__getstate__()
-            else _make_no_prefix_core(self._core)
-        )
+        return _without_prefix(self._core, "first")
 
     def token_bytes(self, id: int) -> bytes:
         """Return the exact bytes of a token; b"" for an unknown id."""
@@ -316,14 +340,34 @@ def _no_control_core_via_json(
     return copy
 
 
-def _make_no_prefix_core(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy that adds no space in front of a text."""
+def _without_prefix(core: tokenizers.Tokenizer, *schemes: str) -> tokenizers.Tokenizer:
+    """A copy that adds no space in front of a text.
+
+    Args:
+        core: The tokenizer; it is returned itself where it adds none.
+        schemes: Those of a Metaspace that are meant; with "always" a Prepend is meant too.
+    """
+    steps = (core.pre_tokenizer, core.normalizer)
+    written = b"".join(each.__getstate__() for each in steps if each is not None)
+    names = {*schemes, "Prepend"} if "always" in schemes else {*schemes}
+    if not any(f'"{name}"'.encode() in written for name in names):
+        return core
     spec = json.loads(core.to_str())
-    pre = spec["pre_tokenizer"]
-    for step in pre.get("pretokenizers", [pre]):
-        if step.get("prepend_scheme") == "first":
-            step["prepend_scheme"] = "never"
+    for key in ("pre_tokenizer", "normalizer"):
+        _drop_prefix(spec[key], names)
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def _drop_prefix(step: dict[str, Any] | None, names: set[str]) -> None:
+    """Change a step, and those inside it, so that it adds nothing in front of a text."""
+    if step is None:
+        return
+    if step.get("prepend_scheme") in names:
+        step["prepend_scheme"] = "never"
+    if step["type"] in names:
+        step["prepend"] = ""
+    for inner in (*step.get("pretokenizers", ()), *step.get("normalizers", ())):
+        _drop_prefix(inner, names)
 
 
 def _prefix_and_suffix_ids(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 from modelmill.core.errors import TokenizerError
 from modelmill.core.quoting import quote
+from modelmill.text.spm_proto import MAX_GROWTH, longest_replacement
 from modelmill.text.tokenizer_files import is_token_id
-
-MAX_GROWTH = 64
-"""Times longer that replacements may make a text. Real files replace one character by one; a chain
-of long ones
-would turn a short prompt into gigabytes."""
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Check the model, the vocabulary, the added tokens and the normalizer.
+    """Check the model, the vocabulary, the added tokens, the normalizer and the pre-tokenizer.
 
     Raises:
         TokenizerError: if one of them is invalid.
@@ -28,13 +25,15 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             f"tokenizer.json: expected a BPE or Unigram model, not {quote(model_type, 40)}"
         )
     assert isinstance(model, dict)
-    vocab = model.get("vocab") if model_type == "BPE" else _unigram_vocab(model.get("vocab"))
+    vocab = model.get("vocab") if model_type == "BPE" else _unigram_vocab(model)
     check_vocab(vocab, "tokenizer.json")
     assert isinstance(vocab, dict)
     by_id = {id: text for text, id in vocab.items()}
-    if _max_growth(spec.get("normalizer")) > MAX_GROWTH:
+    growth = _max_growth(spec.get("normalizer")) * _max_growth(spec.get("pre_tokenizer"))
+    if growth > MAX_GROWTH:
         raise TokenizerError(
-            "tokenizer.json: its normalizer makes texts many times longer; no known tokenizer does"
+            "tokenizer.json: its normalizer or pre-tokenizer makes texts many times longer; no "
+            "known tokenizer does"
         )
     added = spec.get("added_tokens") or []
     if not isinstance(added, list):
@@ -52,12 +51,14 @@ def check_spec(spec: Mapping[str, Any]) -> None:
             raise TokenizerError(f"tokenizer.json: {token['content']!r} has two ids")
 
 
-def _unigram_vocab(pieces: object) -> dict[str, int]:
+def _unigram_vocab(model: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of a Unigram model's pieces, which are listed in their order with scores.
 
     Raises:
-        TokenizerError: unless it is a list of different pieces, each with a number.
+        TokenizerError: unless it is a list of different pieces, each with a number, and one of them
+            is for characters that it does not know.
     """
+    pieces = model.get("vocab")
     if not isinstance(pieces, list) or not all(
         isinstance(each, list)
         and len(each) == 2
@@ -71,6 +72,11 @@ def _unigram_vocab(pieces: object) -> dict[str, int]:
     ids = {piece: id for id, (piece, _) in enumerate(pieces)}
     if len(ids) != len(pieces):
         raise TokenizerError("tokenizer.json: two pieces of the vocabulary are alike")
+    if not is_token_id(model.get("unk_id")):
+        raise TokenizerError(
+            "tokenizer.json: a Unigram model needs an unk_id, the id of the piece for characters "
+            "that it does not know"
+        )
     return ids
 
 
@@ -95,7 +101,7 @@ def check_vocab(vocab: object, file: str) -> None:
 
 
 def _max_growth(step: object) -> int:
-    """How many times longer a normalizer's replacements can make a text, at most."""
+    """How many times longer a normalizer or a pre-tokenizer can make a text, at most."""
     if isinstance(step, list):
         total = 1
         for part in step:
@@ -103,6 +109,26 @@ def _max_growth(step: object) -> int:
         return total
     if not isinstance(step, dict):
         return 1
-    content = step.get("content")
-    own = len(content) if step.get("type") == "Replace" and isinstance(content, str) else 1
-    return max(own, 1) * _max_growth(step.get("normalizers"))
+    inner = _max_growth(step.get("normalizers")) * _max_growth(step.get("pretokenizers"))
+    return max(_own_growth(step), 1) * inner
+
+
+def _own_growth(step: Mapping[str, Any]) -> int:
+    """How many times longer a step itself can make a text, without those inside it."""
+    content, charsmap = step.get("content"), step.get("precompiled_charsmap")
+    match step.get("type"):
+        case "Replace" if isinstance(content, str):
+            return len(content)
+        case "ByteLevel":
+            return 2  # bytes of a character, which another one takes for as many characters
+        case "Precompiled" if isinstance(charsmap, str):
+            return longest_replacement(_base64_bytes(charsmap))
+    return 1
+
+
+def _base64_bytes(text: str) -> bytes:
+    """The bytes; none of what is no base64, which the library refuses."""
+    try:
+        return base64.b64decode(text)
+    except ValueError:
+        return b""

@@ -36,6 +36,10 @@ DUMMY_PREFIX = 3
 EXTRA_SPACES = 4
 ESCAPE_SPACES = 5
 BPE = 2
+MAX_GROWTH = 64
+"""Times longer that a tokenizer may make a text before it is split. SentencePiece's own maps write
+up to 18 characters for one; a chain of long replacements would turn a short prompt into gigabytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def read_model(proto: bytes, file: str) -> SpmModel:
     pieces: list[SpmPiece] = []
     ids = {UNK_ID: 0, BOS_ID: 1, EOS_ID: 2, PAD_ID: -1}  # the format's defaults
     dummy_prefix = True
+    growth = 1
     try:
         for field, value in _iter_fields(proto):
             if field == PIECES and isinstance(value, bytes):
@@ -116,14 +121,27 @@ def read_model(proto: bytes, file: str) -> SpmModel:
             elif field == NORMALIZER and isinstance(value, bytes):
                 for inner, flag in _iter_fields(value):
                     dummy_prefix = bool(flag) if inner == DUMMY_PREFIX else dummy_prefix
+                    if inner == CHARSMAP and isinstance(flag, bytes):
+                        growth = max(growth, longest_replacement(flag))
     except (ValueError, IndexError, struct.error):
         raise TokenizerError(
             f"{file} is not a SentencePiece model, or is truncated; copy the file again"
         ) from None
     if not pieces:
         raise TokenizerError(f"{file} has no vocabulary; copy the file again")
+    if growth > MAX_GROWTH:
+        raise TokenizerError(f"{file} makes texts {growth} times longer; no known tokenizer does")
     check_pieces(pieces, file)
     return SpmModel(pieces, dummy_prefix, ids[UNK_ID], ids[BOS_ID], ids[EOS_ID], ids[PAD_ID])
+
+
+def longest_replacement(charsmap: bytes) -> int:
+    """The most characters that a precompiled map of characters writes for one.
+
+    The map is the size of a trie as an uint32, the trie, and replacements that end with a zero.
+    """
+    start = 4 + int.from_bytes(charsmap[:4], "little")
+    return max(len(each.decode(errors="replace")) for each in charsmap[start:].split(b"\0"))
 
 
 def check_pieces(pieces: Sequence[SpmPiece], file: str) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_published_keys_of_qwen3_5_that_change_nothing_say_nothing(model_type: s
     assert warnings_of(CASES[model_type].raw(**published)) == []
 
 
+def test_published_keys_of_lfm2_that_change_nothing_say_nothing() -> None:
+    published = {
+        "block_dim": 48, "block_mlp_init_scale": 1.0, "block_norm_eps": 1e-5,
+        "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True,
+        "conv_dim": 48, "conv_dim_out": 48, "conv_use_xavier_init": True, "num_heads": 4,
+        "use_pos_enc": True,
+    }  # fmt: skip
+    assert warnings_of(CASES["lfm2"].raw(**published)) == []
+
+
 @pytest.mark.parametrize("model_type", ["gpt_neox", "stablelm", "falcon"])
 def test_a_head_size_that_the_width_says_too_is_read(model_type: str) -> None:
     width = CASES[model_type].base["hidden_size"] // CASES[model_type].base["num_attention_heads"]
@@ -181,6 +192,24 @@ def test_acceptance_computes_the_same(name: str, tmp_path: Path) -> None:
     config = RunConfig(device="cpu", max_num_batched_tokens=32, kv_cache_bytes=1 << 22)
     vocab = int(CASES[model_type].raw(**changes)["vocab_size"])
     compare(EngineCore.open(tmp_path / "e", config), logits, drawn_ids(vocab, (7, 33)), (None,))
+
+
+NULLS: dict[str, tuple[str, ...]] = {
+    "granite": ("rms_norm_eps", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    "falcon_h1": ("rms_norm_eps", "mamba_expand", "key_multiplier", "lm_head_multiplier"),
+    "gpt_neo": ("layer_norm_epsilon", "window_size"),
+    "hyperclovax": ("attention_multiplier", "embedding_multiplier", "logits_scaling"),
+}
+
+
+@pytest.mark.parametrize("name", NULLS, ids=label)
+def test_acceptance_takes_a_null_for_an_absent_key(name: str, tmp_path: Path) -> None:
+    """transformers refuses some of these nulls, so the checkpoint is saved without the keys."""
+    CASES[name].save(tmp_path, **dict.fromkeys(NULLS[name]))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict.fromkeys(NULLS[name])))
+    report, written = build_and_accept(tmp_path, tmp_path / "e", "float32", "none")
+    assert written, report.get("reason", report)
 
 
 def combination(name: str, seed: int) -> dict[str, Any]:

@@ -23,11 +23,19 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILIES, ids=label)
-def test_its_values_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+BUILDS = [
+    *(pytest.param(name, "none", id=label(name)) for name in FAMILIES),
+    # it measures activations, and so writes a layer after it has computed
+    pytest.param("kimi_k2", "fp8", id="fp8"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), BUILDS)
+def test_its_values_are_those_of_the_file(name: str, recipe: str, tmp_path: Path) -> None:
     CASES[name].save(tmp_path / "hf")
     checkpoint = open_checkpoint(tmp_path / "hf")
-    build(make_plan(checkpoint, BuildConfig(dtype="bfloat16", target="cpu")), tmp_path / "e", None)
+    options = BuildConfig(dtype="bfloat16", target="cpu", quantization=recipe)
+    build(make_plan(checkpoint, options), tmp_path / "e", None)
     config = RunConfig(device="cpu", kv_cache_bytes=1 << 22)
     model = EngineCore.open(tmp_path / "e", config).model
     biases = [each.selection_bias for each in model.modules() if isinstance(each, TopKRouting)]

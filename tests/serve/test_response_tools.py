@@ -103,6 +103,7 @@ def test_allowed_tools_may_name_tools_that_are_left_out() -> None:
         ({"type": "custom"}, "name: field required"),
         ({**NAMESPACE, "tools": []}, "at least 1"),
         ({"type": "custom", "name": "f", "format": {"type": "grammar"}}, "definition"),
+        ({"type": "custom", "name": "f", "format": {"type": "text", "syntax": "lark"}}, "takes no"),
         ({**NAMESPACE, "name": "n" * 127}, "with its namespace"),
     ],
 )
@@ -111,6 +112,27 @@ def test_refusals_name_the_tool(running: ServiceThread, tool: Any, message: str)
     assert refused.status == 400
     assert message in refused.json["error"]["message"]
     assert refused.json["error"]["message"].startswith("tools")
+
+
+def test_tools_of_name_spaces_are_counted(running: ServiceThread) -> None:
+    spaces = [
+        {**NAMESPACE, "name": space, "tools": [
+            {"type": "function", "name": f"t{place}"} for place in range(70)
+        ]}
+        for space in "ab"
+    ]  # fmt: skip
+    refused = running.post("/v1/responses", {"model": "stories", **ASK, "tools": spaces})
+    assert refused.status == 400
+    assert "140 with those of namespaces" in refused.json["error"]["message"]
+
+
+def test_warnings_name_the_fields_of_responses(running: ServiceThread) -> None:
+    schema = {"type": "array", "uniqueItems": True, "maxItems": 1}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    body = {"input": "x", "max_output_tokens": 1, "text": text}
+    assert post(running, "/v1/responses", body).json["warnings"] == [
+        "text.format: uniqueItems is not enforced"
+    ]
 
 
 def test_custom_calls_of_the_input_are_calls_of_the_function() -> None:

@@ -80,6 +80,16 @@ CASES: list[tuple[Any, Any, list[str]]] = [
         [],
     ),
     (
+        {"type": "object", "propertyNames": {"pattern": "^x", "maxLength": 3}},
+        {"type": "object", "patternProperties": {"^x": {}}, "additionalProperties": False},
+        ["maxLength of propertyNames is not enforced"],
+    ),
+    (
+        {"type": "object", "propertyNames": False},
+        {"type": "object"},
+        ["propertyNames is not enforced"],
+    ),
+    (
         {"type": "object", "propertyNames": {"format": "uuid"}, "additionalProperties": INTEGER},
         {"type": "object", "additionalProperties": INTEGER},
         ["propertyNames is not enforced"],

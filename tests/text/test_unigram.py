@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tokenizers
 
 from modelmill.core.errors import TokenizerError
+from modelmill.text.spm_proto import UNKNOWN, SpmModel, SpmPiece, read_model, write_model
 from modelmill.text.tokenizer import load_tokenizer
 
 META = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -77,12 +79,74 @@ def test_so_it_is_in_a_bpe_without_bytes() -> None:
         (unigram(pieces=[["a", "x"]]), "must be a list of pieces and scores"),
         (unigram(pieces=[["a", 0.0], ["a", 1.0]]), "two pieces of the vocabulary are alike"),
         (unigram() | {"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "BPE or Unigram model"),
+        (unigram(unk_id=None), "needs an unk_id"),
     ],
 )
 def test_broken_vocabularies_are_one_line(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(TokenizerError, match=words) as error:
         load_tokenizer(files(spec))
     assert "\n" not in str(error.value)
+
+
+PREPEND: dict[str, Any] = {"type": "Prepend", "prepend": "▁"}
+FRONTS: dict[str, dict[str, Any]] = {
+    "Metaspace": {"pre_tokenizer": META},
+    "nested": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [META]}},
+    "Prepend": {"pre_tokenizer": None, "normalizer": PREPEND},
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_long_text_of_names_of_control_tokens_is_split_at_once(front: str) -> None:
+    """The model makes </s> of each; once that took as many nested calls, each with a copy."""
+    pieces = [*PIECES, "<", "/", ">"]
+    spec = unigram(pieces=[[piece, -1.0] for piece in pieces]) | FRONTS[front]
+    tokenizer = load_tokenizer(files(spec))
+    text = "</s>" * 3000
+    ids = tokenizer.encode(text)
+    assert "".join(pieces[id] for id in ids) == "▁" + text
+    assert 1 not in ids
+
+
+def normalized(*steps: dict[str, Any], key: str = "normalizer") -> dict[str, Any]:
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[key]
+    return unigram() | {key: {"type": "Sequence", inner: list(steps)}}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+# an empty trie, and a replacement of a thousand characters
+CHARSMAP = {
+    "type": "Precompiled",
+    "precompiled_charsmap": base64.b64encode(bytes(4) + b"x" * 1000 + bytes(1)).decode(),
+}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        normalized(*[BYTES] * 20),
+        normalized(*[BYTES] * 20, key="pre_tokenizer"),
+        normalized({"type": "Sequence", "normalizers": [BYTES] * 4}, *[BYTES] * 4),
+        normalized(CHARSMAP),
+    ],
+)
+def test_a_file_that_makes_texts_many_times_longer_is_refused(spec: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError, match="many times longer"):
+        load_tokenizer(files(spec))
+
+
+def bytes_field(number: int, data: bytes) -> bytes:
+    """A protocol buffer's field of 128 to 16383 bytes."""
+    return bytes([number << 3 | 2, len(data) & 127 | 128, len(data) >> 7]) + data
+
+
+def test_so_is_a_sentencepiece_model() -> None:
+    charsmap = base64.b64decode(CHARSMAP["precompiled_charsmap"])
+    normalizer = bytes_field(3, bytes_field(2, charsmap))
+    model = write_model(SpmModel([SpmPiece("<unk>", 0.0, UNKNOWN), SpmPiece("a", 0.0)]))
+    assert read_model(model, "tokenizer.model").pieces[1].text == "a"
+    with pytest.raises(TokenizerError, match="1000 times longer"):
+        read_model(model + normalizer, "tokenizer.model")
 
 
 def test_affixes_are_seen_where_a_letter_is_dropped() -> None:

@@ -8,6 +8,7 @@ names of its tensors begin with, if not with "model.".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,9 @@ __all__ = [
 ]
 
 
+ABSENT_IF_NULL = re.compile(r".*_(eps|epsilon|multiplier)|logits_scaling|window_size|mamba_expand")
+
+
 def open_reference(
     checkpoint: OpenedCheckpoint,
     dtype: torch.dtype = torch.float32,
@@ -69,7 +73,7 @@ def open_reference(
     container: RawContainer = checkpoint.raw
     if "general.architecture" in container.metadata and "token_embd.weight" in container.names():
         return _open_gguf(container, dtype, device)
-    config = dict(checkpoint.config)
+    config = _without_null_factors(checkpoint.config)
     if config.get("quantization_config"):
         container = DequantizedContainer(container, config)
     family = _find_family_module(config)
@@ -77,6 +81,15 @@ def open_reference(
     source = TensorSource(container, dtype, prefix, device=device)
     reference: ReferenceModel = family.REFERENCE(source, config)
     return reference
+
+
+def _without_null_factors(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out factors and the like that are null, which have their families' defaults."""
+    return {
+        key: value
+        for key, value in config.items()
+        if value is not None or not ABSENT_IF_NULL.fullmatch(key)
+    }
 
 
 def _open_gguf(

@@ -20,8 +20,8 @@ class CwmReference(PlainDecoderReference):
 
     def __init__(self, source: TensorSource, config: dict[str, Any]) -> None:
         super().__init__(source, config)
-        scaling = config.get("rope_scaling") or config.get("rope_parameters")
-        changes = {} if scaling else {"rope_parameters": ROPE}
+        is_given = config.get("rope_scaling") or config.get("rope_parameters") is not None
+        changes = {} if is_given else {"rope_parameters": ROPE}
         self.rope = self.build_rope(theta=1e6, **changes)
         self.biased = self.projections_with_bias("mlp_bias", MLP)
         size, types = config.get("sliding_window", 8192), config.get("layer_types")

@@ -89,16 +89,19 @@ def checked_request_state(
         text_processor: of the engine.
         chat: the conversation.
         max_model_len: tokens that the engine takes.
-        rename_fields: turns an error about the chat request into one about that API's fields.
+        rename_fields: turns an error or a warning about the chat request into one about that API's
+            fields.
 
     Raises:
         RequestError: the request is invalid.
     """
     chat.check()
     try:
-        return chat_request_state(text_processor, chat, max_model_len)
+        state = chat_request_state(text_processor, chat, max_model_len)
     except RequestError as error:
         raise RequestError(rename_fields(str(error))) from None
+    chat.rename_warnings(rename_fields)
+    return state
 
 
 def chat_request_state(

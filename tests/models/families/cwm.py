@@ -8,7 +8,8 @@ CASE = decoder_family(
     "cwm",
     {"num_hidden_layers": 3, "head_dim": 12, "sliding_window": 20, "rope_parameters": LLAMA3},
     (
-        {"rope_parameters": None}, {"sliding_window": 5}, {"mlp_bias": True},
+        {"rope_parameters": None}, {"rope_parameters": {}}, {"sliding_window": 5},
+        {"mlp_bias": True},
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         {"num_hidden_layers": 5}, {"rms_norm_eps": 1e-3}, {"tie_word_embeddings": True},
         {"head_dim": 16}, {"hidden_act": "gelu"},

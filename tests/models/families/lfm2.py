@@ -67,7 +67,7 @@ CASE: FamilyCase = decoder_family(
     {
         "conv_L_cache": 1, "conv_bias": 1, "layer_types": ["conv"], "block_multiple_of": 0,
         "block_ffn_dim_multiplier": 0, "block_auto_adjust_ff_dim": "yes", "tie_embedding": 1,
-        "block_ff_dim": -1, "norm_eps": "x",
+        "block_ff_dim": -1, "norm_eps": "x", "block_use_swiglu": False, "use_pos_enc": False,
     },
     {
         "RoPE base x 2": fault(ROTARY, 1, rope=based(2.0)),
