@@ -31,6 +31,7 @@ from modelmill.core import memory_limits
 from modelmill.core.byte_size import format_bytes
 from modelmill.core.errors import UsageError
 from modelmill.core.model_family import LANGUAGE
+from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.kv import QUANTIZED_KV_DTYPES, KVShape, kv_cache_dtype
 from modelmill.nn.latent_attention import UP_PROJECTIONS
 from modelmill.ops import registry
@@ -287,7 +288,9 @@ def _unpacked_weight_bytes(plan: BuildPlan, matrices: Iterable[WeightShape]) -> 
 def _step_channels(plan: BuildPlan, ranks: int) -> int:
     """Return the channels per token that a rank's step holds at once."""
     config = plan.model_config
-    inner, latent = -(-config.inner // ranks), config.latent_attention
+    inner = -(-config.inner // ranks)
+    # a family may have a config of its own
+    latent = config.latent_attention if isinstance(config, DecoderConfig) else None
     attention = 0 if latent is None else -(-latent.heads // ranks) * latent.step_channels
     return max(8 * inner, 16 * config.hidden, attention)
 
