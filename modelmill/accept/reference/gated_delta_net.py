@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights, rms_norm
+from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.rope import ReferenceRope, partial_rope
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -142,11 +143,7 @@ class GatedDeltaNetMixin(PerHeadQKNormMixin):
     def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before, then SiLU."""
         weight = r.weights["conv"].weight[:, 0]
-        width = weight.shape[1]
-        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
-        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
-        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
-        return r.record("conv", F.silu(out), x)
+        return r.record("conv", F.silu(causal_convolution(r, x, weight, None)), x)
 
     def delta_rule(self, r: LayerRecorder, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Run the recurrence over q, k, v [T, …] and the rates b, a [T, heads]."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.head_norm import HEAD_NORMS, PerHeadQKNormMixin
 from modelmill.accept.reference.plain_decoder import NORMS, Defaults
 from modelmill.accept.reference.tensor_source import TensorSource
@@ -79,11 +79,7 @@ class Lfm2Reference(PerHeadQKNormMixin):
     def convolve(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before."""
         weight, bias, _ = r.weights["conv"]
-        width = weight.shape[1]
-        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
-        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
-        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
-        return r.record("conv", out if bias is None else out + bias, x)
+        return r.record("conv", causal_convolution(r, x, weight, bias), x)
 
 
 REFERENCE = Lfm2Reference

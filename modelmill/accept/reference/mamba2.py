@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelmill.accept.reference.base import Affine, LayerRecorder, LayerWeights
+from modelmill.accept.reference.causal_convolution import causal_convolution
 from modelmill.accept.reference.plain_decoder import PlainDecoderReference
 from modelmill.accept.reference.tensor_source import TensorSource
 
@@ -87,11 +88,7 @@ class Mamba2Mixin(PlainDecoderReference):
     def convolve_with_bias(self, r: LayerRecorder, x: Tensor) -> Tensor:
         """Convolve each channel with its weights over the tokens before, then SiLU."""
         weight, bias, _ = r.weights["conv"]
-        width = weight.shape[1]
-        padded = torch.cat((x.new_zeros(width - 1, x.shape[1]), x))
-        out = torch.stack([(padded[t : t + width] * weight.T).sum(0) for t in range(len(x))])
-        r.record("conv_state", padded[len(x) :].reshape(1, -1), x)
-        return r.record("conv", F.silu(out if bias is None else out + bias), x)
+        return r.record("conv", F.silu(causal_convolution(r, x, weight, bias)), x)
 
     def ssm_scan(self, r: LayerRecorder, mixed: Tensor, dt: Tensor) -> Tensor:
         """Run the recurrence over x, B, C and the steps [T, heads]."""
