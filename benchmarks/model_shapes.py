@@ -85,8 +85,33 @@ MOE_SHAPES: Mapping[str, Config] = {
         "num_key_value_heads": 4, "rope_theta": 1e6, "vocab_size": 151936,
         "torch_dtype": "bfloat16",
     },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408, "norm_topk_prob": False, "topk_method": "greedy",
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "vocab_size": 102400,
+        "max_position_embeddings": 8192, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-next-12-layers": {
+        "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "rope_theta": 1e7, "vocab_size": 151936,
+        "max_position_embeddings": 262144, "torch_dtype": "bfloat16",
+    },
 }  # fmt: skip
-"""Of mixtures of experts: for steps without a checkpoint (``model_step.py``)."""
+"""Of mixtures of experts: for steps without a checkpoint (``model_step.py``).
+
+Qwen3-Next-80B-A3B is cut to 12 of its 48 layers, so that it fits one GPU in 16 bits.
+"""
 
 
 def with_num_layers(shape: str, layers: int | None = None) -> Config:
