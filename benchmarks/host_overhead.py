@@ -54,7 +54,7 @@ def make_step(shape: str, weight_format: str, kv_dtype: str) -> Callable[[], Any
     from modelmill.nn.linear import Linear
     from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, synthetic_step
     from modelmill.ops.registry import select_backends
-    from modelmill.runtime.cuda_graphs import context_bucket
+    from modelmill.runtime.graph_sizes import context_bucket
 
     raw = {
         **SHAPES["llama-7b"],

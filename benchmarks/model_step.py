@@ -51,8 +51,8 @@ from modelmill.nn.synthetic_step import PAGE_SIZE, fill_random_weights, syntheti
 from modelmill.ops.launch_configs import TunedLaunchConfigs  # noqa: E402
 from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, time_interleaved  # noqa: E402
-from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
+from modelmill.runtime.graph_sizes import context_bucket  # noqa: E402
 
 ROUNDS, PROMPT = 15, 512
 

@@ -48,8 +48,8 @@ from modelmill.ops.registry import select_backends  # noqa: E402
 from modelmill.ops.timing import capture_graph, copy_bandwidth, median_time  # noqa: E402
 from modelmill.parallel.rendezvous import RendezvousServer, connect  # noqa: E402
 from modelmill.parallel.tp_group import SINGLE_RANK, DistributedTPGroup, TPGroup  # noqa: E402
-from modelmill.runtime.cuda_graphs import context_bucket  # noqa: E402
 from modelmill.runtime.engine_core import EngineCore  # noqa: E402
+from modelmill.runtime.graph_sizes import context_bucket  # noqa: E402
 from modelmill.runtime.tp_worker import run_commands  # noqa: E402
 from modelmill.runtime.tp_workers import END, StepCommand  # noqa: E402
 

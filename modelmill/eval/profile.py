@@ -42,7 +42,7 @@ from modelmill.nn.fusion import fuse
 from modelmill.nn.step import Step
 from modelmill.nn.synthetic_step import synthetic_step
 from modelmill.ops import timing
-from modelmill.runtime.cuda_graphs import context_bucket
+from modelmill.runtime.graph_sizes import context_bucket
 
 Tracks = dict[str, list[chrome_trace.TraceEvent]]
 PHASES = ("decode", "prefill")

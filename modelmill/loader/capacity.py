@@ -223,6 +223,11 @@ def cpu_kv_cache_budget(ranks: int = 1, reserved_bytes: int = 0) -> int:
     )
 
 
+def total_device_bytes(device: str) -> int:
+    """Memory of a GPU in bytes; 0 of a CPU, which captures no graphs."""
+    return torch.cuda.mem_get_info(torch.device(device))[1] if device != "cpu" else 0
+
+
 def _free_cuda_bytes(model: nn.Module, ops: Ops, config: RunConfig, tp_group: TPGroup) -> int:
     """Bytes left for KV pages after weights and the largest step, measured by running one."""
     index = torch.device(model_device(model))

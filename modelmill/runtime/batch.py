@@ -22,6 +22,7 @@ from modelmill.ops.registry import Ops
 from modelmill.ops.state_rows import StateRows, chunk_size_for_page
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 from modelmill.runtime.batch_layout import BatchLayout, BatchViews, HostArrays
+from modelmill.runtime.graph_sizes import PaddedSize
 from modelmill.runtime.kv_pages import PageTables
 from modelmill.runtime.sequence import Sequence
 
@@ -186,7 +187,7 @@ class Packer:
         work: Seq[tuple[Sequence, int]],
         logit_rows: LogitRows,
         decode_pad: tuple[int, int] | None = None,
-        prefill_pad: tuple[int, int] | None = None,
+        prefill_pad: PaddedSize | None = None,
     ) -> PackedBatch:
         """Pack a step and start its copy to the device.
 
@@ -194,14 +195,18 @@ class Packer:
             work: (sequence, number of tokens).
             logit_rows: Rows whose logits are computed.
             decode_pad: (sequences, context) to pad a decode step to, for a graph.
-            prefill_pad: (tokens, context) to pad a step of one prompt to, for a graph.
+            prefill_pad: What to pad a step with prompts to, for a graph.
         """
         count = sum(count for _, count in work)
-        bounds = prefill_pad or decode_pad
-        tokens = count if bounds is None else bounds[0]
-        seqs = len(work) if decode_pad is None else decode_pad[0]
-        samples = len(logit_rows.rows) if decode_pad is None else decode_pad[0]
-        max_context = max(s.computed + c for s, c in work) if bounds is None else bounds[1]
+        bounds = prefill_pad
+        if decode_pad is not None:
+            bounds = PaddedSize(decode_pad[0], *decode_pad)
+        if bounds is None:
+            tokens, seqs, samples = count, len(work), len(logit_rows.rows)
+            max_context = max(s.computed + c for s, c in work)
+        else:
+            tokens, seqs, max_context = bounds
+            samples = seqs
         layout = self._layout(tokens, seqs, samples, max_context)
         views = self.views(layout)
         out = self._host_arrays(layout)
@@ -227,9 +232,9 @@ class Packer:
             and samples == tokens
             and (decode_pad is not None or tokens == 1 or [*logit_rows.rows] == [*range(tokens)])
         )
-        max_query = 1 if decode else max(c for _, c in work)
-        if prefill_pad is not None:
-            max_query = tokens
+        max_query = 1 if decode else tokens if bounds is not None else max(c for _, c in work)
+        if prefill_pad is not None and prefill_pad.is_mixed:
+            uses_last_ids = True  # the graph of all steps of this size
         num_decodes = None if decode or bounds is not None else _num_decodes(work)
         return PackedBatch(
             views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask,
@@ -400,7 +405,9 @@ class Packer:
             out.context_lens[i] = stop
             out.block_tables[i] = table[:columns]
             start = end
-        out.query_start[len(work)] = start
+        out.query_start[len(work) :] = start
+        out.context_lens[len(work) :] = 0
+        out.block_tables[len(work) :] = 0
         return uses_last_ids
 
     def _pack_more_groups(

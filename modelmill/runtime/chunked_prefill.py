@@ -5,6 +5,11 @@ and on other load. It follows a quantile of step times: a mixed step that takes 
 long as a decode step makes the chunk smaller, every other mixed step makes it a little larger,
 until the share of slow steps equals the ratio of the two rates.
 
+A mixed step costs something before its first prompt token: where no CUDA graph holds its kernels,
+the host launches them one by one. If that alone exceeds the limit, smaller chunks make the prompts
+slow and no step faster. So the limit is at least a little above the time of mixed steps with few
+prompt tokens, which the ends of prompts bring.
+
 A single time may be an outlier: another process took the machine, a kernel was compiled, or the
 step was launched ahead and seems to take no time. The baseline is discarded and measured again if
 mixed steps are much faster than it, or if it rests on few samples and every mixed step exceeds the
@@ -15,12 +20,17 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 MAX_STEP_TIME_RATIO = 2.3
 """Limit of a mixed step's time over a decode step's time.
 
 It keeps the 99th percentile of the inter-token latency below three times the median.
 """
+MAX_SMALL_STEP_RATIO = 1.25
+"""Limit of a mixed step's time over the time of one with few prompt tokens, if that is more."""
+SMALL_CHUNK_FRACTION = 1 / 2
+"""Share of the chunk up to which a mixed step has few prompt tokens."""
 GROWTH, SHRINK = 1.02, 0.75
 """Factors of the chunk after a step within the limit and after a slow one.
 
@@ -30,6 +40,8 @@ INITIAL_GROWTH = 1.1
 """Factor within the limit until the first slow step."""
 TIMED_STEPS_WINDOW = 15
 """Decode steps in the baseline."""
+SMALL_STEPS_WINDOW = 9
+"""Mixed steps of few prompt tokens whose times are kept."""
 RETIME_STEPS, MIN_RETIME_STEPS = 64, 8
 """Mixed steps after which a decode step is timed again; the second if the batch size changed."""
 MIN_SAMPLES = 3
@@ -46,7 +58,12 @@ class AdaptiveChunk:
     """Adapts the chunk size to measured step times."""
 
     def __init__(
-        self, min_tokens: int, max_tokens: int, *, initial: int | None = None, alignment: int = 1
+        self,
+        min_tokens: int,
+        max_tokens: int,
+        *,
+        initial: int | None = None,
+        step_sizes: Sequence[int] = (),
     ) -> None:
         """Start without measurements.
 
@@ -54,11 +71,12 @@ class AdaptiveChunk:
             min_tokens: Lower bound of the chunk.
             max_tokens: Upper bound of the chunk.
             initial: The first chunk; None: as many tokens as sequences decode.
-            alignment: The chunk is a multiple of this.
+            step_sizes: Tokens of a mixed step for which there are CUDA graphs, ascending: the chunk
+                is made smaller to fill just one of them.
         """
         self.min_tokens = min_tokens
         self.max_tokens = max_tokens
-        self.alignment = alignment
+        self.step_sizes = step_sizes
         self._chunk = float(initial) if initial is not None else 0.0
         self._decode_seconds: deque[float] = deque(maxlen=TIMED_STEPS_WINDOW)
         self._timed_rows = 0
@@ -66,6 +84,7 @@ class AdaptiveChunk:
         self._growth = INITIAL_GROWTH
         self._num_late = 0
         self._tokens_per_second: deque[float] = deque(maxlen=MIN_SAMPLES)
+        self._small_step_seconds: deque[float] = deque(maxlen=SMALL_STEPS_WINDOW)
 
     def size_for(self, rows: int) -> int:
         """Prompt tokens that may join the next step, which decodes ``rows`` sequences.
@@ -80,12 +99,19 @@ class AdaptiveChunk:
             self._steps_since_timed = 0
             return 0
         self._steps_since_timed += 1
-        return self.size
+        return self._fill_step_size(rows, self.size)
+
+    def _fill_step_size(self, rows: int, chunk: int) -> int:
+        """The largest chunk up to ``chunk`` that fills a step size; ``chunk`` if none does."""
+        if not self.step_sizes or rows + chunk > self.step_sizes[-1]:
+            return chunk
+        fitting = [s for s in self.step_sizes if rows + self.min_tokens <= s <= rows + chunk]
+        return fitting[-1] - rows if fitting else chunk
 
     @property
     def size(self) -> int:
         """The current chunk in tokens."""
-        return max(self.min_tokens, int(self._chunk) // self.alignment * self.alignment)
+        return max(self.min_tokens, int(self._chunk))
 
     def max_prefill_tokens(self, budget: int) -> int:
         """Tokens of a step that prompts may fill: at most ``budget``, and MAX_PREFILL_SECONDS."""
@@ -114,16 +140,17 @@ class AdaptiveChunk:
             self._timed_rows = rows
             self._steps_since_timed = 0
             self._decode_seconds.append(seconds)
-        elif (
-            self._decode_seconds and not self._rows_changed(rows) and 2 * prompt_tokens >= self.size
-        ):
+            return
+        if prompt_tokens <= self.size * SMALL_CHUNK_FRACTION:
+            self._small_step_seconds.append(seconds)
+        if self._decode_seconds and not self._rows_changed(rows) and 2 * prompt_tokens >= self.size:
             usual = statistics.median(self._decode_seconds)
             if 2 * seconds < usual:
                 # a mixed step cannot be that much faster: the baseline is wrong
                 self._decode_seconds.clear()
                 self._steps_since_timed = RETIME_STEPS
                 return
-            late = seconds > MAX_STEP_TIME_RATIO * usual
+            late = seconds > self._max_seconds(usual)
             self._num_late = self._num_late + 1 if late else 0
             if self._num_late >= MIN_RETIME_STEPS and len(self._decode_seconds) < MIN_SAMPLES:
                 self._num_late, self._steps_since_timed = 0, RETIME_STEPS
@@ -132,6 +159,13 @@ class AdaptiveChunk:
                 max(self._chunk * (SHRINK if late else self._growth), self.min_tokens),
                 self.max_tokens,
             )
+
+    def _max_seconds(self, usual: float) -> float:
+        """The limit of a mixed step's time, beside decode steps of ``usual`` seconds."""
+        limit = MAX_STEP_TIME_RATIO * usual
+        if len(self._small_step_seconds) < MIN_SAMPLES:
+            return limit
+        return max(limit, MAX_SMALL_STEP_RATIO * statistics.median(self._small_step_seconds))
 
     def _rows_changed(self, rows: int) -> bool:
         """Whether the batch size differs too much from that of the baseline."""

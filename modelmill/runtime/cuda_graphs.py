@@ -1,16 +1,21 @@
-"""CUDA graphs of steps: whole decode steps, and the prefill of one short prompt.
+"""CUDA graphs of steps: whole decode steps, and steps with up to 1,024 prompt tokens.
 
 A *decode graph* runs the step from the previous step's ids to this step's ids. It is captured at
 first use for a batch size and a bound on the context. Its inputs, sampling parameters included, are
 at fixed addresses (``batch.BatchLayout``), so that one graph serves every mix of temperature,
 top-k, top-p and min-p. Smaller batches are padded with sequences of context 0 and slot −1.
 
-A *prefill graph* runs a step of a single sequence with up to 1,024 prompt tokens left, whose 300
-kernel launches take longer than it computes. Such a step is padded to one of twelve sizes whether
-it is captured yet or not, so that the same prompt always gives the same results. Steps of several
-sequences have too many different sizes. From some hundred tokens on, the GPU computes for longer
-than the host launches and padding costs time: such a step is padded only if it nearly has one of
-the sizes.
+A *prefill graph* runs a step with prompts, of up to 1,024 tokens: its 300 kernel launches take
+longer than it computes. The step of a single prompt is padded to one of twelve sizes whether it is
+captured yet or not, so that the same prompt always gives the same results. From some hundred tokens
+on, the GPU computes for longer than the host launches and padding costs time: such a step is padded
+only if it nearly has one of the sizes.
+
+A *mixed graph* is a prefill graph of several sequences: prompts beside sequences that decode. It is
+padded to a number of tokens and a number of sequences, and gives logits for one row of each
+sequence. The scheduler fills such steps to just one of the sizes while prompts wait
+(``graph_sizes.MIXED_GRAPH_TOKENS``). A streaming client waits for each of these steps: launched
+kernel by kernel, one takes three to four times as long as a decode step, however few its tokens.
 """
 
 from __future__ import annotations
@@ -35,22 +40,23 @@ from modelmill.ops.cuda_graph import (
 from modelmill.parallel.tp_group import TPGroup
 from modelmill.runtime.batch import PackedBatch, Packer
 from modelmill.runtime.batch_layout import BatchLayout
+from modelmill.runtime.graph_sizes import (
+    MAX_GRAPH_SEQS,
+    MAX_PREFILL_GRAPHS,
+    PREFILL_GRAPH_BYTES,
+    PaddedSize,
+    PrefillLimits,
+    context_bucket,
+    graph_batch_sizes,
+    max_mixed_graphs,
+)
 
 _log = log.get_logger(__name__)
 # Output of a graph: ids by argmax, sampled ids, or logits (for penalties, grammars, logprobs).
 GREEDY, SAMPLED, LOGITS = "greedy", "sampled", "logits"
-MAX_GRAPH_SEQS = 512  # sequences of the largest decode graph
-PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-FREE_PAD_TOKENS = 512  # up to this size padding costs less than launching
-MAX_PAD_FRACTION = 1 / 64  # share of padding allowed in a larger size
 # uses of a size until it is captured: a capture takes as long as ten steps
 CAPTURE_AFTER_USES = 2
-MAX_PREFILL_GRAPHS = 16  # steps of further sizes are launched kernel by kernel
-# device memory of all prefill graphs: mostly a cuBLAS workspace in each
-MAX_PREFILL_GRAPH_BYTES = MAX_PREFILL_GRAPHS * 40 << 20
 OOM_RETRY_USES = 100  # uses of a size between an out-of-memory error and the next capture
-# (tokens, bound on the context): they determine a step's layout and launches
-PrefillSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -60,25 +66,35 @@ class GraphLimits:
     Attributes:
         max_seqs: Sequences of the largest decode graph.
         max_context: Most tokens of a sequence.
-        max_prefill_tokens: Most prompt tokens of a step; None: no prefill graphs.
+        max_prefill_tokens: Most tokens of a step; None: no prefill graphs.
+        max_mixed_graphs: Most prefill graphs of several sequences.
     """
 
     max_seqs: int
     max_context: int
     max_prefill_tokens: int | None
+    max_mixed_graphs: int
 
 
 def graph_limits(
-    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup
+    config: RunConfig, max_pages_per_seq: int, tp_group: TPGroup, device_bytes: int
 ) -> GraphLimits | None:
-    """Which CUDA graphs are captured on a GPU; None: none."""
-    if not config.cuda_graphs:
+    """Which CUDA graphs are captured; None: none.
+
+    Args:
+        config: The engine's.
+        max_pages_per_seq: KV pages of the longest sequence.
+        tp_group: The ranks.
+        device_bytes: Memory of the GPU; 0: there is none.
+    """
+    if not config.cuda_graphs or not device_bytes:
         return None
     with_prefill = prefill_graphs_enabled(config, tp_group)
     return GraphLimits(
         min(config.max_num_seqs, MAX_GRAPH_SEQS),
         max_pages_per_seq * config.page_size,
         config.max_num_batched_tokens if with_prefill else None,
+        max_mixed_graphs(device_bytes) if with_prefill else 0,
     )
 
 
@@ -87,9 +103,11 @@ def prefill_graphs_enabled(config: RunConfig, tp_group: TPGroup) -> bool:
     return config.cuda_graphs and tp_group.size == 1
 
 
-def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup) -> int:
-    """Device memory that the prefill graphs may take."""
-    return MAX_PREFILL_GRAPH_BYTES if prefill_graphs_enabled(config, tp_group) else 0
+def prefill_graph_bytes(config: RunConfig, tp_group: TPGroup, device_bytes: int) -> int:
+    """Device memory that the prefill graphs may take, on a GPU of ``device_bytes`` memory."""
+    if not device_bytes or not prefill_graphs_enabled(config, tp_group):
+        return 0
+    return (MAX_PREFILL_GRAPHS + max_mixed_graphs(device_bytes)) * PREFILL_GRAPH_BYTES
 
 
 class DecodeGraphs:
@@ -197,29 +215,6 @@ class DecodeGraphs:
         return self._logits
 
 
-def graph_batch_sizes(max_seqs: int) -> list[int]:
-    """Batch sizes of graphs: 1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 32 to ``max_seqs``.
-
-    The last size is the first that is at least ``max_seqs``.
-    """
-    sizes = [1, 2, 4, 8]
-    while sizes[-1] < max_seqs:
-        last = sizes[-1]
-        sizes.append(last + (8 if last < 64 else 16 if last < 256 else 32))
-    return [s for i, s in enumerate(sizes) if i == 0 or sizes[i - 1] < max_seqs]
-
-
-def context_bucket(context: int) -> int:
-    """A bound on the context: 4,096 times a power of four.
-
-    Few bounds are enough, because kernels split each sequence's actual context.
-    """
-    bound = 4096
-    while bound < context:
-        bound *= 4
-    return bound
-
-
 def _with_last_ids(batch: PackedBatch) -> PackedBatch:
     return PackedBatch(
         batch.views,
@@ -234,14 +229,16 @@ def _with_last_ids(batch: PackedBatch) -> PackedBatch:
 
 
 class PrefillGraphs:
-    """Logits [1, V] of padded steps, by graph from the second use of a size on."""
+    """Logits of padded steps, by graph from the second use of a size on.
+
+    They are [1, V] of a single sequence, [padded sequences, V] of several.
+    """
 
     def __init__(
         self,
         forward: Callable[[PackedBatch], torch.Tensor],
         capture: Callable[[Callable[[], torch.Tensor]], CapturedGraph[torch.Tensor]],
-        max_tokens: int,
-        max_len: int,
+        limits: PrefillLimits,
     ) -> None:
         """Start without graphs.
 
@@ -249,53 +246,38 @@ class PrefillGraphs:
             forward: Logits of a batch.
             capture: Captures a call. If it raises NotCapturable, graphs are switched off; after an
                 out-of-memory error it is tried again later.
-            max_tokens: Most tokens of a step.
-            max_len: Most tokens of a sequence.
+            limits: Which sizes there are.
         """
         self._forward, self._capture = forward, capture
-        self._max_len = max_len
-        self.sizes = tuple(
-            size
-            for i, size in enumerate(PREFILL_GRAPH_SIZES)
-            if size <= max_tokens and (i == 0 or PREFILL_GRAPH_SIZES[i - 1] < max_len)
-        )
-        self._captured: dict[PrefillSize, CapturedGraph[torch.Tensor]] = {}
-        self._num_uses: dict[PrefillSize, int] = {}
+        self.limits = limits
+        self._captured: dict[PaddedSize, CapturedGraph[torch.Tensor]] = {}
+        self._num_uses: dict[PaddedSize, int] = {}
         self._enabled = True
 
     def __len__(self) -> int:
         """Number of captured graphs."""
         return len(self._captured)
 
-    def all_sizes(self) -> list[PrefillSize]:
-        """Every size with the context bound of a first chunk, largest first.
+    def padded_size(self, tokens: int, seqs: int, context: int) -> PaddedSize | None:
+        """What a step is padded to; None: it is not padded.
 
-        The smaller graphs reuse the memory pool of the largest.
+        Args:
+            tokens: Of the step.
+            seqs: Its sequences.
+            context: Most tokens of one, with the new ones.
         """
-        return [
-            (size, self._context_bound(min(size, self._max_len))) for size in reversed(self.sizes)
-        ]
-
-    def padded_size(self, tokens: int, context: int) -> PrefillSize | None:
-        """(tokens, context) that a step is padded to; None: it is not padded."""
-        size = next((size for size in self.sizes if size >= tokens), None)
-        if (
-            tokens < 2
-            or size is None
-            or (size > FREE_PAD_TOKENS and size - tokens > MAX_PAD_FRACTION * size)
-        ):
+        padded = self.limits.padded_size(tokens, seqs, context)
+        if padded is None:
             return None
-        padded = (size, self._context_bound(context))
         # without a graph padding only costs time
-        can_capture = self._enabled and len(self._captured) < MAX_PREFILL_GRAPHS
-        return padded if padded in self._captured or can_capture else None
+        return padded if padded in self._captured or self._can_capture(padded) else None
 
-    def _context_bound(self, context: int) -> int:
-        return min(context_bucket(context), max(self._max_len, context))
+    def _can_capture(self, size: PaddedSize) -> bool:
+        of_its_kind = sum(each.is_mixed == size.is_mixed for each in self._captured)
+        return self._enabled and of_its_kind < self.limits.max_graphs(size)
 
-    def run(self, batch: PackedBatch) -> torch.Tensor:
-        """The logits of a padded batch; a later call may overwrite them."""
-        size = (batch.max_query, batch.max_context)
+    def run(self, batch: PackedBatch, size: PaddedSize) -> torch.Tensor:
+        """The logits of a batch that is padded to ``size``; a later call may overwrite them."""
         captured = self._captured.get(size)
         if captured is None:
             captured = self._capture_if_reused(size, batch)
@@ -304,14 +286,10 @@ class PrefillGraphs:
         return captured.replay()
 
     def _capture_if_reused(
-        self, size: PrefillSize, batch: PackedBatch
+        self, size: PaddedSize, batch: PackedBatch
     ) -> CapturedGraph[torch.Tensor] | None:
         self._num_uses[size] = self._num_uses.get(size, 0) + 1
-        if (
-            not self._enabled
-            or self._num_uses[size] < CAPTURE_AFTER_USES
-            or len(self._captured) >= MAX_PREFILL_GRAPHS
-        ):
+        if self._num_uses[size] < CAPTURE_AFTER_USES or not self._can_capture(size):
             return None
         try:
             captured = self._captured[size] = self._capture(lambda: self._forward(batch))

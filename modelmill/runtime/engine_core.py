@@ -133,7 +133,7 @@ class EngineCore:
             config.max_num_seqs,
             tp_group,
             tp_workers=tp_workers,
-            graph_limits=cuda_graphs.graph_limits(config, width, tp_group) if cuda else None,
+            graph_limits=self._graph_limits(width, tp_group),
             keep_last_ids=self._overlap or cuda,
             states=states,
             memory=memory,
@@ -161,7 +161,8 @@ class EngineCore:
         As many sequences run as there are slots for.
         """
         config = self.config
-        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group)
+        device_bytes = capacity.total_device_bytes(self.device)
+        graph_bytes = cuda_graphs.prefill_graph_bytes(config, tp_group, device_bytes)
         state = capacity.model_state_capacity(self.model, self.ops, config, tp_group, graph_bytes)
         if state is not None:
             self.config = config = replace(config, max_num_seqs=state.sequences)
@@ -170,6 +171,12 @@ class EngineCore:
             state,
         )  # fmt: skip
         return state, pages
+
+    def _graph_limits(
+        self, max_pages_per_seq: int, tp_group: TPGroup
+    ) -> cuda_graphs.GraphLimits | None:
+        device_bytes = capacity.total_device_bytes(self.device)
+        return cuda_graphs.graph_limits(self.config, max_pages_per_seq, tp_group, device_bytes)
 
     def _make_request_limits(self) -> RequestLimits:
         """What a request may ask of this engine core."""

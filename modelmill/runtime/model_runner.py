@@ -1,7 +1,7 @@
 """Runs steps: packs a schedule, replays a CUDA graph or runs the modules, and samples.
 
-On a GPU a step of decodes alone replays a decode graph and one of a single short prompt a prefill
-graph; all others, decodes mixed with prefill chunks among them, launch kernel by kernel.
+On a GPU a step of decodes alone replays a decode graph, and one with up to 1,024 tokens of prompts
+and decodes a prefill graph; all others launch kernel by kernel.
 
 ``run`` and ``sample`` launch a scheduled step without waiting; its ``PendingStep`` is read later.
 Sampled ids also stay on the device (``last_ids``), so that the next step can use them before the
@@ -39,6 +39,7 @@ from modelmill.runtime.cuda_graphs import (
     PrefillGraphCapturer,
     PrefillGraphs,
 )
+from modelmill.runtime.graph_sizes import PaddedSize, PrefillLimits
 from modelmill.runtime.sampler import Sampler, SamplingBatch
 from modelmill.runtime.scheduler import Schedule
 from modelmill.runtime.sequence import Sequence
@@ -128,7 +129,14 @@ class ModelRunner:
         # the references of recurrences read the lengths of a prompt's parts on the host
         if limits.max_prefill_tokens is not None and self.states is None:
             self.prefill_graphs = PrefillGraphs(
-                self.forward, PrefillGraphCapturer(), limits.max_prefill_tokens, limits.max_context
+                self.forward,
+                PrefillGraphCapturer(),
+                PrefillLimits(
+                    limits.max_prefill_tokens,
+                    limits.max_context,
+                    limits.max_seqs,
+                    limits.max_mixed_graphs,
+                ),
             )
 
     def set_ops(self, ops: Ops) -> None:
@@ -262,7 +270,7 @@ class ModelRunner:
         if rows.num_pooled_rows:
             logits, states = self.hidden_states(batch, rows.num_pooled_rows)
         else:
-            logits = (self.forward if prefill_pad is None else self._replay_prefill_graph)(batch)
+            logits = self._forward_padded(batch, prefill_pad)
         return StepForward(schedule, rows, sampling, batch, logits, states=states)
 
     @torch.inference_mode()
@@ -317,9 +325,10 @@ class ModelRunner:
         """Capture the prefill graph of every size."""
         if self.prefill_graphs is None:
             return
-        for size, bound in self.prefill_graphs.all_sizes():
+        for size in self.prefill_graphs.limits.warm_up_sizes():
             for _ in range(CAPTURE_AFTER_USES):
-                self._replay_prefill_graph(self.packer.dummy_batch(size, 1, bound))
+                batch = self.packer.pack([], LogitRows([0], [-1]), prefill_pad=size)
+                self._forward_padded(batch, size)
 
     def _disable_graphs(self, error: NotCapturable) -> None:
         _log.warning("decoding without CUDA graphs: %s", error)
@@ -408,28 +417,30 @@ class ModelRunner:
             return StepForward(schedule, rows, sampling, batch, ids=output)
         return StepForward(schedule, rows, sampling, batch, logits=output)
 
-    def _padded_prefill_size(self, schedule: Schedule, rows: StepRows) -> tuple[int, int] | None:
-        """(tokens, context) that a step of a single prompt is padded to, for a prefill graph.
-
-        None for every other step, which is not padded.
-        """
-        if self.prefill_graphs is None or self.hooked or len(schedule.work) != 1 or schedule.forks:
-            return None
-        seq, count = schedule.work[0]
-        context = seq.computed + count
+    def _padded_prefill_size(self, schedule: Schedule, rows: StepRows) -> PaddedSize | None:
+        """What a step with prompts is padded to, for a prefill graph; None: it is not padded."""
+        work = schedule.work
         if (
-            rows.beam_rows
+            self.prefill_graphs is None
+            or self.hooked
+            or schedule.forks
+            or rows.beam_rows
             or rows.prompt_rows
             or rows.pooled_rows
-            or seq.request.embedding_spans
-            or context > len(seq.tokens)
+            or any(_needs_embeds(seq) for seq, _ in work)
         ):
             return None
-        return self.prefill_graphs.padded_size(count, context)
+        context = max(seq.computed + count for seq, count in work)
+        if len(work) == 1 and context > len(work[0][0].tokens):
+            return None  # its last id is on the device, where only mixed graphs read it
+        return self.prefill_graphs.padded_size(schedule.num_tokens, len(work), context)
 
-    def _replay_prefill_graph(self, batch: PackedBatch) -> torch.Tensor:
+    def _forward_padded(self, batch: PackedBatch, size: PaddedSize | None) -> torch.Tensor:
+        """Logits of a batch that may be padded, by graph if it is."""
+        if size is None:
+            return self.forward(batch)
         assert self.prefill_graphs is not None
-        return self.prefill_graphs.run(batch)
+        return self.prefill_graphs.run(batch, size)
 
 
 def _needs_embeds(seq: Sequence) -> bool:

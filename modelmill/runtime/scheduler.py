@@ -30,6 +30,7 @@ from modelmill.core.window_pages import (
 )
 from modelmill.runtime.admission import peak_pages, similar_lengths
 from modelmill.runtime.chunked_prefill import AdaptiveChunk
+from modelmill.runtime.graph_sizes import MIXED_GRAPH_TOKENS
 from modelmill.runtime.kv_pages import NO_PAGE, PagePool, PageTables, group_key, resumable_pages
 from modelmill.runtime.sequence import Sequence
 from modelmill.runtime.state_slots import StateSlots
@@ -316,7 +317,9 @@ class Scheduler:
         if max_mixed_tokens is None:
             max_tokens = self.limits.max_tokens
             self.adaptive_chunk = (
-                AdaptiveChunk(chunk, max_tokens, initial=GPU_CHUNK_TOKENS, alignment=64)
+                AdaptiveChunk(
+                    chunk, max_tokens, initial=GPU_CHUNK_TOKENS, step_sizes=MIXED_GRAPH_TOKENS
+                )
                 if on_gpu
                 else AdaptiveChunk(chunk, max_tokens)
             )

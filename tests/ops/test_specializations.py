@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from modelmill.core.types import Request, SamplingParams
 from modelmill.ops import registry
 from modelmill.runtime.batch import PackedBatch
-from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED, context_bucket, graph_batch_sizes
+from modelmill.runtime.cuda_graphs import LOGITS, SAMPLED
 from modelmill.runtime.engine_core import EngineCore
+from modelmill.runtime.graph_sizes import context_bucket, graph_batch_sizes
 from tests.runtime import tiny
 
 pytest.importorskip("triton")

@@ -18,18 +18,25 @@ from modelmill.core.config import RunConfig
 from modelmill.core.types import Request
 from modelmill.ops.cuda_graph import CapturedGraph, NotCapturable
 from modelmill.parallel.tp_group import TPGroup
-from modelmill.runtime import cuda_graphs, model_runner
+from modelmill.runtime import cuda_graphs, graph_sizes, model_runner
 from modelmill.runtime.batch import LogitRows, PackedBatch, Packer, reserve_step_buffers
 from modelmill.runtime.batch_layout import BatchLayout
 from modelmill.runtime.cuda_graphs import (
     CAPTURE_AFTER_USES,
-    MAX_PREFILL_GRAPHS,
-    PREFILL_GRAPH_SIZES,
     GraphLimits,
     PrefillGraphs,
+    graph_limits,
+)
+from modelmill.runtime.graph_sizes import (
+    MAX_PREFILL_GRAPHS,
+    MAX_WARM_UP_SEQS,
+    MIXED_GRAPH_TOKENS,
+    PREFILL_GRAPH_SIZES,
+    PaddedSize,
+    PrefillLimits,
     context_bucket,
     graph_batch_sizes,
-    graph_limits,
+    max_mixed_graphs,
 )
 from tests.runtime import tiny
 
@@ -60,13 +67,17 @@ class FakeCapturer:
 
 
 def filling(
-    capturer: FakeCapturer, model: tiny.Decoder | None = None, **options: object
+    capturer: FakeCapturer,
+    model: tiny.Decoder | None = None,
+    mixed: int = 0,
+    **options: object,
 ) -> tiny.EngineCore:
-    """A loop on the CPU whose prompts go as they do on a GPU."""
+    """A loop on the CPU whose prompts go as they do on a GPU; mixed: graphs of mixed steps."""
     engine = tiny.make_engine(model, **options)
-    most, longest = engine.config.max_num_batched_tokens, -(-engine.max_model_len // 8) * 8
+    config, longest = engine.config, -(-engine.max_model_len // 8) * 8
+    limits = PrefillLimits(config.max_num_batched_tokens, longest, config.max_num_seqs, mixed)
     engine.model_runner.prefill_graphs = PrefillGraphs(
-        engine.model_runner.forward, capturer, most, longest
+        engine.model_runner.forward, capturer, limits
     )
     return engine
 
@@ -75,9 +86,7 @@ def filling(
 def test_a_step_is_filled_up_to_the_next_size(
     tokens: int, before: int, most: int, longest: int
 ) -> None:
-    padded = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest).padded_size(
-        tokens, before + tokens
-    )
+    padded = PrefillLimits(most, longest).padded_size(tokens, 1, before + tokens)
     sizes = [
         size
         for i, size in enumerate(PREFILL_GRAPH_SIZES)
@@ -86,13 +95,11 @@ def test_a_step_is_filled_up_to_the_next_size(
     holding = [size for size in sizes if tokens <= size <= most]
     little = bool(holding) and (holding[0] <= 512 or 64 * (holding[0] - tokens) <= holding[0])
     assert (padded is not None) == little
-    assert padded is None or (padded[0] == holding[0] and padded[1] >= before + tokens)
+    assert padded is None or (padded.tokens == holding[0] and padded.context >= before + tokens)
 
 
 def test_a_token_alone_is_no_prompt() -> None:
-    assert (
-        PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), 512, 4096).padded_size(1, 1) is None
-    )
+    assert PrefillLimits(512, 4096).padded_size(1, 1, 1) is None
 
 
 @pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
@@ -107,6 +114,91 @@ def test_the_same_tokens_as_without(rope_length_source: str, window: int | None)
     assert capturer.replayed >= 12 - 1 - CAPTURE_AFTER_USES * capturer.captured
 
 
+MIXED_OPTIONS = {"enable_prefix_caching": False, "max_mixed_tokens": 64}
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_mixed_steps_by_graph_give_the_same_tokens(
+    rope_length_source: str, window: int | None, *, interactive: bool
+) -> None:
+    model = tiny.decoder(rope_length_source, window)
+    todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
+    capturer = FakeCapturer()
+    engine = filling(capturer, model, mixed=9, **MIXED_OPTIONS)
+    if interactive:
+        engine.scheduler.set_interactive(64, on_gpu=True)
+    assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    assert sum(size.is_mixed for size in graphs._captured) > 0
+    assert capturer.replayed > 2
+
+
+def test_a_mixed_graph_reads_ids_that_only_the_device_knows() -> None:
+    """The overlapped step takes a sequence's last id from the step that still runs."""
+    model = tiny.decoder()
+    todo = tiny.requests(tiny.prompts(24, 1, 60, seed=7), tiny.params(max_tokens=12))
+    capturer = FakeCapturer()
+    engine = filling(capturer, model, mixed=9, overlap=True, **MIXED_OPTIONS)
+    assert engine.model_runner.keep_last_ids
+    assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)
+    assert capturer.replayed > 2
+
+
+@given(
+    tokens=st.integers(2, 1300), seqs=st.integers(2, 300), context=st.integers(2, 40_000),
+    most=st.integers(64, 8192), max_seqs=st.integers(2, 300),
+)  # fmt: skip
+def test_a_mixed_step_is_padded_to_sizes_that_hold_it(
+    tokens: int, seqs: int, context: int, most: int, max_seqs: int
+) -> None:
+    limits = PrefillLimits(most, 32_768, max_seqs, 9)
+    padded = limits.padded_size(tokens, seqs, context)
+    fits = tokens <= max(s for s in MIXED_GRAPH_TOKENS if s <= most) and seqs <= max_seqs
+    assert (padded is not None) == fits
+    if padded is not None:
+        assert tokens <= padded.tokens <= most
+        assert seqs <= padded.seqs <= max(2 * seqs, 8)
+        assert padded.seqs <= max_seqs
+        assert context <= padded.context
+    assert PrefillLimits(most, 32_768, max_seqs).padded_size(tokens, seqs, context) is None
+
+
+@pytest.mark.parametrize(("max_seqs", "max_mixed"), [(1, 48), (5, 48), (256, 48), (256, 13)])
+def test_mixed_steps_of_few_sequences_are_captured_beforehand(
+    max_seqs: int, max_mixed: int
+) -> None:
+    limits = PrefillLimits(8192, 4096, max_seqs, max_mixed)
+    mixed = [size for size in limits.warm_up_sizes() if size.is_mixed]
+    seqs = [n for n in limits.mixed_seqs if 1 < n <= MAX_WARM_UP_SEQS]
+    assert len(set(mixed)) == len(mixed) == min(len(seqs) * len(MIXED_GRAPH_TOKENS), max_mixed)
+    assert all(limits.padded_size(*size) == size for size in mixed)
+    assert limits.warm_up_sizes() == sorted(limits.warm_up_sizes(), reverse=True)
+    if max_mixed == 13:
+        assert {size.seqs for size in mixed} == {8, 16}
+    assert PaddedSize(768, 8, 4096) in mixed or max_seqs < 8
+
+
+def test_mixed_graphs_take_a_small_share_of_the_memory() -> None:
+    assert [max_mixed_graphs(gib << 30) for gib in (0, 8, 24, 80, 140)] == [0, 3, 9, 32, 48]
+
+
+def test_warm_up_captures_what_requests_then_replay() -> None:
+    model = tiny.decoder()
+    capturer = FakeCapturer()
+    engine = filling(capturer, model, mixed=40, **MIXED_OPTIONS)
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    engine.model_runner.capture_prefill_graphs()
+    captured = len(graphs)
+    assert captured == len(graphs.limits.warm_up_sizes())
+    todo = tiny.requests(tiny.prompts(24, 1, 60, seed=4), tiny.params(max_tokens=9))
+    assert tiny.run(engine, todo) == tiny.run(tiny.make_engine(model), todo)
+    assert len(graphs) == captured
+    assert capturer.replayed > 5
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(
@@ -116,14 +208,15 @@ def test_the_same_tokens_as_without(rope_length_source: str, window: int | None)
         [{}, {"pages": 16}, {"max_num_batched_tokens": 20}, {"enable_prefix_caching": False}]
     ),
     st.booleans(),
+    st.sampled_from([0, 1, 9]),
 )
 def test_whatever_comes_the_tokens_are_the_same(
-    prompts: list[list[int]], options: dict, together: bool
+    prompts: list[list[int]], options: dict, together: bool, mixed: int
 ) -> None:
     model = tiny.decoder("prompt")
     todo = tiny.requests([tuple(prompt) for prompt in prompts], tiny.params(max_tokens=4))
     run = tiny.run if together else tiny.run_one_by_one
-    assert run(filling(FakeCapturer(), model, **options), todo) == run(
+    assert run(filling(FakeCapturer(), model, mixed, **options), todo) == run(
         tiny.make_engine(model, **options), todo
     )
 
@@ -146,7 +239,7 @@ def test_many_ways_to_ask_beside_it() -> None:
         Request(id=str(i), prompt=p, params=h, eos_ids=(1,))
         for i, (p, h) in enumerate(zip(prompts, ways))
     ]
-    engine = filling(FakeCapturer(), model)
+    engine = filling(FakeCapturer(), model, mixed=9)
     for _ in range(3):
         for request in todo:
             assert tiny.run(engine, [request]) == tiny.run(
@@ -176,7 +269,7 @@ def test_what_cannot_be_recorded_is_launched_and_not_tried_again() -> None:
     assert capturer.tried == 1
     assert engine.model_runner.prefill_graphs is not None
     assert len(engine.model_runner.prefill_graphs) == 0
-    assert engine.model_runner.prefill_graphs.padded_size(3, 3) is None, (
+    assert engine.model_runner.prefill_graphs.padded_size(3, 1, 3) is None, (
         "filling without a graph costs time"
     )
 
@@ -197,7 +290,7 @@ def test_without_memory_it_is_tried_again_later(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MAX_PREFILL_GRAPHS", 2)
+    monkeypatch.setattr(graph_sizes, "MAX_PREFILL_GRAPHS", 2)
     engine = filling(FakeCapturer(), enable_prefix_caching=False)
     todo = tiny.requests([tuple(range(2, 2 + n)) for n in (10, 20, 40)], tiny.params(max_tokens=1))
     for _ in range(CAPTURE_AFTER_USES + 1):
@@ -205,16 +298,16 @@ def test_no_more_are_kept_than_memory_was_set_aside_for(monkeypatch: pytest.Monk
     graphs = engine.model_runner.prefill_graphs
     assert graphs is not None
     assert len(graphs) == 2
-    assert [graphs.padded_size(n, n) is not None for n in (10, 20, 40)] == [True, True, False]
+    assert [graphs.padded_size(n, 1, n) is not None for n in (10, 20, 40)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
     ("longest", "most"), [(112, 8192), (40, 8192), (4608, 8192), (100_000, 300)]
 )
 def test_what_is_recorded_beforehand_is_what_requests_bring(longest: int, most: int) -> None:
-    graphs = PrefillGraphs(lambda _: torch.empty(0), FakeCapturer(), most, longest)
-    brought = {graphs.padded_size(n, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
-    assert set(graphs.all_sizes()) == brought
+    limits = PrefillLimits(most, longest)
+    brought = {limits.padded_size(n, 1, n) for n in range(2, min(longest, most, 1024) + 1)} - {None}
+    assert set(limits.warm_up_sizes()) == brought
     assert len(brought) <= MAX_PREFILL_GRAPHS
 
 
@@ -282,11 +375,13 @@ def test_graphs_and_the_buffer_whose_address_they_know(
     )
     reserve_step_buffers(cast(Packer, packer), config, 7)
     assert reserved == [BatchLayout(5000, rows, 5000 + rows, 14)]
-    limits = graph_limits(config, 7, TPGroup(size=ranks))
+    limits = graph_limits(config, 7, TPGroup(size=ranks), 80 << 30)
     if max_seqs is None:
         assert limits is None
     else:
-        assert limits == GraphLimits(max_seqs, 7 * 16, 5000 if ranks == 1 else None)
+        prefill = (5000, 32) if ranks == 1 else (None, 0)
+        assert limits == GraphLimits(max_seqs, 7 * 16, *prefill)
+    assert graph_limits(config, 7, TPGroup(size=ranks), 0) is None, "no GPU"
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 96])
@@ -303,11 +398,11 @@ def test_a_runner_has_its_graphs_from_the_start(
     before = tiny.make_engine().model_runner
     runner = model_runner.ModelRunner(
         before.model, before.ops, before.kv, before.packer, before.sampler, 4,
-        graph_limits=GraphLimits(3, 112, prefill_tokens),
+        graph_limits=GraphLimits(3, 112, prefill_tokens, 5),
     )  # fmt: skip
     forward, select_ids = runner.forward, runner.sampler.select_ids
     decode = {"DecodeGraphs": (forward, select_ids, runner.last_ids, runner.packer, 3, 112, None)}
-    prefill = {"PrefillGraphs": (forward, "capturer", 96, 112)}
+    prefill = {"PrefillGraphs": (forward, "capturer", PrefillLimits(96, 112, 3, 5))}
     assert made == decode | ({} if prefill_tokens is None else prefill)
     assert runner.decode_graphs == "DecodeGraphs"
     assert runner.prefill_graphs == (None if prefill_tokens is None else "PrefillGraphs")

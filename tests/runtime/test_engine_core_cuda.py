@@ -88,6 +88,53 @@ def by_graph_as_launched(
     assert len(engine.model_runner.prefill_graphs) >= 3
 
 
+def mixed_by_graph_as_launched(
+    model: Decoder, todo: list[Request], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens where padded mixed steps are captured and where they never are."""
+    engine, launched = tiny.make_engine(model, **options), tiny.make_engine(model, **options)
+    monkeypatch.setattr(launched.model_runner.prefill_graphs, "_capture_if_reused", lambda *_: None)
+    expected = tiny.run(launched, todo)
+    for _ in range(3):
+        assert tiny.run(engine, todo) == expected
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    assert any(size.is_mixed for size in graphs._captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(("rope_length_source", "window"), MODEL_KINDS)
+def test_mixed_steps_answer_by_graph_as_launched(
+    rope_length_source: str, window: int | None, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.decoder(rope_length_source, window, device="cuda:0")
+    todo = tiny.requests(tiny.prompts(24, 2, 60, seed=4), tiny.params(max_tokens=9))
+    options = {
+        "kv_cache_dtype": kv,
+        "kv_cache_bytes": 1 << 22,
+        "enable_prefix_caching": False,
+        "max_mixed_tokens": 64,
+    }
+    mixed_by_graph_as_launched(model, todo, options, monkeypatch)
+
+
+@pytest.mark.gpu
+def test_mixed_steps_of_a_wide_model_answer_by_graph_as_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiles of 128 queries, whose bound on a sequence's queries is the whole step's tokens."""
+    todo = tiny.requests(tiny.prompts(20, 100, 500, seed=5), tiny.params(max_tokens=20))
+    options = {
+        "max_num_batched_tokens": 1024,
+        "max_mixed_tokens": 512,
+        "kv_cache_bytes": 1 << 26,
+        "enable_prefix_caching": False,
+        "page_size": 16,
+    }
+    mixed_by_graph_as_launched(wide(), todo, options, monkeypatch)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_prompts_over_8_bit_pages_answer_by_graph_as_launched(
@@ -142,15 +189,17 @@ def test_warm_up_records_prompts_of_all_sizes() -> None:
         tiny.decoder(device="cuda:0"), max_num_batched_tokens=64, enable_prefix_caching=False
     )
     engine.warm_up(1, all_specializations=True)
-    assert engine.model_runner.prefill_graphs is not None
-    assert (
-        len(engine.model_runner.prefill_graphs)
-        == len(engine.model_runner.prefill_graphs.sizes)
-        == 3
-    )
+    graphs = engine.model_runner.prefill_graphs
+    assert graphs is not None
+    captured = graphs.limits.warm_up_sizes()
+    assert len(graphs) == len(captured)
+    assert sum(not size.is_mixed for size in captured) == 3
+    assert any(size.is_mixed for size in captured)
     todo = tiny.requests(tiny.prompts(12, 2, 60, seed=4))
-    assert tiny.run_one_by_one(engine, todo) == tiny.run_one_by_one(tiny.make_engine(), todo)
-    assert len(engine.model_runner.prefill_graphs) == 3, "nothing is met for the first time"
+    expected = tiny.run_one_by_one(tiny.make_engine(), todo)
+    assert tiny.run_one_by_one(engine, todo) == expected
+    assert tiny.run(engine, todo) == expected
+    assert len(graphs) == len(captured), "nothing is met for the first time"
 
 
 @pytest.mark.gpu
