@@ -28,8 +28,8 @@ from torch import nn
 
 from modelmill.nn.attention import Attention, RopeCosSin
 from modelmill.nn.causal_lm import CausalLM
-from modelmill.nn.fused_branches import FusedExpertBranchLM, has_expert_branches
 from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stack, run_fused_decode
+from modelmill.nn.fused_experts import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
@@ -55,8 +55,8 @@ def fuse(model: nn.Module) -> nn.Module:
         _is_pre_norm(layer) or _is_hybrid(layer) for layer in model.layers
     ):
         return FusedCausalLM(model)
-    if isinstance(model, CausalLM) and any(map(has_expert_branches, model.layers)):
-        return FusedExpertBranchLM(model)
+    if isinstance(model, CausalLM) and any(map(has_experts, model.layers)):
+        return FusedExpertsLM(model)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Experts beside an MLP, fused: the plain layers' results, by the chosen experts alone."""
+"""Experts of any layer, fused: the plain layers' results, by the chosen experts alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
+from modelmill.loader.model_loader import build_model
 from modelmill.nn import fused_moe
-from modelmill.nn.fused_branches import FusedExpertBranchLM
+from modelmill.nn.fused_experts import FusedExpertsLM
 from modelmill.nn.fused_moe import FusedMoE
 from modelmill.nn.fusion import fuse
 from modelmill.nn.mlp import MLPSpec
-from modelmill.nn.moe import RouterConfig
+from modelmill.nn.moe import MoE, RouterConfig
 from modelmill.nn.moe_spec import MoESpec
+from modelmill.nn.synthetic_step import fill_random_weights
 from modelmill.ops import registry
 from modelmill.parallel.tp_group import SINGLE_RANK
 from tests.models.all_families import CASES
@@ -34,7 +36,7 @@ def gemma4_model(**changes: Any) -> torch.nn.Module:
 
 def test_fused_layers_compute_what_plain_ones_do() -> None:
     model = gemma4_model()
-    assert isinstance(fuse(model), FusedExpertBranchLM)
+    assert isinstance(fuse(model), FusedExpertsLM)
     fused = test_shard_model.logits(model, SINGLE_RANK)
     with mock.patch.object(test_shard_model, "fuse", lambda model: model):
         plain = test_shard_model.logits(model, SINGLE_RANK)
@@ -62,6 +64,26 @@ def test_only_chosen_experts_are_computed() -> None:
 def test_a_model_without_experts_stays_plain() -> None:
     model = gemma4_model(enable_moe_block=False)
     assert fuse(model) is model
+
+
+def test_every_mixture_of_every_family_is_fused() -> None:
+    """A plain one waits for the host before each expert: it cannot stand in a CUDA graph."""
+    with_experts = []
+    for name, case in CASES.items():
+        model = build_model(name, case.raw())
+        plain = dict(model.named_modules())
+        mixtures = [path for path, module in plain.items() if isinstance(module, MoE)]
+        if not mixtures:
+            continue
+        with_experts.append(name)
+        fill_random_weights(model, {}, torch.float32, "cpu")
+        fused = dict(fuse(model).named_modules())
+        for path in mixtures:
+            assert isinstance(fused[path], FusedMoE), (name, path)
+            assert fused[path].plain is plain[path], (name, path)
+            assert fused[f"{path}.router"] is plain[f"{path}.router"], (name, path)
+            assert isinstance(model.get_submodule(path), MoE), "the plain tree stays"
+    assert len(with_experts) > 15
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,10 +1,11 @@
-"""Layers with experts beside their MLP, of which the experts are fused: tokens grouped by expert.
+"""Language models of other than pre-norm layers, of which the experts are fused: tokens grouped.
 
 All else is computed by the plain modules.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import cast
 
 import torch
@@ -15,28 +16,28 @@ from modelmill.nn.causal_lm import CausalLM
 from modelmill.nn.expert_branch import ExpertBranch
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.moe import MoE
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
 
 
-def has_expert_branches(layer: nn.Module) -> bool:
-    """Whether a layer has experts beside its MLP."""
+def has_experts(layer: nn.Module) -> bool:
+    """Whether a layer has experts, in the place of its MLP or beside it."""
+    return _has_expert_branch(layer) or isinstance(getattr(layer, "mlp", None), MoE)
+
+
+def _has_expert_branch(layer: nn.Module) -> bool:
     return isinstance(layer, ScaledSandwichLayer) and layer.experts is not None
 
 
-class FusedExpertBranchLM(FusedModule):
+class FusedExpertsLM(FusedModule):
     """Token ids → logits, by layers whose experts are fused."""
 
     plain: CausalLM
 
     def __init__(self, plain: CausalLM) -> None:
         super().__init__(plain)
-        self.layers = nn.ModuleList(
-            FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
-            if has_expert_branches(layer)
-            else layer
-            for layer in plain.layers
-        )
+        self.layers = nn.ModuleList(map(_fuse_experts, plain.layers))
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [R, V] float32 of the rows ``step.logit_rows``."""
@@ -45,6 +46,18 @@ class FusedExpertBranchLM(FusedModule):
     def hidden_states(self, step: Step) -> torch.Tensor:
         """The input of the head: normed final states [R, H] of the rows ``step.logit_rows``."""
         return self.plain.hidden_states_with_layers(self.layers, step)
+
+
+def _fuse_experts(layer: nn.Module) -> nn.Module:
+    """A layer with fused experts; one without experts as it is."""
+    if _has_expert_branch(layer):
+        return FusedExpertBranchLayer(cast(ScaledSandwichLayer, layer))
+    if not has_experts(layer):
+        return layer
+    # a copy that shares all modules but this one
+    fused = copy.copy(layer)
+    fused._modules = {**layer._modules, "mlp": FusedMoE(cast(MoE, layer.mlp))}
+    return fused
 
 
 class FusedExpertBranchLayer(FusedModule):
