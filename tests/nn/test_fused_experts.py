@@ -27,11 +27,8 @@ from tests.parallel import test_shard_model
 
 def gemma4_model(**changes: Any) -> torch.nn.Module:
     """A seeded Gemma 4."""
-    case = CASES["gemma4_text"]
-    with mock.patch.dict(
-        test_shard_model.FAMILIES, {"gemma4_text": ("gemma4_text", case.raw(**changes))}
-    ):
-        return test_shard_model.make_shard("gemma4_text", "dense", SINGLE_RANK)
+    config = CASES["gemma4_text"].raw(**changes)
+    return test_shard_model.make_shard("gemma4_text", "dense", SINGLE_RANK, config=config)
 
 
 def test_fused_layers_compute_what_plain_ones_do() -> None:

@@ -51,9 +51,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_shard(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
-    """A rank's part of a family's model, its weights the same at every call."""
-    model_type, config = FAMILIES[name]
+def make_shard(
+    name: str,
+    weight_format: str,
+    tp_group: TPGroup,
+    device: str = "cpu",
+    config: dict[str, Any] | None = None,
+) -> nn.Module:
+    """A rank's part of a family's model, its weights the same at every call.
+
+    config: of the family ``name``; None: that of the entry ``name``.
+    """
+    model_type, config = FAMILIES[name] if config is None else (name, config)
     full_model = build_model(model_type, config)
     tensors = tiny.random_tensors(full_model)  # type: ignore[arg-type]
     tied = bool(getattr(full_model.config, "tied", False))
@@ -69,7 +78,7 @@ def make_shard(name: str, weight_format: str, tp_group: TPGroup) -> nn.Module:
         weight_formats[linear] = weight_format
     model = build_model(model_type, config)
     shard_model(model, tp_group, lambda _: 1)
-    fill_weights(model, tensors.__getitem__, tensors, weight_formats, aliases, "cpu")
+    fill_weights(model, tensors.__getitem__, tensors, weight_formats, aliases, device)
     return model
 
 
