@@ -181,7 +181,7 @@ class RunConfig:
     )
     page_size: int = option(16, "tokens per KV page", choices=(8, 16, 32, 64))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt prefixes")
-    cuda_graphs: bool = option(True, "replay decode steps and short prompts as CUDA graphs")
+    cuda_graphs: bool = option(True, "replay steps of up to 1,024 tokens as CUDA graphs")
     enable_sleep_mode: bool = option(
         False,
         "let the engine sleep: weights go to pinned host memory, the KV cache is dropped, and "

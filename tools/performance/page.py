@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.performance import gpu_tables, notes_index, plots, suite_tables, vllm_tables
+from tools.performance import (
+    gpu_tables,
+    notes_index,
+    plots,
+    serving_tables,
+    suite_tables,
+    vllm_tables,
+)
 from tools.performance.provenance import without_ages
 from tools.performance.rows import Row, read_rows
 
@@ -49,6 +56,7 @@ TABLES: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[str]]]] = {
     "alone": ("h200", gpu_tables.alone_table),
     "parallel": ("h200", gpu_tables.parallel_table),
     "suite": (SUITE, suite_tables.suite_table),
+    "serving": ("serving", serving_tables.serving_table),
     "suite_summary": (SUITE, suite_tables.suite_summary),
 }
 _MARK = re.compile(r"^\{\{ *(table|plot) +(\w+) *\}\}$", re.MULTILINE)
@@ -58,7 +66,7 @@ def read_device_rows(root: Path) -> dict[str, list[Row]]:
     """The rows by file; those of ``make bench``, one file a device, under ``SUITE``."""
     by_file = {path.stem: read_rows(path) for path in sorted((root / RESULTS).glob("*.jsonl"))}
     suite = [row for rows in by_file.values() for row in rows if row.get("bench") == SUITE]
-    return {"h200": [], **by_file, SUITE: suite}
+    return {"h200": [], "serving": [], **by_file, SUITE: suite}
 
 
 def render(template: str, rows: Mapping[str, Sequence[Row]], source: Path = TEMPLATE) -> str:
