@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
 
 import torch
 
 from modelmill.nn.kv import KVCache
+from modelmill.nn.latent_step import LatentPrompts, divide_prompts
 from modelmill.nn.recurrent_state import StateStep
+from modelmill.ops.latent_rope_cache import SlotPlaces
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
@@ -63,6 +66,19 @@ class Step:
         if self.layer_inputs is None or not self.layer_steps:
             return self.layer_steps or repeat(self)
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
+
+    @cached_property
+    def slot_places(self) -> SlotPlaces:
+        """Where the step's tokens are stored; made once, for the layers that index pages in torch.
+
+        A step that is made of this one by ``replace`` makes its own.
+        """
+        return SlotPlaces.of_slots(self.slots, self.kv.page_size)
+
+    @cached_property
+    def latent_prompts(self) -> LatentPrompts | None:
+        """The prompts that latent attention expands; made once, as ``slot_places``."""
+        return divide_prompts(self)
 
     def only_logit_rows(self) -> Step | None:
         """The step of the rows ``logit_rows``, each the only query of a sequence of its own.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from modelmill.nn.latent_attention import LatentAttentionCore
 from tests.models.families.deepseek_v3 import CASE
@@ -23,9 +26,9 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     attend = LatentAttentionCore.attend_expanded
 
-    def counted(self: LatentAttentionCore, q: object, step: object) -> object:
-        counts.append(len(q))  # type: ignore[arg-type]
-        return attend(self, q, step)  # type: ignore[arg-type]
+    def counted(self: LatentAttentionCore, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts.append(len(q))
+        return attend(self, q, *args)
 
     monkeypatch.setattr(LatentAttentionCore, "attend_expanded", counted)
     return counts
