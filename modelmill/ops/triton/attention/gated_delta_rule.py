@@ -28,6 +28,7 @@ from modelmill.ops.triton.attention.recurrence import (
     chunk_in_window,
     decays,
     kernel_chunk,
+    open_state,
     softplus,
     stages,
     whole_chunks,
@@ -143,14 +144,11 @@ def _delta_rule_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (k < DK)[:, None] & (v < DV)[None, :]
         place = head * DK * DV + k[:, None] * DV + v[None, :]
-        own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
-        snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-        end = tl.load(snapshot_end_ptr + sequence)
         first = tl.load(position_ptr + start)
-        s = tl.load(own, mask=inside, other=0.0)
-        s = tl.where(first > 0, s, 0.0)
-        if end == first:
-            tl.store(snapshot, s, mask=inside)
+        s, own, snapshot, end = open_state(
+            state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride,
+            place, inside,
+        )  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         q_ptr = qkv_ptr + head // (heads // key_heads) * DK

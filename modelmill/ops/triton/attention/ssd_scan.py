@@ -25,6 +25,7 @@ from modelmill.ops.triton.attention.recurrence import (
     PRECISION,
     decays,
     kernel_chunk,
+    open_state,
     softplus,
     stages,
     whole_chunks,
@@ -78,14 +79,11 @@ def _ssd_scan_kernel(
         n = tl.arange(0, BLOCK_N)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
-        snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-        end = tl.load(snapshot_end_ptr + sequence)
         first = tl.load(position_ptr + start)
-        s = tl.load(own, mask=inside, other=0.0)
-        s = tl.where(first > 0, s, 0.0)
-        if end == first:
-            tl.store(snapshot, s, mask=inside)
+        s, own, snapshot, end = open_state(
+            state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride,
+            place, inside,
+        )  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         skip = tl.load(skip_ptr + head).to(tl.float32)
