@@ -1,16 +1,18 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
 A token's keys and values of all heads follow from one latent vector, which is what the cache holds,
-with a rotated key that all heads share. Decode and prompts with a history absorb the up-projections
-of keys and values: into the queries, which so become queries of the latent vectors, and into the
-output. All query heads then read one KV head, whose values are the first channels of its keys.
-Prompts that begin in the step expand the latent vectors to the keys and values of each head: as
-many products to expand as to absorb, and fewer in the attention itself, whose heads are smaller
-(192 and 128 channels in DeepSeek-V3, not 576 and 512).
+with a rotated key that all heads share. Decode absorbs the up-projections of keys and values: into
+the queries, which so become queries of the latent vectors, and into the output. All query heads
+then read one KV head, whose values are the first channels of its keys. Prompts that begin in the
+step expand the latent vectors to the keys and values of each head: as many products to expand as to
+absorb, and fewer in the attention itself, whose heads are smaller (192 and 128 channels in
+DeepSeek-V3, not 576 and 512). Prompts with a history do what takes fewer products: expanding
+projects the keys of the history as well (``HistoryExpansion``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +114,17 @@ class LatentAttentionSpec:
         """
         return self.query_dim + self.cached_dim + self.rank + 2 * self.value_dim
 
+    def is_cheaper_expanded(self, prompts: Sequence[tuple[int, int]]) -> bool:
+        """Whether prompts of (new tokens, keys) take fewer products expanded than absorbed.
+
+        Expanding projects every key, absorbing every query; pairs of both have fewer channels then.
+        """
+        tokens, keys = (sum(each) for each in zip(*prompts, strict=True))
+        pairs = sum(new * total - new * (new - 1) // 2 for new, total in prompts)
+        projection = self.rank * (self.nope_dim + self.value_dim)
+        expanded = keys * projection + pairs * (self.query_dim + self.value_dim)
+        return expanded < tokens * projection + pairs * (self.cached_dim + self.rank)
+
     @property
     def partition(self) -> HeadPartition:
         """How ranks divide the heads; each has the latent vectors."""
@@ -178,6 +191,32 @@ class LatentAttentionSpec:
             op="rms_norm",
         )
         return first, norm, last
+
+
+@dataclass(frozen=True)
+class HistoryExpansion:
+    """Decides which steps expand prompts with a history, not only those that begin.
+
+    Attributes:
+        spec: Of the layers.
+        max_keys: Keys that a step expands at most: as many as its tokens may be, whose memory is
+            planned.
+    """
+
+    spec: LatentAttentionSpec
+    max_keys: int
+
+    @staticmethod
+    def of_model(model: nn.Module, max_keys: int) -> HistoryExpansion | None:
+        """That of a model; None: it has no latent attention."""
+        specs = (each.spec for each in model.modules() if isinstance(each, LatentAttention))
+        spec = next(specs, None)
+        return None if spec is None else HistoryExpansion(spec, max_keys)
+
+    def __call__(self, prompts: Sequence[tuple[int, int]]) -> bool:
+        """Whether a step expands its prompts of (new tokens, keys)."""
+        keys = sum(total for _, total in prompts)
+        return keys <= self.max_keys and self.spec.is_cheaper_expanded(prompts)
 
 
 class LatentNorm(nn.Module):
@@ -329,15 +368,16 @@ class LatentAttentionCore(nn.Module):
         return out
 
     def attend_expanded(self, q: torch.Tensor, step: Step, prompts: LatentPrompts) -> torch.Tensor:
-        """Attention of sequences that begin in the step, to keys and values of each head.
+        """Attention of prompts, to keys and values of each head.
 
         These are the pages of a cache of their own, with one token each.
         """
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
-        latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
+        stored = self._stored_rows(q.dtype, step, prompts)
+        latent, rotated = stored.split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
         key_up, value_up = self.packed_up_projections()
-        keys, values = (q.new_zeros(*q.shape[:2], width) for _ in range(2))
+        keys, values = (q.new_zeros(len(stored), q.shape[1], width) for _ in range(2))
         keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
         keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
         values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
@@ -349,15 +389,15 @@ class LatentAttentionCore(nn.Module):
             step.query_start,
             prompts.context_lens,
             step.max_query,
-            step.max_query,
+            prompts.max_keys,
             spec.scale,
         )
         out = step.ops.paged_attention(inputs).view(len(q), -1, width)
         return out[..., : spec.value_dim].flatten(1)
 
-    def _stored_rows(self, dtype: torch.dtype, step: Step) -> torch.Tensor:
-        """What the cache holds of the step's tokens [T, cached_dim]."""
-        page, offset = step.slot_places[:2]
+    def _stored_rows(self, dtype: torch.dtype, step: Step, prompts: LatentPrompts) -> torch.Tensor:
+        """What the cache holds of the tokens that are expanded [K, cached_dim]."""
+        page, offset = prompts.page, prompts.offset
         rows = step.kv.k[self.cache_index][page, 0, offset]
         scale = step.kv.scales(self.cache_index)[0]
         if scale is not None:

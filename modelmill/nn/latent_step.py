@@ -19,31 +19,63 @@ class LatentPrompts:
     """How a step is divided in which prompts begin: their keys, and the sequences beside them.
 
     Attributes:
-        block_tables: [B, max_query] int32, the pages of the prompts' keys, which hold one token
-            each: the rows of the step themselves.
+        page, offset: [K] int64, where the latent vectors are of which keys and values are made:
+            those of the step's tokens, or of all keys of prompts with a history.
+        block_tables: [B, max_keys] int32, the pages of the prompts' keys, which hold one token
+            each: their places in ``page``.
         context_lens: [B] int32, keys of each prompt; 0 of sequences of one token.
+        max_keys: bound of the keys of a prompt.
         decode_rows: [D] int64, the rows of sequences of one token; None: there are none.
         decode_step: the step of these alone; None: there are none.
     """
 
+    page: torch.Tensor
+    offset: torch.Tensor
     block_tables: torch.Tensor
     context_lens: torch.Tensor
+    max_keys: int
     decode_rows: torch.Tensor | None = None
     decode_step: Step | None = None
 
 
 def divide_prompts(step: Step) -> LatentPrompts | None:
-    """The prompts that begin in a step, and what is beside them; None: no prompt is known to."""
-    decodes = step.num_decodes
-    if decodes is None or decodes == len(step.context_lens):
+    """The prompts that a step expands, and what is beside them; None: it expands none."""
+    decodes, lengths = step.num_decodes, step.context_lens
+    if decodes is None or decodes == len(lengths):
         return None
-    tokens = torch.arange(step.max_query, dtype=torch.int32, device=step.query_start.device)
-    tables = step.query_start[:-1, None] + tokens
-    if not decodes:
-        return LatentPrompts(tables, step.context_lens)
-    is_prompt = step.query_start.diff() > 1
-    rows, decode_step = single_queries(step, is_prompt, decodes)
-    return LatentPrompts(tables, step.context_lens * is_prompt, rows, decode_step)
+    rows = decode_step = None
+    if decodes:
+        is_prompt = step.query_start.diff() > 1
+        rows, decode_step = single_queries(step, is_prompt, decodes)
+        lengths = lengths * is_prompt
+    if step.num_prompt_keys:
+        page, offset, first_keys = _places_of_keys(step, lengths, step.num_prompt_keys)
+        max_keys = min(step.max_context, step.num_prompt_keys)
+    else:  # the keys are the rows of the step
+        page, offset = step.slot_places[:2]
+        first_keys, max_keys = step.query_start[:-1], step.max_query
+    keys = torch.arange(max_keys, dtype=torch.int32, device=lengths.device)
+    tables = first_keys[:, None] + keys
+    return LatentPrompts(page, offset, tables, lengths, max_keys, rows, decode_step)
+
+
+def _places_of_keys(
+    step: Step, lengths: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages and offsets of all keys, sequence after sequence, and the first key of each.
+
+    Args:
+        step: Of the sequences.
+        lengths: [B] int32, keys of each sequence.
+        count: The sum of ``lengths``, which the host knows.
+    """
+    ends = lengths.cumsum(0)
+    key = torch.arange(count, device=lengths.device)
+    sequence = torch.searchsorted(ends, key, right=True)
+    firsts = ends - lengths
+    position, size = key - firsts[sequence], step.kv.page_size
+    column = position.div(size, rounding_mode="floor")
+    return step.block_tables[sequence, column].long(), position % size, firsts.int()
 
 
 def single_queries(step: Step, is_prompt: torch.Tensor, decodes: int) -> tuple[torch.Tensor, Step]:

@@ -30,8 +30,9 @@ class Step:
     None: all T.
     max_query, max_context: host bounds of the rows, which kernel grids are sized by.
     tp_group: the ranks that compute the step together.
-    num_decodes: how many sequences have one token, where all others begin in this step and no
-    token is padding; None: some have keys from earlier steps, or it is not known.
+    num_decodes: how many sequences have one token, where no token is padding and latent attention
+    expands the others; None: it does not, or it is not known.
+    num_prompt_keys: keys of these others; 0: they all begin in this step.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
     layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
@@ -60,6 +61,7 @@ class Step:
     layer_inputs: torch.Tensor | None = None
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
     num_decodes: int | None = None
+    num_prompt_keys: int = 0
 
     def steps_by_layer(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""

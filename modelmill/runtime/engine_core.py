@@ -34,6 +34,7 @@ from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, zeros_without_writing
+from modelmill.nn.latent_attention import HistoryExpansion
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
@@ -116,7 +117,8 @@ class EngineCore:
         width = -(-self.max_model_len // self.page_size)
         self.scheduler = self._make_scheduler(width)
         memory, kv, states, padding = self._allocate_caches()
-        packer = Packer(self.scheduler.tables, self.page_size, self.device, padding)
+        expansion = HistoryExpansion.of_model(model, config.max_num_batched_tokens)
+        packer = Packer(self.scheduler.tables, self.page_size, self.device, padding, expansion)
         self.vision_runner = VisionEncoderRunner(
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
         )

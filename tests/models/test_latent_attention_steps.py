@@ -34,12 +34,13 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("tokens", [7, 256])
+@pytest.mark.parametrize("tokens", [7, 80, 256])
 def test_logits_are_those_of_transformers(tokens: int, saved: Saved, expanded: list[int]) -> None:
-    """Chunks of a prompt are absorbed, but for the first; whole prompts are expanded."""
+    """Prompts are expanded, later chunks where they are long beside their history."""
     compare(saved.open(max_num_batched_tokens=tokens), saved.logits, drawn_ids(VOCAB))
     assert max(expanded) <= tokens
     assert (111 in expanded) is (tokens == 256), "1 + 7 + 33 + 70 tokens in one step"
+    assert (31 in expanded) is (tokens == 80), "the last of 70 tokens, behind 39"
 
 
 def test_a_warm_prefix_gives_the_ids_of_a_cold_one(saved: Saved, expanded: list[int]) -> None:
