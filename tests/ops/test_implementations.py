@@ -35,6 +35,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "image_attention": ("edge", "windows"),
     "int4_fused_moe": ("21x*", "22x*"),
     "int8_fused_moe": ("21x*", "22x*", "1x96*"),
+    "latent_rope_cache": ("1x3x*", "3x20x*"),
     "moe_align_block_size": ("150x*",),
     "paged_attention": (
         "decode",

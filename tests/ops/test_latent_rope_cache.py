@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelmill.ops import registry
 from modelmill.ops.latent_rope_cache import latent_rope_cache, random_case
@@ -98,6 +100,34 @@ def test_the_reference_is_a_rotation_by_complex_numbers(interleaved: bool) -> No
     root = (latent[:, :rank].square().mean(-1, keepdim=True) + 1e-6).sqrt()
     normed = latent[:, :rank] / root * args["weight"]
     torch.testing.assert_close(rows[:, :rank], normed, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=20)
+@given(
+    sizes=st.tuples(
+        st.integers(1, 9), st.integers(1, 70), st.integers(0, 9), st.integers(1, 9),
+        st.sampled_from([1, 8, 16]),
+    ),
+    is_padding=st.lists(st.booleans(), min_size=1, max_size=6),
+    interleaved=st.booleans(),
+)  # fmt: skip
+def test_any_sizes_and_any_padding_are_those_of_the_reference(
+    sizes: tuple[int, int, int, int, int], is_padding: list[bool], interleaved: bool
+) -> None:
+    """(heads, rank, channels that do not rotate, pairs that do, page size); padding anywhere."""
+    module = triton("cpu")
+    heads, rank, nope_dim, pairs, page = sizes
+    case = random_case(
+        len(is_padding), (heads, rank, nope_dim + 2 * pairs, 2 * pairs, page), "cpu",
+        torch.float32, rank, interleaved=interleaved,
+    )  # fmt: skip
+    slots = torch.where(torch.tensor(is_padding), -1, case.args["slots"])
+    results = []
+    for call in (module.run, latent_rope_cache):
+        args = case.args | {"slots": slots}
+        args |= {name: args[name].clone() for name in ("q", "k_cache")}
+        results.append((run(call, args), args["k_cache"]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_a_step_of_padding_alone_stores_nothing() -> None:
