@@ -117,8 +117,7 @@ class EngineCore:
         width = -(-self.max_model_len // self.page_size)
         self.scheduler = self._make_scheduler(width)
         memory, kv, states, padding = self._allocate_caches()
-        expansion = HistoryExpansion.of_model(model, config.max_num_batched_tokens)
-        packer = Packer(self.scheduler.tables, self.page_size, self.device, padding, expansion)
+        packer = self._make_packer(padding)
         self.vision_runner = VisionEncoderRunner(
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
         )
@@ -182,6 +181,11 @@ class EngineCore:
             # the pages inside the windows of the longest sequence fit: capacity has checked it
             kv_tokens = max(kv_tokens, self.max_model_len)
         return RequestLimits(self.vocab, self.max_model_len, kv_tokens, max_seqs)
+
+    def _make_packer(self, state_padding: int | None) -> Packer:
+        expansion = HistoryExpansion.of_model(self.model, self.config.max_num_batched_tokens)
+        tables = self.scheduler.tables
+        return Packer(tables, self.page_size, self.device, state_padding, expansion)
 
     def _make_scheduler(self, width: int) -> Scheduler:
         """The scheduler of the KV pages; ``width``: pages of the longest sequence."""

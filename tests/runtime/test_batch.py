@@ -42,11 +42,11 @@ def test_steps_whose_prompts_begin_in_them_count_their_single_tokens() -> None:
 
 def test_steps_that_expand_histories_count_the_keys_of_prompts() -> None:
     engine = tiny.make_engine(tiny.decoder(), max_num_batched_tokens=12)
-    packer, asked, packed = engine.model_runner.packer, [], []
+    packer, requested, packed = engine.model_runner.packer, [], []
     pack = packer.pack
 
     def expands(prompts: Any) -> bool:
-        asked.append(prompts)
+        requested.append(prompts)
         return sum(keys for _, keys in prompts) <= 30
 
     def recorded(work: Any, *args: Any, **named: Any) -> PackedBatch:
@@ -56,7 +56,7 @@ def test_steps_that_expand_histories_count_the_keys_of_prompts() -> None:
 
     packer.expands_history, packer.pack = expands, recorded
     tiny.run(engine, tiny.requests(tiny.prompts(9, 1, 60), tiny.params(max_tokens=4)))
-    assert asked
+    assert requested
     expanded = 0
     for work, batch in packed:
         prompts = [(count, keys) for count, keys in work if count > 1]
@@ -64,7 +64,7 @@ def test_steps_that_expand_histories_count_the_keys_of_prompts() -> None:
             assert batch.num_prompt_keys == 0
             continue
         keys = sum(each for _, each in prompts)
-        assert prompts in asked
+        assert prompts in requested
         assert batch.num_prompt_keys == (keys if keys <= 30 else 0)
         assert batch.num_decodes == (len(work) - len(prompts) if keys <= 30 else None)
         expanded += batch.num_prompt_keys > 0
