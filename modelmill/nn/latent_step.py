@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LatentPrompts:
-    """How a step is divided in which prompts begin: their keys, and the sequences beside them.
+    """How a step that expands prompts is divided: their keys, and the sequences beside them.
 
     Attributes:
         page, offset: [K] int64, where the latent vectors are of which keys and values are made:
