@@ -23,6 +23,7 @@ from modelmill.ops.fused_topk import FusedTopkInputs
 from modelmill.ops.gated_delta_rule import GatedDeltaInputs
 from modelmill.ops.groupwise import GroupwiseLinearInputs
 from modelmill.ops.image_attention import ImageAttentionInputs
+from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.quant_types import ActQuantSpec
 from modelmill.ops.rope_cache import RopeCacheInputs
@@ -358,10 +359,31 @@ def rope() -> Iterator[Problem]:
             tensor(16, dtype=F32), norm, norm, 1e-6, scale, scale,
         )  # fmt: skip
         yield from _call("rope_cache", tensor(16, 48 * dim, dtype=dtype), inputs)
+    yield from latent_rope()
     for dtype, rows in ((BF16, 1), (F32, 32)):
         index, table = tensor(300, dtype=torch.int64), tensor(rows, 64, dtype=F32)
         logn = None if rows == 1 else 4096
         yield from _call("rope_cos_sin", RopeCosSinInputs(index, index, table, 1.0, logn, dtype))
+
+
+def latent_rope() -> Iterator[Problem]:
+    """The same of latent attention: DeepSeek's sizes, both orders of pairs, and the largest."""
+    for tokens, dtype, stored, heads, sizes in (
+        (1, BF16, BF16, 16, (512, 64, 192)), (4096, BF16, BF16, 128, (512, 64, 192)),
+        (1, BF16, INT8, 128, (512, 64, 192)), (64, BF16, FP8, 16, (512, 64, 192)),
+        (1, F32, F32, 16, (2048, 256, 512)), (1, F32, INT8, 2, (24, 6, 20)),
+    ):  # fmt: skip
+        rank, rope_dim, query_dim = sizes
+        angle = tensor(tokens, rope_dim // 2, dtype=F32)
+        for interleaved in (True, False):
+            inputs = LatentRopeCacheInputs(
+                tensor(rank, dtype=dtype), tensor(64, 1, 16, rank + rope_dim, dtype=stored),
+                tensor(tokens, dtype=torch.int64), angle, angle, interleaved, 1e-6,
+                None if stored == dtype else tensor(64, 1, 16, dtype=F32),
+            )  # fmt: skip
+            q = tensor(tokens, heads, query_dim, dtype=dtype)
+            latent = tensor(tokens, rank + rope_dim, dtype=dtype)
+            yield from _call("latent_rope_cache", q, latent, inputs)
 
 
 def sampling() -> Iterator[Problem]:

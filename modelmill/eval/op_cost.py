@@ -90,6 +90,8 @@ def op_cost(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
         return attention_cost(bound_args, out)
     if op == "rope_cache":
         return OpCost(nbytes(bound_args["qkv"]) + rope_bytes(bound_args, out))
+    if op == "latent_rope_cache":
+        return OpCost(latent_rope_bytes(bound_args))
     if op == "decode":
         return decode_cost(bound_args["stack"], bound_args["tokens"], bound_args["x"], out)
     return OpCost(nbytes(*_tensors(list(bound_args.values()))) + out)
@@ -99,6 +101,14 @@ def rope_bytes(args: Mapping[str, Any], out: int) -> int:
     """Bytes of the angles, the queries (``out``), and the stored keys and values."""
     stored = args["slots"].numel() * 2 * _key_bytes_per_token(args["k_cache"])
     return nbytes(args.get("cos"), args.get("sin")) + out + stored
+
+
+def latent_rope_bytes(args: Mapping[str, Any]) -> int:
+    """Bytes of the latent rows and what is stored of them, the angles, and the queries' ends."""
+    q, latent, cos = args["q"], args["latent"], args["cos"]
+    rotated = q.shape[0] * q.shape[1] * 2 * cos.shape[1] * q.element_size()
+    stored = len(latent) * _key_bytes_per_token(args["k_cache"])
+    return nbytes(latent, args["weight"], cos, args["sin"]) + 2 * rotated + stored
 
 
 def act_8bit_dtype(args: Mapping[str, Any]) -> str | None:

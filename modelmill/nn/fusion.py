@@ -8,6 +8,7 @@ What is fused, each where the chosen backends have the op and its shapes are sup
 
 * the quantization of a linear layer's input into the norm in front of it (``*_norm_quant``);
 * the qkv projection with rotation and the write to the KV cache (``qkv_rope_cache``);
+* the norm of latent vectors with rotation and the write to the KV cache (``latent_rope_cache``);
 * the gate and up projections with SwiGLU (``linear_swiglu``), or SwiGLU with the quantization of
   the down projection's input (``silu_mul_quant``);
 * the output and down projections with the addition to the residual (``linear_add``). A branch of
@@ -32,6 +33,7 @@ from modelmill.nn.fused_decode import MAX_FUSED_TOKENS, StackedWeights, can_stac
 from modelmill.nn.fused_experts import FusedExpertsLM, has_experts
 from modelmill.nn.fused_module import FusedModule
 from modelmill.nn.fused_moe import FusedMoE
+from modelmill.nn.latent_attention import LatentAttention
 from modelmill.nn.layer_spec import RecurrenceSpec, layer_spec
 from modelmill.nn.linear import Linear
 from modelmill.nn.mlp import GatedMLP, PlainMLP, SiluMul
@@ -76,8 +78,9 @@ def _is_pre_norm(layer: nn.Module) -> bool:
     """Whether a layer is norm → attention → add and norm → MLP, as in ``FusedDecoderLayer``."""
     spec = layer_spec(layer)
     dataflow = [(m.path, m.reads) for m in spec.modules if not m.path.startswith("mlp.")]
+    is_latent = type(layer) is PreNormLayer and isinstance(layer.attn, LatentAttention)
     return (
-        dataflow == PRE_NORM_DATAFLOW
+        (is_latent or dataflow == PRE_NORM_DATAFLOW)
         and spec.outputs == PRE_NORM_OUTPUTS
         and isinstance(layer.mlp, GatedMLP | PlainMLP | MoE)
     )
@@ -188,11 +191,15 @@ class FusedDecoderLayer(FusedPreNormLayer):
 
     def __init__(self, plain: nn.Module) -> None:
         super().__init__(plain)
-        attn = cast(Attention, plain.attn)
+        attn, norm = cast(Attention | LatentAttention, plain.attn), cast(nn.Module, plain.attn_norm)
         # linear_add rounds differently than a LayerNorm's own addition: not fused there
         adds_residual = isinstance(plain.mlp_norm, RMSNorm)
-        self.attn_norm = FusedNormQuant(cast(nn.Module, plain.attn_norm), attn.qkv_proj)
-        self.attn = FusedAttention(attn, adds_residual)
+        if isinstance(attn, LatentAttention):
+            self.attn_norm = FusedNormQuant(norm, None)
+            self.attn = FusedLatentAttention(attn, adds_residual)
+        else:
+            self.attn_norm = FusedNormQuant(norm, attn.qkv_proj)
+            self.attn = FusedAttention(attn, adds_residual)
 
     def run_mixer(
         self, normed: Any, residual: Any, rope: RopeCosSin, step: Step, logit_step: Step | None
@@ -288,6 +295,41 @@ class FusedAttention(FusedModule):
         if logit_step is not None:
             q, step = q[step.logit_rows], logit_step
         out = attn.core(q, step)
+        if self.adds_residual and _try_linear_add(attn.o_proj, out, residual, step):
+            return None
+        return attn.o_proj(out, step)
+
+
+class FusedLatentAttention(FusedModule):
+    """Latent attention: norm, rotation and KV cache in one op; output added to the residual."""
+
+    plain: LatentAttention
+
+    def __init__(self, plain: LatentAttention, adds_residual: bool) -> None:
+        super().__init__(plain)
+        self.adds_residual = adds_residual
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rope: RopeCosSin,
+        step: Step,
+        logit_step: Step | None = None,
+    ) -> torch.Tensor | None:
+        """[T, H] → [T, H], or [R, H] of the rows of ``logit_step``; None: added to residual."""
+        attn, op = self.plain, step.ops.latent_rope_cache
+        q, latent = attn.project_queries(x, step), attn.kv_a_proj(x, step)
+        rotated: torch.Tensor | None = None
+        if op is not None:
+            queries = q.view(len(q), -1, attn.spec.query_dim)
+            rotated = op(queries, latent, attn.op_inputs(rope, step))
+        if rotated is None:
+            rotated = attn.rope_cache(q, attn.kv_a_norm(latent, step), rope, step)
+        # of every row: prompts are expanded whole
+        out = attn.core(rotated, step)
+        if logit_step is not None:
+            out, step = out[step.logit_rows], logit_step
         if self.adds_residual and _try_linear_add(attn.o_proj, out, residual, step):
             return None
         return attn.o_proj(out, step)

@@ -1,17 +1,19 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
 A token's keys and values of all heads follow from one latent vector, which is what the cache holds,
-with a rotated key that all heads share. Decode and prompts with a history absorb the up-projections
-of keys and values: into the queries, which so become queries of the latent vectors, and into the
-output. All query heads then read one KV head, whose values are the first channels of its keys.
-Prompts that begin in the step expand the latent vectors to the keys and values of each head: as
-many products to expand as to absorb, and fewer in the attention itself, whose heads are smaller
-(192 and 128 channels in DeepSeek-V3, not 576 and 512).
+with a rotated key that all heads share. Decode absorbs the up-projections of keys and values: into
+the queries, which so become queries of the latent vectors, and into the output. All query heads
+then read one KV head, whose values are the first channels of its keys. Prompts that begin in the
+step expand the latent vectors to the keys and values of each head: as many products to expand as to
+absorb, and fewer in the attention itself, whose heads are smaller (192 and 128 channels in
+DeepSeek-V3, not 576 and 512). Prompts with a history do what takes fewer products: expanding
+projects the keys of the history as well (``HistoryExpansion``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch import nn
 
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.attention_parts import attention_core_spec, input_projection_spec, o_proj_spec
+from modelmill.nn.latent_step import LatentPrompts
 from modelmill.nn.layer_spec import (
     ROPE,
     LinearSpec,
@@ -33,8 +36,8 @@ from modelmill.nn.norm import NormConfig
 from modelmill.nn.partition import HeadGroups, HeadPartition
 from modelmill.nn.step import Step
 from modelmill.ops.binding import OpBinding
+from modelmill.ops.latent_rope_cache import LatentRopeCacheInputs, rotate_from, store_rows
 from modelmill.ops.paged_attention import PagedAttentionInputs
-from modelmill.ops.quant_types import quantize_per_row
 from modelmill.parallel.shard import Range
 
 UP_PROJECTIONS = "kv_b"  # the name of a core's buffer
@@ -111,6 +114,17 @@ class LatentAttentionSpec:
         """
         return self.query_dim + self.cached_dim + self.rank + 2 * self.value_dim
 
+    def is_cheaper_expanded(self, prompts: Sequence[tuple[int, int]]) -> bool:
+        """Whether prompts of (new tokens, keys) take fewer products expanded than absorbed.
+
+        Expanding projects every key, absorbing every query; pairs of both have fewer channels then.
+        """
+        tokens, keys = (sum(each) for each in zip(*prompts, strict=True))
+        pairs = sum(new * total - new * (new - 1) // 2 for new, total in prompts)
+        projection = self.rank * (self.nope_dim + self.value_dim)
+        expanded = keys * projection + pairs * (self.query_dim + self.value_dim)
+        return expanded < tokens * projection + pairs * (self.cached_dim + self.rank)
+
     @property
     def partition(self) -> HeadPartition:
         """How ranks divide the heads; each has the latent vectors."""
@@ -179,8 +193,36 @@ class LatentAttentionSpec:
         return first, norm, last
 
 
+@dataclass(frozen=True)
+class HistoryExpansion:
+    """Decides which steps expand prompts with a history, not only those that begin.
+
+    Attributes:
+        spec: Of the layers.
+        max_keys: Keys that a step expands at most: as many as its tokens may be, whose memory is
+            planned.
+    """
+
+    spec: LatentAttentionSpec
+    max_keys: int
+
+    @staticmethod
+    def of_model(model: nn.Module, max_keys: int) -> HistoryExpansion | None:
+        """That of a model; None: it has no latent attention."""
+        specs = (each.spec for each in model.modules() if isinstance(each, LatentAttention))
+        spec = next(specs, None)
+        return None if spec is None else HistoryExpansion(spec, max_keys)
+
+    def __call__(self, prompts: Sequence[tuple[int, int]]) -> bool:
+        """Whether a step expands its prompts of (new tokens, keys)."""
+        keys = sum(total for _, total in prompts)
+        return keys <= self.max_keys and self.spec.is_cheaper_expanded(prompts)
+
+
 class LatentNorm(nn.Module):
     """RMSNorm of the first channels; the others pass through."""
+
+    weight: torch.Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -216,13 +258,32 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rope: RopeCosSin, step: Step) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        q = x
-        if self.spec.query_rank is not None:
-            q = self.q_a_norm(self.q_a_proj(x, step), step)
-        q = self.q_proj(q, step)
+        q = self.project_queries(x, step)
         latent = self.kv_a_norm(self.kv_a_proj(x, step), step)
         q = self.rope_cache(q, latent, rope, step)
         return self.o_proj(self.core(q, step), step)
+
+    def project_queries(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[T, H] → [T, heads·query_dim]."""
+        if self.spec.query_rank is not None:
+            x = self.q_a_norm(self.q_a_proj(x, step), step)
+        return self.q_proj(x, step)
+
+    def op_inputs(self, rope: RopeCosSin, step: Step) -> LatentRopeCacheInputs:
+        """The inputs of the op ``latent_rope_cache`` beside queries and latent vectors."""
+        assert rope.cos is not None, "latent attention rotates"
+        assert rope.sin is not None, "latent attention rotates"
+        index = self.rope_cache.cache_index
+        return LatentRopeCacheInputs(
+            self.kv_a_norm.weight,
+            step.kv.k[index],
+            step.slots,
+            rope.cos,
+            rope.sin,
+            self.spec.neighbours,
+            NORM_EPS,
+            step.kv.scales(index)[0],
+        )
 
     def keep_local_heads(self, heads: Range, kv_heads: Range) -> None:  # noqa: ARG002  one, on every rank
         """Keep a rank's heads; ``forward`` then returns a partial sum."""
@@ -242,43 +303,15 @@ class RopeAndLatentCache(nn.Module):
         """[T, heads·query_dim], [T, rank + rope_dim] → q [T, heads, query_dim]."""
         queries = self._rotate(q.view(len(q), -1, self.spec.query_dim), self.spec.nope_dim, rope)
         row = self._rotate(latent[:, None], self.spec.rank, rope)
-        pages, size = step.kv.k[self.cache_index], step.kv.page_size
-        slots = step.slots
-        if slots.is_cuda or bool((slots < 0).any()):
-            source = repeat_for_padding(slots)
-            slots, row = slots[source], row[source]
-        page, offset = slots.div(size, rounding_mode="floor"), slots % size
-        scale = step.kv.scales(self.cache_index)[0]
-        if scale is not None:
-            row, row_scale = quantize_per_row(row, pages.dtype)
-            scale[page, :, offset] = torch.where(slots[0] < 0, scale[page, :, offset], row_scale)
-        # bytes, since not every dtype has ``where``
-        stored, row = pages.view(torch.uint8), row.to(pages.dtype).view(torch.uint8)
-        stored[page, :, offset] = torch.where(slots[0] < 0, stored[page, :, offset], row)
+        scale, _ = step.kv.scales(self.cache_index)
+        store_rows(row, step.kv.k[self.cache_index], scale, step.slot_places)
         return queries
 
     def _rotate(self, x: torch.Tensor, begin: int, rope: RopeCosSin) -> torch.Tensor:
         """Rotate the channels of x [T, heads, D] from ``begin`` on."""
         assert rope.cos is not None, "latent attention rotates"
         assert rope.sin is not None, "latent attention rotates"
-        cos, sin = rope.cos[:, None], rope.sin[:, None]
-        turned = x[..., begin:].float()
-        axis = -1 if self.spec.neighbours else -2
-        shape = (-1, 2) if self.spec.neighbours else (2, -1)
-        first, second = turned.unflatten(-1, shape).unbind(axis)
-        both = torch.stack((first * cos - second * sin, second * cos + first * sin), axis)
-        return torch.cat((x[..., :begin], both.flatten(-2).to(x.dtype)), -1)
-
-
-def repeat_for_padding(slots: torch.Tensor) -> torch.Tensor:
-    """For each token the one that is stored in its place: itself, or the first that is no padding.
-
-    So nothing is stored for padding (slots below 0), and the host need not know where it is. If all
-    tokens are padding, it is the first one, whose slot is below 0.
-    """
-    valid = slots >= 0
-    tokens = torch.arange(len(slots), device=slots.device)
-    return torch.where(valid, tokens, valid.int().argmax())
+        return rotate_from(x, begin, rope.cos, rope.sin, interleaved=self.spec.neighbours)
 
 
 class LatentAttentionCore(nn.Module):
@@ -325,30 +358,26 @@ class LatentAttentionCore(nn.Module):
 
     def forward(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[T, heads, query_dim] → [T, heads·value_dim]."""
-        decodes = step.num_decodes
-        if decodes is None or decodes == len(step.context_lens):
+        prompts = step.latent_prompts
+        if prompts is None:
             return self.attend_absorbed(q, step)
-        if not decodes:
-            return self.attend_expanded(q, step)
-        is_prompt = step.query_start.diff() > 1
-        rows, decode_step = single_queries(step, is_prompt, decodes)
-        out = self.attend_expanded(q, replace(step, context_lens=step.context_lens * is_prompt))
-        out[rows] = self.attend_absorbed(q[rows], decode_step)
+        out = self.attend_expanded(q, step, prompts)
+        rows = prompts.decode_rows
+        if rows is not None and prompts.decode_step is not None:
+            out[rows] = self.attend_absorbed(q[rows], prompts.decode_step)
         return out
 
-    def attend_expanded(self, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """Attention of sequences that begin in the step, to keys and values of each head.
+    def attend_expanded(self, q: torch.Tensor, step: Step, prompts: LatentPrompts) -> torch.Tensor:
+        """Attention of prompts, to keys and values of each head.
 
         These are the pages of a cache of their own, with one token each.
         """
         spec, width = self.spec, max(self.spec.query_dim, self.spec.value_dim)
-        # First, since attention may read tables before the kernel in front of it has ended (PDL).
-        tokens = torch.arange(step.max_query, dtype=torch.int32, device=q.device)
-        tables = step.query_start[:-1, None] + tokens
-        latent, rotated = self._stored_rows(q.dtype, step).split([spec.rank, spec.rope_dim], -1)
+        stored = self._stored_rows(q.dtype, step, prompts)
+        latent, rotated = stored.split([spec.rank, spec.rope_dim], -1)
         by_head = latent.expand(q.shape[1], -1, -1)
         key_up, value_up = self.packed_up_projections()
-        keys, values = (q.new_zeros(*q.shape[:2], width) for _ in range(2))
+        keys, values = (q.new_zeros(len(stored), q.shape[1], width) for _ in range(2))
         keys[..., : spec.nope_dim] = torch.bmm(by_head, key_up.mT).transpose(0, 1)
         keys[..., spec.nope_dim : spec.query_dim] = rotated[:, None]
         values[..., : spec.value_dim] = torch.bmm(by_head, value_up.mT).transpose(0, 1)
@@ -356,21 +385,20 @@ class LatentAttentionCore(nn.Module):
             F.pad(q, (0, width - spec.query_dim)),
             keys[:, :, None],
             values[:, :, None],
-            tables,
+            prompts.block_tables,
             step.query_start,
-            step.context_lens,
+            prompts.context_lens,
             step.max_query,
-            step.max_query,
+            prompts.max_keys,
             spec.scale,
         )
         out = step.ops.paged_attention(inputs).view(len(q), -1, width)
         return out[..., : spec.value_dim].flatten(1)
 
-    def _stored_rows(self, dtype: torch.dtype, step: Step) -> torch.Tensor:
-        """What the cache holds of the step's tokens [T, cached_dim]."""
-        pages, size = step.kv.k[self.cache_index], step.kv.page_size
-        page, offset = step.slots.div(size, rounding_mode="floor"), step.slots % size
-        rows = pages[page, 0, offset]
+    def _stored_rows(self, dtype: torch.dtype, step: Step, prompts: LatentPrompts) -> torch.Tensor:
+        """What the cache holds of the tokens that are expanded [K, cached_dim]."""
+        page, offset = prompts.page, prompts.offset
+        rows = step.kv.k[self.cache_index][page, 0, offset]
         scale = step.kv.scales(self.cache_index)[0]
         if scale is not None:
             rows = rows.float() * scale[page, 0, offset][:, None]
@@ -399,24 +427,3 @@ class LatentAttentionCore(nn.Module):
         )
         latent = self._op(step.ops.paged_attention, inputs).view(len(q), -1, spec.rank)
         return torch.bmm(latent.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
-
-
-def single_queries(step: Step, is_prompt: torch.Tensor, decodes: int) -> tuple[torch.Tensor, Step]:
-    """The rows of a step's sequences of one token, and the step of these alone.
-
-    Args:
-        step: A step with such sequences and others.
-        is_prompt: [B] bool: which sequences have more tokens.
-        decodes: How many have one; the host knows it, so that a GPU need not be waited for.
-    """
-    sequences = torch.argsort(is_prompt.int(), stable=True)[:decodes]
-    rows = step.query_start[sequences].long()
-    starts = torch.arange(decodes + 1, dtype=torch.int32, device=rows.device)
-    return rows, replace(
-        step,
-        block_tables=step.block_tables[sequences],
-        query_start=starts,
-        context_lens=step.context_lens[sequences],
-        max_query=1,
-        num_decodes=None,
-    )

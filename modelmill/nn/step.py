@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import repeat
 
 import torch
 
 from modelmill.nn.kv import KVCache
+from modelmill.nn.latent_step import LatentPrompts, divide_prompts
 from modelmill.nn.recurrent_state import StateStep
+from modelmill.ops.latent_rope_cache import SlotPlaces
 from modelmill.ops.registry import Ops
 from modelmill.parallel.tp_group import SINGLE_RANK, TPGroup
 
@@ -27,8 +30,9 @@ class Step:
     None: all T.
     max_query, max_context: host bounds of the rows, which kernel grids are sized by.
     tp_group: the ranks that compute the step together.
-    num_decodes: how many sequences have one token, where all others begin in this step and no
-    token is padding; None: some have keys from earlier steps, or it is not known.
+    num_decodes: how many sequences have one token, where no token is padding and latent attention
+    expands the others; None: it does not, or it is not known.
+    num_prompt_keys: keys of these others; 0: they all begin in this step.
     embeds: [T, H] and embed_mask [T] bool where some tokens bring their own embeddings (images);
     else None.
     layer_inputs: [T, layers, P], what each layer reads beside the stream; None: nothing.
@@ -57,12 +61,26 @@ class Step:
     layer_inputs: torch.Tensor | None = None
     layer_steps: tuple[Step, ...] = field(default=(), repr=False)
     num_decodes: int | None = None
+    num_prompt_keys: int = 0
 
     def steps_by_layer(self) -> Iterable[Step]:
         """The step of each layer, in their order; without an end where all compute this one."""
         if self.layer_inputs is None or not self.layer_steps:
             return self.layer_steps or repeat(self)
         return (replace(each, layer_inputs=self.layer_inputs) for each in self.layer_steps)
+
+    @cached_property
+    def slot_places(self) -> SlotPlaces:
+        """Where the step's tokens are stored; made once, for the layers that index pages in torch.
+
+        A step that is made of this one by ``replace`` makes its own.
+        """
+        return SlotPlaces.of_slots(self.slots, self.kv.page_size)
+
+    @cached_property
+    def latent_prompts(self) -> LatentPrompts | None:
+        """The prompts that latent attention expands; made once, as ``slot_places``."""
+        return divide_prompts(self)
 
     def only_logit_rows(self) -> Step | None:
         """The step of the rows ``logit_rows``, each the only query of a sequence of its own.

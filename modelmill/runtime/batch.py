@@ -6,7 +6,7 @@ copy. Tensors there are views of the buffer (``runtime.batch_layout``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -40,7 +40,7 @@ class PackedBatch:
         uses_last_ids: Whether some ids are read from ``ModelRunner.last_ids``.
         embeds: Image embeddings [T, H].
         embed_mask: [T] bool: the tokens that have one.
-        num_decodes: As in the ``Step``.
+        num_decodes, num_prompt_keys: As in the ``Step``.
     """
 
     views: BatchViews
@@ -52,6 +52,7 @@ class PackedBatch:
     embeds: torch.Tensor | None = None
     embed_mask: torch.Tensor | None = None
     num_decodes: int | None = None
+    num_prompt_keys: int = 0
 
     def to_step(
         self,
@@ -81,6 +82,7 @@ class PackedBatch:
             embed_mask=self.embed_mask,
             state=None if states is None else self._state_step(states, kv.page_size),
             num_decodes=self.num_decodes,
+            num_prompt_keys=self.num_prompt_keys,
         )
         return self._with_layer_steps(step) if kv.layer_groups else step
 
@@ -130,7 +132,12 @@ class Packer:
     """
 
     def __init__(
-        self, tables: PageTables, page_size: int, device: str, state_padding: int | None = None
+        self,
+        tables: PageTables,
+        page_size: int,
+        device: str,
+        state_padding: int | None = None,
+        expands_history: Callable[[Seq[tuple[int, int]]], bool] | None = None,
     ) -> None:
         """Make a packer without buffers.
 
@@ -139,7 +146,10 @@ class Packer:
             page_size: Tokens of a page.
             device: Where batches are copied to.
             state_padding: The padding slot of the recurrent states; None: there are none.
+            expands_history: Whether latent attention expands prompts of (new tokens, keys); None:
+                it expands those that begin in a step.
         """
+        self.expands_history = expands_history
         self.tables, self.page_size = tables, page_size
         self.state_padding = state_padding
         self.page_groups = len(tables.tables)
@@ -235,11 +245,23 @@ class Packer:
         max_query = 1 if decode else tokens if bounds is not None else max(c for _, c in work)
         if prefill_pad is not None and prefill_pad.is_mixed:
             uses_last_ids = True  # the graph of all steps of this size
-        num_decodes = None if decode or bounds is not None else _num_decodes(work)
+        num_decodes, num_prompt_keys = None, 0
+        if not decode and bounds is None:
+            num_decodes, num_prompt_keys = self._count_prompts(work)
         return PackedBatch(
             views, tokens, all_rows, max_query, max_context, uses_last_ids, embeds, mask,
-            num_decodes,
+            num_decodes, num_prompt_keys,
         )  # fmt: skip
+
+    def _count_prompts(self, work: Seq[tuple[Sequence, int]]) -> tuple[int | None, int]:
+        """``num_decodes`` and ``num_prompt_keys`` of the Step."""
+        prompts = [(count, seq.computed + count) for seq, count in work if count > 1]
+        num_decodes = len(work) - len(prompts)
+        if all(count == keys for count, keys in prompts):
+            return num_decodes, 0
+        if self.expands_history is None or not self.expands_history(prompts):
+            return None, 0
+        return num_decodes, sum(keys for _, keys in prompts)
 
     def dummy_batch(self, query: int, seqs: int, max_context: int = 0) -> PackedBatch:
         """A step of empty sequences that reads and stores no keys and values, for warm-up.
@@ -463,13 +485,6 @@ def reserve_step_buffers(packer: Packer, config: RunConfig, max_pages_per_seq: i
     groups = packer.page_groups
     columns = 2 * max_pages_per_seq
     packer.reserve(BatchLayout(tokens, seqs, tokens + seqs, columns, has_state, groups))
-
-
-def _num_decodes(work: Seq[tuple[Sequence, int]]) -> int | None:
-    """How many sequences have one token; None if another one has keys from earlier steps."""
-    if any(seq.computed > 0 for seq, count in work if count > 1):
-        return None
-    return sum(count == 1 for _, count in work)
 
 
 def _gather_embeds(

@@ -34,6 +34,7 @@ from modelmill.loader.state_capacity import StateCapacity
 from modelmill.loader.tuning import load_tuning
 from modelmill.loader.unpack_weights import unpack_cpu_weights
 from modelmill.nn.kv import KVCache, Zeros, kv_cache_dtype, zeros_without_writing
+from modelmill.nn.latent_attention import HistoryExpansion
 from modelmill.nn.layer_stack import model_state_shape
 from modelmill.nn.model_kv import model_kv_shape
 from modelmill.nn.recurrent_state import RecurrentStateCache
@@ -116,7 +117,7 @@ class EngineCore:
         width = -(-self.max_model_len // self.page_size)
         self.scheduler = self._make_scheduler(width)
         memory, kv, states, padding = self._allocate_caches()
-        packer = Packer(self.scheduler.tables, self.page_size, self.device, padding)
+        packer = self._make_packer(padding)
         self.vision_runner = VisionEncoderRunner(
             model, self.ops, self.device, graphs=cuda and config.cuda_graphs
         )
@@ -187,6 +188,11 @@ class EngineCore:
             # the pages inside the windows of the longest sequence fit: capacity has checked it
             kv_tokens = max(kv_tokens, self.max_model_len)
         return RequestLimits(self.vocab, self.max_model_len, kv_tokens, max_seqs)
+
+    def _make_packer(self, state_padding: int | None) -> Packer:
+        expansion = HistoryExpansion.of_model(self.model, self.config.max_num_batched_tokens)
+        tables = self.scheduler.tables
+        return Packer(tables, self.page_size, self.device, state_padding, expansion)
 
     def _make_scheduler(self, width: int) -> Scheduler:
         """The scheduler of the KV pages; ``width``: pages of the longest sequence."""

@@ -50,7 +50,7 @@ COMMANDS = (
     FORWARD, GREEDY, SAMPLED, LOGITS, COPY, COPY_STATE, END, PING, *SESSION_COMMANDS,
     *SLEEP_COMMANDS,
 )  # fmt: skip
-_HEADER_STRUCT = struct.Struct("<16q")
+_HEADER_STRUCT = struct.Struct("<17q")
 HEADER_BYTES = _HEADER_STRUCT.size
 _EMPTY_LAYOUT = BatchLayout(0, 0, 0, 0)
 
@@ -69,6 +69,7 @@ class StepCommand:
         embed_width: Columns of the image embeddings that are broadcast before the step; 0: none.
         num_pooled_rows: The last so many logit rows return hidden states instead of logits.
         num_decodes: As in the ``Step``; −1: None.
+        num_prompt_keys: As in the ``Step``.
     """
 
     command: str
@@ -82,6 +83,7 @@ class StepCommand:
     embed_width: int = 0
     num_pooled_rows: int = 0
     num_decodes: int = -1
+    num_prompt_keys: int = 0
 
     @staticmethod
     def from_batch(
@@ -99,6 +101,7 @@ class StepCommand:
             embed_width,
             num_pooled_rows,
             -1 if batch.num_decodes is None else batch.num_decodes,
+            batch.num_prompt_keys,
         )
         return StepCommand(command, views.num_words, views.layout, *fields)
 
@@ -112,6 +115,7 @@ class StepCommand:
             self.max_context,
             self.uses_last_ids,
             num_decodes=None if self.num_decodes < 0 else self.num_decodes,
+            num_prompt_keys=self.num_prompt_keys,
         )
 
     def pack(self) -> bytes:
@@ -123,7 +127,7 @@ class StepCommand:
             layout.has_state, layout.page_groups,
             self.all_rows, self.max_query, self.max_context, self.uses_last_ids, self.num_kept_ids,
             self.embed_width,
-            self.num_pooled_rows, self.num_decodes,
+            self.num_pooled_rows, self.num_decodes, self.num_prompt_keys,
         )  # fmt: skip
 
     @staticmethod

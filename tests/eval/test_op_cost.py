@@ -125,6 +125,20 @@ def test_a_projection_that_is_rotated_and_stored_counts_no_stop_between() -> Non
     )
 
 
+def test_latent_rows_are_read_and_stored_and_the_ends_of_queries_rotated() -> None:
+    """Three tokens, a latent vector of 8, 4 rotated channels; of queries of 12, two heads, only
+    these are read and written.
+    """
+    q, latent, weight = torch.randn(3, 2, 12), torch.randn(3, 12), torch.randn(8)
+    angles, cache = torch.zeros(3, 2), torch.zeros(1, 1, 16, 12)
+    args = {"k_cache": cache, "slots": torch.arange(3), "interleaved": True, "eps": 1e-6}
+    cost = cost_of(
+        "latent_rope_cache", q=q, latent=latent, weight=weight, cos=angles, sin=angles, **args
+    )
+    rotated = 2 * 3 * 2 * 4 * 4
+    assert cost == OpCost(2 * latent.nbytes + weight.nbytes + 2 * angles.nbytes + rotated, 0, 0)
+
+
 def test_a_norm_reads_and_writes_its_rows() -> None:
     x, weight = torch.randn(5, 64), torch.randn(64)
     assert cost_of("rms_norm", x=x, weight=weight, eps=1e-5) == OpCost(

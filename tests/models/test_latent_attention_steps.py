@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from modelmill.nn.latent_attention import LatentAttentionCore
 from tests.models.families.deepseek_v3 import CASE
@@ -23,20 +26,21 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     attend = LatentAttentionCore.attend_expanded
 
-    def counted(self: LatentAttentionCore, q: object, step: object) -> object:
-        counts.append(len(q))  # type: ignore[arg-type]
-        return attend(self, q, step)  # type: ignore[arg-type]
+    def counted(self: LatentAttentionCore, q: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts.append(len(q))
+        return attend(self, q, *args)
 
     monkeypatch.setattr(LatentAttentionCore, "attend_expanded", counted)
     return counts
 
 
-@pytest.mark.parametrize("tokens", [7, 256])
+@pytest.mark.parametrize("tokens", [7, 80, 256])
 def test_logits_are_those_of_transformers(tokens: int, saved: Saved, expanded: list[int]) -> None:
-    """Chunks of a prompt are absorbed, but for the first; whole prompts are expanded."""
+    """Prompts are expanded, later chunks where they are long beside their history."""
     compare(saved.open(max_num_batched_tokens=tokens), saved.logits, drawn_ids(VOCAB))
     assert max(expanded) <= tokens
     assert (111 in expanded) is (tokens == 256), "1 + 7 + 33 + 70 tokens in one step"
+    assert (31 in expanded) is (tokens == 80), "the last of 70 tokens, behind 39"
 
 
 def test_a_warm_prefix_gives_the_ids_of_a_cold_one(saved: Saved, expanded: list[int]) -> None:

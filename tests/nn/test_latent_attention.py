@@ -10,6 +10,7 @@ import torch
 from modelmill.nn.attention import RopeCosSin
 from modelmill.nn.kv import KVCache, KVShape
 from modelmill.nn.latent_attention import (
+    HistoryExpansion,
     LatentAttentionCore,
     LatentAttentionSpec,
     RopeAndLatentCache,
@@ -128,10 +129,62 @@ def test_other_up_projections_of_16_bits_are_packed_anew() -> None:
     assert not torch.allclose(changed, before)
 
 
-def test_a_prompt_with_a_history_is_absorbed() -> None:
+def test_prompts_with_a_history_are_absorbed_where_the_step_does_not_say_so() -> None:
     step, heads = heads_attended(make_step([(9, 20), (4, 4)]))
     make_core()(queries(step), step)
     assert heads == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads"),
+    [([(9, 20)], [4]), ([(2, 25), (8, 8), (16, 40)], [4]),
+     ([(1, 7), (9, 20), (1, 33), (1, 1), (5, 5)], [4, 1])],
+)  # fmt: skip
+def test_a_history_is_expanded_to_the_same_result(
+    lengths: list[tuple[int, int]], kv_heads: list[int], dtype: torch.dtype
+) -> None:
+    """Keys lie in pages of any order; single queries beside the prompts are absorbed."""
+    core, step = make_core(), make_step(lengths, dtype)
+    q = queries(step)
+    expected = core(q, step)
+    prompts = [keys for new, keys in lengths if new > 1]
+    counts = {"num_decodes": len(lengths) - len(prompts), "num_prompt_keys": sum(prompts)}
+    recorded, heads = heads_attended(replace(step, **counts))
+    torch.testing.assert_close(core(q, recorded), expected, rtol=1e-5, atol=1e-5)
+    assert heads == kv_heads
+
+
+V3 = LatentAttentionSpec(7168, 128, 1536, 512, 128, 64, 128, False, 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cheaper"),
+    [
+        ([(64, 64)], True),
+        ([(512, 4096)], True),
+        ([(100, 4096)], False),
+        ([(20, 30)], False),
+        ([(2000, 2010), (20, 30)], True),
+    ],
+    ids=str,
+)
+def test_the_history_is_expanded_where_that_takes_fewer_products(
+    prompts: list[tuple[int, int]], cheaper: bool
+) -> None:
+    """Counted by hand for DeepSeek-V3: a key takes 512·256 multiplications, a pair 768 fewer."""
+    saved = sum(new * keys - new * (new - 1) / 2 for new, keys in prompts) * (576 + 512 - 320)
+    history = sum(keys - new for new, keys in prompts)
+    assert (saved > history * 512 * 256) is cheaper
+    assert V3.is_cheaper_expanded(prompts) is cheaper
+
+
+def test_a_step_expands_no_more_keys_than_it_may_have_tokens() -> None:
+    assert HistoryExpansion(V3, 4096)([(512, 4096)])
+    assert not HistoryExpansion(V3, 4095)([(512, 4096)])
+    assert HistoryExpansion.of_model(make_core(), 9) is None
+    layer = V3.build_module(0)
+    assert HistoryExpansion.of_model(torch.nn.ModuleList([layer]), 9) == HistoryExpansion(V3, 9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from modelmill.eval.large_op_cases import LARGE_CASES
-from modelmill.ops import qkv_rope_cache, registry
+from modelmill.ops import latent_rope_cache, qkv_rope_cache, registry
 from modelmill.ops.case import Case, randn
 from modelmill.ops.quant_types import quantize_per_row
 from modelmill.ops.state_rows import StateRows
@@ -35,6 +35,7 @@ INTERPRETED_IN_FULL_ONLY: Mapping[str, Sequence[str]] = {
     "image_attention": ("edge", "windows"),
     "int4_fused_moe": ("21x*", "22x*"),
     "int8_fused_moe": ("21x*", "22x*", "1x96*"),
+    "latent_rope_cache": ("1x3x*", "3x20x*"),
     "moe_align_block_size": ("150x*",),
     "paged_attention": (
         "decode",
@@ -200,10 +201,12 @@ def _oracle(op: str, args: dict[str, Any]) -> Any:
             value = StateRows(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in value))
         args64[name] = value
     result = registry.with_named_args(op, registry.reference(op))(**args64)
-    return result, [args64[n] for n in ("k_cache", "v_cache")] if op in (
-        "rope_cache",
-        "qkv_rope_cache",
-    ) else []
+    return result, _written_caches(args64)
+
+
+def _written_caches(args: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Pages that the op writes: those of one that gets slots."""
+    return [args[n] for n in ("k_cache", "v_cache") if "slots" in args and n in args]
 
 
 def _run_with_poisoned_memory(run: Any, args: dict[str, Any]) -> Any:
@@ -214,7 +217,7 @@ def _run_with_poisoned_memory(run: Any, args: dict[str, Any]) -> Any:
         result = run(**args)
     finally:
         torch.use_deterministic_algorithms(False)
-    return result, [args[n] for n in ("k_cache", "v_cache") if "slots" in args]
+    return result, _written_caches(args)
 
 
 def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
@@ -246,10 +249,7 @@ def _replayed(run: Any, case: Case) -> tuple[Any, dict[str, Any]]:
             static_args[name].copy_(value)
     graph.replay()
     torch.cuda.synchronize()
-    return (
-        result,
-        [static_args[n] for n in ("k_cache", "v_cache") if "slots" in static_args],
-    ), args
+    return (result, _written_caches(static_args)), args
 
 
 def _compare(label: str, outputs: Any, expected: Any, tolerance: float, case: Case) -> None:
@@ -334,6 +334,15 @@ def _rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
         }
         args |= {"q_norm": norm, "k_norm": norm + 1, "eps": 1e-5} if number else {}
         yield Case(f"padding-{dim}", args, writes=("k_cache", "v_cache"))
+
+
+def _latent_rope_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Padding slots, pages of 32, one head."""
+    for number, interleaved in enumerate((True, False)):
+        sizes = 1 + 4 * number, 48, 20, 8, 32
+        yield latent_rope_cache.random_case(
+            7, sizes, device, dtype, number + 20, interleaved=interleaved, padding=True
+        )
 
 
 def _rope_linear_edges(device: str, dtype: torch.dtype) -> Iterator[Case]:
@@ -510,6 +519,7 @@ EDGES = {
     "add_rms_norm": _add_norm_edges,
     "layer_norm": _layer_norm_edges,
     "rope_cache": _rope_edges,
+    "latent_rope_cache": _latent_rope_edges,
     "qkv_rope_cache": _rope_linear_edges,
     "paged_attention": _attention,
     "linear": _linear_edges,

@@ -25,9 +25,11 @@ from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
     MIN_DOT,
     PRECISION,
+    add_to_state,
     chunk_in_window,
     decays,
     kernel_chunk,
+    open_state,
     softplus,
     stages,
     whole_chunks,
@@ -143,14 +145,11 @@ def _delta_rule_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         inside = (k < DK)[:, None] & (v < DV)[None, :]
         place = head * DK * DV + k[:, None] * DV + v[None, :]
-        own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
-        snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-        end = tl.load(snapshot_end_ptr + sequence)
         first = tl.load(position_ptr + start)
-        s = tl.load(own, mask=inside, other=0.0)
-        s = tl.where(first > 0, s, 0.0)
-        if end == first:
-            tl.store(snapshot, s, mask=inside)
+        s, own, snapshot, end = open_state(
+            state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride,
+            place, inside,
+        )  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         q_ptr = qkv_ptr + head // (heads // key_heads) * DK
@@ -183,8 +182,9 @@ def _delta_rule_kernel(
                 o = tl.dot(query * since_start[:, None], s, input_precision=PRECISION)
                 o = tl.dot(scores, corrected, o, input_precision=PRECISION)
                 tl.store(out + row[:, None] * heads * DV + v[None, :], o, mask=mask)
-                s = tl.dot(tl.trans(key * to_end[:, None]), corrected, s * whole,
-                           input_precision=PRECISION)  # fmt: skip
+                kept_key = tl.trans(key * to_end[:, None])
+                added = tl.dot(kept_key, corrected, input_precision=PRECISION)
+                s = add_to_state(s, whole, added)
                 if base + CHUNK == kept:
                     tl.store(snapshot, s, mask=inside)
             t = last

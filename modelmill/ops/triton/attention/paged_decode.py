@@ -70,6 +70,23 @@ def offsets_as_unsigned(offsets):
     return offsets.to(tl.uint64) if offsets.dtype == tl.int64 else offsets.to(tl.uint32)
 
 
+@triton.jit
+def combine_partials(acc, row_max, exp_sum):
+    """Partial results of one softmax, each relative to its own maximum, relative to the largest.
+
+    Args:
+        acc: [parts, D], weighted sums of values.
+        row_max: [parts], maxima of the scores, to the base of two.
+        exp_sum: [parts], sums of the weights.
+
+    Returns:
+        The weighted sum [D], the maximum, and the sum of the weights.
+    """
+    max_all = tl.max(row_max, axis=0)
+    share = tl.exp2(row_max - max_all)
+    return tl.sum(acc * share[:, None], axis=0), max_all, tl.sum(exp_sum * share, axis=0)
+
+
 @triton.jit(do_not_specialize=["columns", "table_stride"])
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, tables_ptr, starts_ptr, lengths_ptr, out_ptr,
@@ -137,10 +154,7 @@ def paged_decode_kernel(
         acc = acc * rescale[:, None] + tl.sum(weight[:, :, None] * to_float32(v), axis=1)
         row_max = new_max
         offsets = next_offsets
-    max_all = tl.max(row_max, axis=0)
-    share = tl.exp2(row_max - max_all)
-    total = tl.sum(exp_sum * share, axis=0)
-    out = tl.sum(acc * share[:, None], axis=0)
+    out, max_all, total = combine_partials(acc, row_max, exp_sum)
     if SPLITS == 1:
         if SINKS:
             total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
@@ -297,12 +311,10 @@ def merge_splits_kernel(
     split_max = tl.where(used, split_max, -1.0e30)
     exp_sum = tl.where(used, exp_sum, 0.0)
     acc = tl.where(used[:, None], acc, 0.0)
-    max_all = tl.max(split_max, axis=0)
-    share = tl.exp2(split_max - max_all)
-    total = tl.sum(exp_sum * share, axis=0)
+    out, max_all, total = combine_partials(acc, split_max, exp_sum)
     if SINKS:
         total += tl.exp2(load_per_head(sinks_ptr, head) - max_all)
-    out = tl.sum(acc * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out = out / tl.where(total > 0.0, total, 1.0)
     if row_end - row == 1:
         tl.store(
             out_ptr + (row * HEADS + head) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM

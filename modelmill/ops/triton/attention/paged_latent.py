@@ -26,6 +26,7 @@ import triton.language as tl
 
 from modelmill.ops.paged_attention import PagedAttentionInputs
 from modelmill.ops.triton.attention.paged_decode import (
+    combine_partials,
     key_offsets,
     load_sequence,
     offsets_as_unsigned,
@@ -283,7 +284,6 @@ def merge_latent_splits_kernel(
     exp_sum = tl.load(sums_ptr + part * 2 + 1, mask=s < splits, other=0.0)
     used = (exp_sum > 0.0)[:, None] & (d < VALUE_DIM)[None, :]
     acc = tl.load(parts_ptr + part[:, None] * VALUE_DIM + d[None, :], mask=used, other=0.0)
-    share = tl.exp2(split_max - tl.max(split_max, axis=0))
-    total = tl.sum(exp_sum * share, axis=0)
-    out = tl.sum(acc * share[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    out, _, total = combine_partials(acc, split_max, exp_sum)
+    out = out / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + at * VALUE_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < VALUE_DIM)

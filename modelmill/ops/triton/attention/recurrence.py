@@ -1,6 +1,7 @@
-"""Tokens of a sequence in whole chunks and around them, and the arithmetic that recurrences share.
+"""A sequence's state, its tokens in whole chunks and around them, and arithmetic of recurrences.
 
-Computes: the bounds of whole chunks, the chunk that starts in a window, softplus, decays in a chunk
+Computes: the state in front of a step, the bounds of whole chunks, the chunk that starts in a
+    window, softplus, decays in a chunk
 Dtypes: float32; running sums of a chunk float64
 Layout: registers
 Range: chunks of up to 16 tokens
@@ -29,6 +30,48 @@ def kernel_chunk(chunk: int, *, decode: bool) -> int:
 def stages(width: int) -> int:
     """Pipeline stages: the operands of the next chunk are loaded early, where they fit."""
     return 2 if width <= 128 else 1
+
+
+@triton.jit
+def open_state(
+    state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride, place,
+    inside,
+):  # fmt: skip
+    """The state of a sequence in front of the step; it is stored if the snapshot is there.
+
+    Args:
+        state_ptr: states by slot, slot_stride apart.
+        slot_ptr: the slot of each sequence.
+        snapshot_slot_ptr: the slots of the snapshots.
+        snapshot_end_ptr: the positions of the snapshots.
+        sequence: number of the sequence.
+        first: position of its first token; at 0 the slot holds another sequence's state.
+        slot_stride: values from slot to slot.
+        place: where in a slot the program's part of the state is.
+        inside: which of it exists.
+
+    Returns:
+        The state, where it lies, where its snapshot lies, and the snapshot's position.
+    """
+    own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
+    snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
+    end = tl.load(snapshot_end_ptr + sequence)
+    state = tl.load(own, mask=inside, other=0.0)
+    state = tl.where(first > 0, state, 0.0)
+    if end == first:
+        tl.store(snapshot, state, mask=inside)
+    return state, own, snapshot, end
+
+
+@triton.jit
+def add_to_state(state, decay, added):
+    """State · decay + added, rounded to nearest.
+
+    As the accumulator of a product the state would be truncated by the tensor cores in each of its
+    steps, always towards zero: over 4,096 tokens that is 1e-4 of it. A sum written with + is made
+    such an accumulator by Triton's compiler.
+    """
+    return tl.fma(state, decay, added)
 
 
 @triton.jit

@@ -23,8 +23,10 @@ from modelmill.ops.state_rows import has_packed_operands
 from modelmill.ops.triton.attention.recurrence import (
     MIN_DOT,
     PRECISION,
+    add_to_state,
     decays,
     kernel_chunk,
+    open_state,
     softplus,
     stages,
     whole_chunks,
@@ -78,14 +80,11 @@ def _ssd_scan_kernel(
         n = tl.arange(0, BLOCK_N)
         place = head * P * N + p[:, None] * N + n[None, :]
         inside = (p < P)[:, None] & (n < N)[None, :]
-        own = state_ptr + tl.load(slot_ptr + sequence) * slot_stride + place
-        snapshot = state_ptr + tl.load(snapshot_slot_ptr + sequence) * slot_stride + place
-        end = tl.load(snapshot_end_ptr + sequence)
         first = tl.load(position_ptr + start)
-        s = tl.load(own, mask=inside, other=0.0)
-        s = tl.where(first > 0, s, 0.0)
-        if end == first:
-            tl.store(snapshot, s, mask=inside)
+        s, own, snapshot, end = open_state(
+            state_ptr, slot_ptr, snapshot_slot_ptr, snapshot_end_ptr, sequence, first, slot_stride,
+            place, inside,
+        )  # fmt: skip
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         skip = tl.load(skip_ptr + head).to(tl.float32)
@@ -118,8 +117,8 @@ def _ssd_scan_kernel(
                 y = tl.dot(c * since_start[:, None], tl.trans(s), input_precision=PRECISION)
                 y = tl.dot(scores, write, y, input_precision=PRECISION)
                 tl.store(out + row[:, None] * heads * P + p[None, :], y + skip * x, mask=mask_p)
-                s = tl.dot(tl.trans(write * to_end[:, None]), b, s * whole,
-                           input_precision=PRECISION)  # fmt: skip
+                added = tl.dot(tl.trans(write * to_end[:, None]), b, input_precision=PRECISION)
+                s = add_to_state(s, whole, added)
                 if base + CHUNK == kept:
                     tl.store(snapshot, s, mask=inside)
             t = last

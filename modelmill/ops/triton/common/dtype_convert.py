@@ -5,8 +5,8 @@ Dtypes: int8, e4m3, float16 and float32; other types pass unchanged or are widen
 Layout: elementwise; pairs of 8-bit values in int16
 Range: any shape
 Technique: byte permutations and packed conversions as inline PTX; casts in the interpreter
-Used by: linear.py, moe_decode.py, paged_decode.py, paged_latent.py, paged_prefill.py,
-    rope_cache.py
+Used by: latent_rope_cache.py, linear.py, moe_decode.py, paged_decode.py, paged_latent.py,
+    paged_prefill.py, rope_cache.py
 """
 
 from __future__ import annotations
