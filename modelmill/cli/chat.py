@@ -131,7 +131,8 @@ def run(args: Args) -> int:
     if typed:
         persist_history()
         if not args.json:
-            print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
+            name = args.engine if isinstance(llm, LocalChat) else f"{llm.model} at {args.url}"
+            print_note(f"{name}: /help for commands, Ctrl-D to leave")
     while talk.handle_line(read_message(read_terminal_line) if typed else read_pipe_line()):
         pass
     if args.json:

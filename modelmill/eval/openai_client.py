@@ -77,14 +77,20 @@ class OpenAIClient:
 
         A model without a ``kind`` field counts as one. Raises ModelmillError.
         """
-        try:
-            models = (await self.get("/v1/models"))["data"]
-            names = [str(model["id"]) for model in models if model.get("kind") in TEXT_MODEL_TYPES]
-        except (KeyError, TypeError, AttributeError):
-            names = []
+        names = [str(card["id"]) for card in await self.text_model_cards()]
         if not names:
             raise ModelmillError("the server lists no text generation model; set --model")
         return names
+
+    async def text_model_cards(self) -> list[dict[str, Any]]:
+        """Return what the server lists of its text generation models. Raises ModelmillError."""
+        listed = await self.get("/v1/models")
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        return [
+            card
+            for card in (cards if isinstance(cards, list) else ())
+            if isinstance(card, dict) and "id" in card and card.get("kind") in TEXT_MODEL_TYPES
+        ]
 
     async def stream(
         self, path: str, body: Mapping[str, Any]

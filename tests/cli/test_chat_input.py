@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,42 @@ def test_messages_of_several_lines(lines: tuple[str, ...], text: str) -> None:
 def test_the_end_of_the_input_and_the_prompts() -> None:
     assert message() == (None, [PROMPT])
     assert message("a\\", "b")[1] == [PROMPT, CONTINUED]
+
+
+@pytest.mark.parametrize("lines", [['"""', "half"], ["one\\"]], ids=["quoted", "continued"])
+def test_an_interrupt_drops_a_message_of_several_lines(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(lines)
+
+    def read(_: str) -> str:
+        line = next(typed, None)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert read_message(chat_input.read_terminal_line) == ""
+    assert capsys.readouterr().out == "\n(message dropped)\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [(PROMPT, "(/exit or Ctrl-D leaves)"), ("weather= ", "(an empty line")]
+)
+def test_an_interrupt_clears_a_line_and_says_what_goes_on(
+    prompt: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: Iterator[Any] = iter([KeyboardInterrupt, "next"])
+
+    def read(_: str) -> str:
+        answer = next(answers)
+        if answer is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return str(answer)
+
+    monkeypatch.setattr("builtins.input", read)
+    assert read_message(chat_input.read_terminal_line, prompt) == "next"
+    assert words in capsys.readouterr().out
 
 
 def test_a_pipe_gives_its_lines_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
