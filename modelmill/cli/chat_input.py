@@ -75,7 +75,7 @@ def read_terminal_line(prompt: str) -> str | None:
     """
     while True:
         try:
-            return input(prompt)
+            return input(prompt).rstrip("\n")  # of a paste
         except EOFError:
             print()
             return None
@@ -91,15 +91,17 @@ def read_pipe_line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def persist_history() -> None:
-    """Give ``input`` the lines of earlier chats, and store this one's at the end.
+def start_line_editing() -> None:
+    """Give ``input`` the lines of earlier chats, and store this one's; take pastes whole.
 
-    Where there is no readline, or the file cannot be read or written, there is no history.
+    Where there is no readline, or the file cannot be read or written, there is no history; a paste
+    of several lines is then as many messages.
     """
     try:
         import readline
     except ImportError:
         return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     with contextlib.suppress(OSError):
         readline.read_history_file(history_file())
     readline.set_history_length(HISTORY_LINES)

@@ -173,8 +173,8 @@ def check_key(url: str, key: str) -> None:
             pass
     except urllib.error.HTTPError as error:
         if error.code == http.HTTPStatus.UNAUTHORIZED:
-            wants = "another" if key != NO_KEY else "an"
-            raise UsageError(f"{url} wants {wants} API key; give --api-key KEY") from None
+            which = "another" if key != NO_KEY else "an"
+            raise UsageError(f"{url} wants {which} API key; give --api-key KEY") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         print_note(f"{url} does not answer now: {getattr(error, 'reason', error)}")
 

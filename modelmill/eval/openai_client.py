@@ -7,6 +7,7 @@ that it measures.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import time
@@ -102,14 +103,16 @@ class OpenAIClient:
         async with _HttpExchange(self) as exchange:
             await exchange.send("POST", path, {**body, "stream": True})
             buffer = b""
-            async for part in exchange.body():
-                arrived = time.perf_counter()
-                *lines, buffer = (buffer + part).split(b"\n")
-                for line in lines:
-                    data = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or data == b"[DONE]":
-                        continue
-                    yield arrived, _parse_event(data)
+            # a reader that stops early closes the body, too, and leaves no task behind
+            async with contextlib.aclosing(exchange.body()) as body_parts:
+                async for part in body_parts:
+                    arrived = time.perf_counter()
+                    *lines, buffer = (buffer + part).split(b"\n")
+                    for line in lines:
+                        data = line.removeprefix(b"data:").strip()
+                        if not line.startswith(b"data:") or data == b"[DONE]":
+                            continue
+                        yield arrived, _parse_event(data)
 
 
 class _HttpExchange:

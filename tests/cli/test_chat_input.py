@@ -104,13 +104,13 @@ def test_lines_of_earlier_chats_come_back(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     readline.add_history("What is a watermill?")
     registered[0]()
     file = chat_input.history_file()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     readline.clear_history()
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     assert readline.get_history_item(1) == "What is a watermill?"
 
 
@@ -121,5 +121,5 @@ def test_a_history_that_cannot_be_written_is_none(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     registered[0]()

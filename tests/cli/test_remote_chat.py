@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import re
 import threading
@@ -12,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from modelmill.cli.chat import ChatSession
+from modelmill.cli.chat_model import ChatSettings
 from modelmill.cli.remote_chat import RemoteChat
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
@@ -112,6 +115,17 @@ def test_tokens_that_were_not_counted_are_not_told_as_none(
     out, err = capsys.readouterr()
     assert out.strip() == "a b"
     assert re.fullmatch(r"modelmill: first token after [\d.]+ s, [\d.]+ s in all\n", err)
+
+
+def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChat) -> None:
+    """At exit asyncio would report one that is pending."""
+    answer: Any = suggesting.stream(
+        [{"role": "user", "content": "Hello"}], SamplingParams(), ChatSettings()
+    )
+    assert next(answer).pieces == ["a "]
+    answer.close()
+    gc.collect()
+    assert asyncio.all_tasks(suggesting._loop) == set()
 
 
 def test_models_of_the_server_are_listed_and_chosen(

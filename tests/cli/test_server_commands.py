@@ -190,8 +190,8 @@ def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFix
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         check_key(url, "right")
-        for key, wants in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
-            with pytest.raises(UsageError, match=f"wants {wants}; give --api-key KEY"):
+        for key, name in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
+            with pytest.raises(UsageError, match=f"wants {name}; give --api-key KEY"):
                 check_key(url, key)
         server.shutdown()
     assert capsys.readouterr().err == ""
