@@ -13,6 +13,8 @@ from modelmill.core.config import option
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
+QUIET_SECONDS = 1.0
+"""Time to end after which the user learns what is waited for."""
 HELP = "End a running server: running answers finish first."
 EPILOG = """The server gets SIGTERM: new requests are refused, running answers may finish within its --shutdown-timeout.
 
@@ -104,7 +106,13 @@ def stop_server(server: ServerRecord, timeout: float) -> None:
         return
     try:
         process.terminate()
-        process.wait(timeout)
+        try:
+            process.wait(min(timeout, QUIET_SECONDS))
+        except psutil.TimeoutExpired:
+            if timeout <= QUIET_SECONDS:
+                raise
+            print_note(f"{server.url} finishes its answers; waiting for at most {timeout:g} s")
+            process.wait(timeout - QUIET_SECONDS)
     except psutil.NoSuchProcess:
         return
     except psutil.AccessDenied:

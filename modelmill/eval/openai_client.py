@@ -11,7 +11,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -172,7 +172,7 @@ class _HttpExchange:
             error_type = RequestError if status == 400 else ModelmillError
             raise error_type(f"{path} returned status {status}: {_error_message(text)}")
 
-    async def body(self) -> AsyncIterator[bytes]:
+    async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield the parts of the response body as they arrive."""
         try:
             if self._headers.get("transfer-encoding", "").lower() != "chunked":

@@ -48,7 +48,12 @@ def test_a_conversation_that_is_not_stored_is_listed_and_exported(opened: Any) -
     assert "It turns." in Path(download.value.path()).read_text()
     # leaving asks before it is lost
     dialog_types: list[str] = []
-    page.on("dialog", lambda dialog: (dialog_types.append(dialog.type), dialog.accept()))
+
+    def accept(dialog: Any) -> None:
+        dialog_types.append(dialog.type)
+        dialog.accept()
+
+    page.on("dialog", accept)
     page.reload()
     assert dialog_types == ["beforeunload"]
     expect(rows).to_have_count(0)

@@ -122,6 +122,19 @@ def test_a_server_that_does_not_end_in_time(
     assert "still finishes answers after 0.01 s" in err
 
 
+def test_what_stop_waits_for_is_said(
+    start: Start, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("m")
+    monkeypatch.setattr(psutil.Process, "terminate", lambda _: None)
+    monkeypatch.setattr(stop, "QUIET_SECONDS", 0.01)
+    code, _, err = cli("stop", "m", "--timeout", "0.03")
+    assert code == 1
+    assert err.splitlines()[0] == (
+        f"modelmill: {server.url} finishes its answers; waiting for at most 0.03 s"
+    )
+
+
 def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
     facts = ps.server_facts(nobody)
