@@ -667,6 +667,10 @@ FULL_ONLY: Mapping[str, Sequence[str]] = {
         "test_its_option_is_refused_by_other_recipes_and_checked",
     ),
     "tests/benchmarks/test_sam.py": ("test_a_click_and_an_embedding_become_rows",),
+    "tests/cli/test_server_commands.py": (
+        "test_a_shell_completes_running_servers[words0]",
+        "test_a_client_gets_an_address_that_it_can_reach[http://10*",
+    ),
     "tests/cli/test_output.py": (
         "test_tables_without_sequences",
         "test_intermediate_output_without_a_reader",

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelmill.cli.chat_input import (
-    persist_history,
     read_message,
     read_pipe_line,
     read_terminal_line,
+    start_line_editing,
 )
 from modelmill.cli.chat_model import ChatDelta, ChatModel, ChatSettings, LocalChat
 from modelmill.cli.chat_tools import ask_tool_results, call_message, format_tools, read_tools
@@ -129,9 +129,10 @@ def run(args: Args) -> int:
     for image in args.image:
         talk.attach_image(image)
     if typed:
-        persist_history()
+        start_line_editing()
         if not args.json:
-            print_note(f"{args.engine or args.url}: /help for commands, Ctrl-D to leave")
+            name = args.engine if isinstance(llm, LocalChat) else f"{llm.model} at {args.url}"
+            print_note(f"{name}: /help for commands, Ctrl-D to leave")
     while talk.handle_line(read_message(read_terminal_line) if typed else read_pipe_line()):
         pass
     if args.json:
@@ -313,6 +314,8 @@ class ChatSession:
         if rest:
             budget = int(tokens) if tokens else None
             _check_think_tokens(budget)
+            if _THINKS[mode] and isinstance(self.llm, LocalChat):
+                self.llm.check_thinking()
             self.settings = replace(self.settings, thinks=_THINKS[mode], thinking_budget=budget)
         mode = next(name for name, thinks in _THINKS.items() if thinks is self.settings.thinks)
         limit = self.settings.thinking_budget
@@ -328,6 +331,9 @@ class ChatSession:
             self._print("/save needs a file name")
             return
         file = Path(name).expanduser()
+        if file.is_dir():
+            self._print(f"{name} is a folder; give a file's name")
+            return
         try:
             over = replace or file.resolve() in self._saved_paths
             with file.open("w" if over else "x", encoding="utf-8") as sink:

@@ -13,6 +13,7 @@ from modelmill.core.env import cache_dir
 HISTORY_LINES = 1000
 QUOTES = '"""'
 PROMPT, CONTINUED = "> ", ". "
+LEAVE, LEAVE_OPEN = "/exit or Ctrl-D leaves", "an empty line leaves the call open"
 
 
 def history_file() -> Path:
@@ -25,7 +26,8 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
 
     A backslash at the end of a line continues it. A line that begins with ``\"\"\"`` opens a
     message that ends with the next ``\"\"\"``, whatever is between; the end of the input ends
-    both.
+    both. A ``KeyboardInterrupt`` of ``read_line`` after the first line drops the message: an empty
+    one is returned.
 
     Args:
         read_line: returns a line for a prompt, without its end, or None.
@@ -34,6 +36,15 @@ def read_message(read_line: Callable[[str], str | None], prompt: str = PROMPT) -
     line = read_line(prompt)
     if line is None:
         return None
+    try:
+        return _read_rest(line, read_line)
+    except KeyboardInterrupt:
+        print("\n(message dropped)")
+        return ""
+
+
+def _read_rest(line: str, read_line: Callable[[str], str | None]) -> str:
+    """Return the message that begins with this line."""
     if line.startswith(QUOTES):
         return _read_quoted(line.removeprefix(QUOTES), read_line)
     lines = [line]
@@ -60,16 +71,18 @@ def _read_quoted(first: str, read_line: Callable[[str], str | None]) -> str:
 def read_terminal_line(prompt: str) -> str | None:
     """Read a line at the terminal, with line editing; None at Ctrl-D.
 
-    Ctrl-C only clears the line.
+    Ctrl-C only clears the line; in a message of several lines it raises KeyboardInterrupt.
     """
     while True:
         try:
-            return input(prompt)
+            return input(prompt).rstrip("\n")  # of a paste
         except EOFError:
             print()
             return None
         except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D leaves)")
+            if prompt == CONTINUED:
+                raise
+            print(f"\n({LEAVE if prompt == PROMPT else LEAVE_OPEN})")
 
 
 def read_pipe_line() -> str | None:
@@ -78,15 +91,17 @@ def read_pipe_line() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def persist_history() -> None:
-    """Give ``input`` the lines of earlier chats, and store this one's at the end.
+def start_line_editing() -> None:
+    """Give ``input`` the lines of earlier chats, and store this one's; take pastes whole.
 
-    Where there is no readline, or the file cannot be read or written, there is no history.
+    Where there is no readline, or the file cannot be read or written, there is no history; a paste
+    of several lines is then as many messages.
     """
     try:
         import readline
     except ImportError:
         return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
     with contextlib.suppress(OSError):
         readline.read_history_file(history_file())
     readline.set_history_length(HISTORY_LINES)

@@ -64,6 +64,14 @@ class LocalChat:
         """Whether messages may have pictures."""
         return self.llm.language.supports_images
 
+    def check_thinking(self) -> None:
+        """Raise UsageError if the chat template has no thinking."""
+        chat_format = self.llm.chat_format
+        if chat_format is None or chat_format.thinking is None:
+            raise UsageError(
+                "the chat template of this engine has no thinking; /think auto answers again"
+            )
+
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
     ) -> Iterator[ChatDelta]:
@@ -80,10 +88,8 @@ class LocalChat:
         history, template = prepare_tools(
             chat_format.format_name, messages, settings.tools, writes_calls=chat_format.writes_calls
         )
-        if settings.thinks and chat_format.thinking is None:
-            raise UsageError(
-                "the chat template of this engine has no thinking; /think auto answers again"
-            )
+        if settings.thinks:
+            self.check_thinking()
         if settings.thinks is not None and chat_format.thinking is not None:
             template["options"] = {"enable_thinking": settings.thinks}
         if settings.tools:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http
+import http.client
 import json
 import os
 import shlex
 import shutil
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from modelmill.cli.options import CommonArgs
-from modelmill.cli.output import emit_json
+from modelmill.cli.output import emit_json, print_note
 from modelmill.cli.stop import find_server
 from modelmill.core.config import option
 from modelmill.core.env import child_env
@@ -31,6 +35,8 @@ Examples:
 
 NO_KEY = "none"
 """For clients that refuse to start without a key; a server without keys ignores it."""
+KEY_SECONDS = 2.0
+"""How long a server may take to tell whether it takes the key."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,11 @@ class Args(CommonArgs):
 
     client: str = option(help="the agent", positional=True, choices=tuple(CLIENTS))
     url: str | None = option(None, "address of the server (default: the one that runs here)")
-    model: str | None = option(None, "served model (default: the server's first)")
+    model: str | None = option(
+        None,
+        "served model (default: the server's first)",
+        complete=lambda: [model for each in running_servers() for model in each.models],
+    )
     api_key: str = option(NO_KEY, "key of the server, if it has keys")
     run: bool = option(False, "start the agent instead of printing its command", flags=("--run",))
 
@@ -109,6 +119,9 @@ def run(args: Args) -> int:
     """Print the command, or become the agent."""
     url, model = served_model(args)
     command = CLIENTS[args.client](url, model, args.api_key)
+    if args.run:
+        find_program(command)
+    check_key(url, args.api_key)
     if args.json:
         emit_json({"command": list(command.words), "env": dict(command.env)})
     elif args.run:
@@ -118,12 +131,17 @@ def run(args: Args) -> int:
     return 0
 
 
-def exec_command(command: LaunchCommand) -> NoReturn:
-    """Replace this process by the agent. Raises ModelmillError if it is not installed."""
+def find_program(command: LaunchCommand) -> str:
+    """Return the agent's path. Raises ModelmillError if it is not installed."""
     program = shutil.which(command.words[0])
     if program is None:
         raise ModelmillError(f"there is no {command.words[0]} on the PATH; install it first")
-    os.execve(program, list(command.words), {**child_env(), **command.env})
+    return program
+
+
+def exec_command(command: LaunchCommand) -> NoReturn:
+    """Replace this process by the agent. Raises ModelmillError if it is not installed."""
+    os.execve(find_program(command), list(command.words), {**child_env(), **command.env})
 
 
 def served_model(args: Args) -> tuple[str, str]:
@@ -140,7 +158,25 @@ def served_model(args: Args) -> tuple[str, str]:
         return args.url.rstrip("/").removesuffix("/v1"), args.model
     servers = running_servers()
     server = _server_of(servers, args.model)
-    return server.url, args.model or server.models[0]
+    return server.client_url, args.model or server.models[0]
+
+
+def check_key(url: str, key: str) -> None:
+    """Ask the server whether it takes the key; a server that does not answer now may do so later.
+
+    Raises:
+        UsageError: if it refuses it.
+    """
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=KEY_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.UNAUTHORIZED:
+            which = "another" if key != NO_KEY else "an"
+            raise UsageError(f"{url} wants {which} API key; give --api-key KEY") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        print_note(f"{url} does not answer now: {getattr(error, 'reason', error)}")
 
 
 def _server_of(servers: list[ServerRecord], model: str | None) -> ServerRecord:

@@ -7,7 +7,8 @@ FILE.yaml``, else from the dataclass.
 
 Field metadata: ``help``, ``choices``, ``flags`` (``-x`` adds a short name, the first ``--x``
 replaces the long name, others are aliases), ``positional``, ``metavar``, ``required``, ``hidden``,
-``python_only`` (no flag), ``is_bytes`` (takes 8GiB; so does every integer named ``…_bytes``).
+``python_only`` (no flag), ``is_bytes`` (takes 8GiB; so does every integer named ``…_bytes``),
+``complete`` (a function: values for a shell's completion).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial
@@ -63,6 +64,7 @@ class CliParameter:
         key_type: the type of a pair's key.
         negatable: whether there is a --no-FLAG.
         is_bytes: whether a value may have a unit, such as 8GiB.
+        complete: returns values for a shell's completion.
     """
 
     name: str
@@ -81,6 +83,7 @@ class CliParameter:
     panel: str | None
     negatable: bool
     is_bytes: bool = False
+    complete: Callable[[], Sequence[str]] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -190,6 +193,7 @@ def _flag(each: Field[Any], hint: Any, panel: str | None, help: str) -> CliParam
         negatable=value_type is bool and not long,
         is_bytes=value_type is int
         and (each.name.endswith("_bytes") or bool(metadata.get("is_bytes"))),
+        complete=metadata.get("complete"),
     )
 
 
@@ -239,8 +243,11 @@ def _annotation(flag: CliParameter) -> Any:
 def _parameter(flag: CliParameter) -> Any:
     import typer
 
+    complete = _completion(flag)
     if flag.positional:
-        return typer.Argument(... if flag.required else None, metavar=flag.metavar)
+        return typer.Argument(
+            ... if flag.required else None, metavar=flag.metavar, autocompletion=complete
+        )
     long = f"--{flag.long}/--no-{flag.long}" if flag.negatable else f"--{flag.long}"
     return typer.Option(
         None,
@@ -250,7 +257,20 @@ def _parameter(flag: CliParameter) -> Any:
         envvar=None if flag.repeatable else [flag_variable(name) for name in flag.names],
         show_envvar=False,  # in an error, which says where the value stands by itself
         hidden=flag.hidden,
+        autocompletion=complete,
     )
+
+
+def _completion(flag: CliParameter) -> Callable[[str], list[str]] | None:
+    """Return the values that begin with what is typed, as typer asks for them."""
+    values = flag.complete
+    if values is None:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values() if value.startswith(incomplete)]
+
+    return complete
 
 
 def flag_variable(name: str) -> str:

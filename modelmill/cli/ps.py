@@ -95,7 +95,8 @@ def format_model_list(facts: Mapping[str, Any]) -> str:
 def server_health(server: ServerRecord) -> dict[str, Any]:
     """Return what ``/health`` tells; nothing if the server does not answer."""
     try:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=HEALTH_SECONDS) as answer:
+        url = f"{server.client_url}/health"
+        with urllib.request.urlopen(url, timeout=HEALTH_SECONDS) as answer:
             body = answer.read()
     except urllib.error.HTTPError as error:  # 503 has a body, too
         body = error.read()

@@ -9,6 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from modelmill.cli.chat_model import ChatDelta, ChatSettings
+from modelmill.core.errors import ModelmillError
+from modelmill.core.generation_defaults import MODELMILL_SOURCE
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
 from modelmill.outputs import CompletionOutput, RequestOutput
@@ -33,6 +35,7 @@ class RemoteChat:
         self._client = remote
         self._loop = asyncio.new_event_loop()
         self.model = model or self._loop.run_until_complete(remote.first_model())
+        self._suggested: dict[str, dict[str, Any]] = {}
 
     def stream(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams, settings: ChatSettings
@@ -42,7 +45,11 @@ class RemoteChat:
         Raises:
             ModelmillError: if the server cannot be reached or rejects the request.
         """
-        body = {"model": self.model, "messages": list(messages), **explicit_fields(params)}
+        fields = explicit_fields(params)
+        body = {"model": self.model, "messages": list(messages), **fields}
+        suggested = self.suggested_sampling()
+        if not suggested.keys() & fields.keys():
+            body |= suggested
         body |= settings_fields(settings)
         events = self._client.stream(
             "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
@@ -74,6 +81,23 @@ class RemoteChat:
         """Return the names of the server's text generation models. Raises ModelmillError."""
         return self._loop.run_until_complete(self._client.text_models())
 
+    def suggested_sampling(self) -> dict[str, Any]:
+        """Return the sampling that the server suggests to people for the model.
+
+        Empty if the checkpoint has defaults of its own, which the server applies, and for a server
+        that suggests nothing. API clients that set nothing get OpenAI's defaults instead.
+        """
+        if self.model not in self._suggested:
+            try:
+                cards = self._loop.run_until_complete(self._client.text_model_cards())
+            except ModelmillError:  # the request itself says what is wrong
+                return {}
+            card = next((card for card in cards if card["id"] == self.model), {})
+            if card.get("suggested_sampling") is None:  # nothing, or not before it is loaded
+                return {}
+            self._suggested[self.model] = _suggested(card["suggested_sampling"])
+        return self._suggested[self.model]
+
     def choose_model(self, name: str) -> None:
         """Use another model from now on."""
         self.model = name
@@ -81,6 +105,12 @@ class RemoteChat:
     def close(self) -> None:
         """Close the event loop."""
         self._loop.close()
+
+
+def _suggested(suggested: Any) -> dict[str, Any]:
+    if not isinstance(suggested, dict) or suggested.get("source") != MODELMILL_SOURCE:
+        return {}
+    return dict(suggested.get("values") or {})
 
 
 def settings_fields(settings: ChatSettings) -> dict[str, Any]:

@@ -365,6 +365,9 @@ def note_speed(outputs: list[RequestOutput], seconds: float) -> None:
     prompt = sum(len(answer.prompt_token_ids) for answer in outputs)
     rate = _decode_rate(outputs, seconds, first)
     head = f"first token after {first:.2f} s, " if first is not None else ""
+    if not count and not prompt:  # a server counts them at the end, before which it was stopped
+        print_note(f"{head}{seconds:.2f} s in all")
+        return
     print_note(
         f"{prompt} prompt + {count} answer tokens in {seconds:.2f} s: {head}{rate:.1f} tokens/s"
     )

@@ -13,6 +13,8 @@ from modelmill.core.config import option
 from modelmill.core.errors import ModelmillError, UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
+QUIET_SECONDS = 1.0
+"""Time to end after which the user learns what is waited for."""
 HELP = "End a running server: running answers finish first."
 EPILOG = """The server gets SIGTERM: new requests are refused, running answers may finish within its --shutdown-timeout.
 
@@ -30,7 +32,10 @@ class Args(CommonArgs):
     """Command-line options of ``modelmill stop``."""
 
     server: str | None = option(
-        None, "a served model, an address, a port or a process id", positional=True
+        None,
+        "a served model, an address, a port or a process id",
+        positional=True,
+        complete=lambda: server_names(running_servers()),
     )
     all: bool = option(False, "every server of this user", flags=("--all",))
     timeout: float = option(60.0, "seconds to wait until a server has ended")
@@ -66,18 +71,28 @@ def find_server(servers: Sequence[ServerRecord], name: str) -> ServerRecord:
     found = [
         server
         for server in servers
-        if plain in (*server.models, server.url, server.url.rpartition(":")[2], str(server.pid))
+        if plain in (*server.models, server.url, server.client_url, _port(server), str(server.pid))
     ]
     if len(found) > 1:
         urls = ", ".join(server.url for server in found)
         raise UsageError(f"{name} is served at {urls}; name one address")
     if not found:
-        names = ", ".join(f"{', '.join(s.models)} at {s.url}" for s in servers)
+        names = "; ".join(f"{', '.join(s.models)} at {s.url}" for s in servers)
         raise UsageError(
             f"no running server is, or serves, {name}; "
             + (f"there is {names}" if names else "none is running")
         )
     return found[0]
+
+
+def server_names(servers: Sequence[ServerRecord]) -> list[str]:
+    """Return the names that mean one server each: served models and ports."""
+    models = [model for server in servers for model in server.models]
+    return [*(each for each in models if models.count(each) == 1), *map(_port, servers)]
+
+
+def _port(server: ServerRecord) -> str:
+    return server.url.rpartition(":")[2]
 
 
 def stop_server(server: ServerRecord, timeout: float) -> None:
@@ -91,7 +106,13 @@ def stop_server(server: ServerRecord, timeout: float) -> None:
         return
     try:
         process.terminate()
-        process.wait(timeout)
+        try:
+            process.wait(min(timeout, QUIET_SECONDS))
+        except psutil.TimeoutExpired:
+            if timeout <= QUIET_SECONDS:
+                raise
+            print_note(f"{server.url} finishes its answers; waiting for at most {timeout:g} s")
+            process.wait(timeout - QUIET_SECONDS)
     except psutil.NoSuchProcess:
         return
     except psutil.AccessDenied:

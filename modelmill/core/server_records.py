@@ -37,6 +37,11 @@ class ServerRecord:
     pid: int
     started: float
 
+    @property
+    def client_url(self) -> str:
+        """The address for a client on this machine: a server may listen on every interface."""
+        return self.url.replace("//0.0.0.0", "//127.0.0.1").replace("//[::]", "//[::1]")
+
     def process(self) -> psutil.Process | None:
         """Return the process if it is still the one that wrote the record."""
         try:

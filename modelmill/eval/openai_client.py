@@ -7,10 +7,11 @@ that it measures.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,14 +78,20 @@ class OpenAIClient:
 
         A model without a ``kind`` field counts as one. Raises ModelmillError.
         """
-        try:
-            models = (await self.get("/v1/models"))["data"]
-            names = [str(model["id"]) for model in models if model.get("kind") in TEXT_MODEL_TYPES]
-        except (KeyError, TypeError, AttributeError):
-            names = []
+        names = [str(card["id"]) for card in await self.text_model_cards()]
         if not names:
             raise ModelmillError("the server lists no text generation model; set --model")
         return names
+
+    async def text_model_cards(self) -> list[dict[str, Any]]:
+        """Return what the server lists of its text generation models. Raises ModelmillError."""
+        listed = await self.get("/v1/models")
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        return [
+            card
+            for card in (cards if isinstance(cards, list) else ())
+            if isinstance(card, dict) and "id" in card and card.get("kind") in TEXT_MODEL_TYPES
+        ]
 
     async def stream(
         self, path: str, body: Mapping[str, Any]
@@ -96,14 +103,16 @@ class OpenAIClient:
         async with _HttpExchange(self) as exchange:
             await exchange.send("POST", path, {**body, "stream": True})
             buffer = b""
-            async for part in exchange.body():
-                arrived = time.perf_counter()
-                *lines, buffer = (buffer + part).split(b"\n")
-                for line in lines:
-                    data = line.removeprefix(b"data:").strip()
-                    if not line.startswith(b"data:") or data == b"[DONE]":
-                        continue
-                    yield arrived, _parse_event(data)
+            # a reader that stops early closes the body, too, and leaves no task behind
+            async with contextlib.aclosing(exchange.body()) as body_parts:
+                async for part in body_parts:
+                    arrived = time.perf_counter()
+                    *lines, buffer = (buffer + part).split(b"\n")
+                    for line in lines:
+                        data = line.removeprefix(b"data:").strip()
+                        if not line.startswith(b"data:") or data == b"[DONE]":
+                            continue
+                        yield arrived, _parse_event(data)
 
 
 class _HttpExchange:
@@ -163,7 +172,7 @@ class _HttpExchange:
             error_type = RequestError if status == 400 else ModelmillError
             raise error_type(f"{path} returned status {status}: {_error_message(text)}")
 
-    async def body(self) -> AsyncIterator[bytes]:
+    async def body(self) -> AsyncGenerator[bytes, None]:
         """Yield the parts of the response body as they arrive."""
         try:
             if self._headers.get("transfer-encoding", "").lower() != "chunked":

@@ -19,6 +19,7 @@ STATS_PATTERN = re.compile(r"^([\d.]+ tokens/s Â· )?first token after [\d.]+ s Â
 
 
 def wait_ready(page: Any) -> None:
+    expect(page.locator("#model option")).not_to_have_count(0, timeout=WAIT)
     expect(page.locator("#banner")).to_be_hidden(timeout=WAIT)
     expect(page.get_by_label("Message", exact=True)).to_be_editable()
 

@@ -66,6 +66,34 @@ def test_words_stand_out_from_their_ground(opened: Any, shot: Any, scheme: str) 
     assert [each for each in texts if each[2] < 4.5] == []
 
 
+PLACEHOLDERS = """() => [...document.querySelectorAll("input, textarea")]
+  .filter((each) => each.placeholder && each.checkVisibility()).map((each) => {
+    const twin = document.createElement("p");
+    twin.textContent = each.placeholder;
+    twin.className = "twin";
+    twin.style.color = getComputedStyle(each, "::placeholder").color;
+    twin.style.background = getComputedStyle(each).backgroundColor;
+    each.after(twin);
+  }).length"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_placeholders_and_found_words_stand_out(opened: Any, scheme: str) -> None:
+    page = opened(color_scheme=scheme)
+    wait_ready(page)
+    answer_with(page, "It turns a wheel.")
+    send_message(page, "How does a mill work?")
+    last_answer(page)
+    assert page.evaluate(PLACEHOLDERS) == 2
+    page.get_by_label("Search conversations").fill("wheel")
+    expect(page.locator("mark")).to_be_visible()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    assert page.evaluate(PLACEHOLDERS) > 8
+    texts = page.evaluate(CONTRASTS, ".twin, mark")
+    assert len(texts) > 10
+    assert [each for each in texts if each[2] < 4.5] == []
+
+
 def test_shortcuts_are_listed_and_work(opened: Any, shot: Any) -> None:
     page = opened()
     wait_ready(page)

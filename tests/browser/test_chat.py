@@ -426,6 +426,33 @@ def test_an_answer_that_failed_is_no_turn(opened: Any) -> None:
     expect(last_answer(page, 2).locator(".figures")).to_have_text(STATS_PATTERN, timeout=WAIT)
 
 
+def test_an_answer_that_broke_off_is_continued(opened: Any) -> None:
+    """The server was restarted: what is shown of the answer counts, and can be gone on with."""
+    page = opened()
+    wait_ready(page)
+    bodies: list[Any] = []
+    answers = [stream_response("The wheel ", end=""), stream_response("turns.")]
+
+    def fulfill(route: Any) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(**answers[min(len(bodies), len(answers)) - 1])
+
+    page.route("**/v1/chat/completions", fulfill)
+    send_message(page, "What does it do?")
+    answer = last_answer(page)
+    expect(answer.locator(".note.bad")).to_contain_text("broke off")
+    answer.get_by_role("button", name="Continue this answer").click()
+    expect(answer.locator(".answer")).to_have_text("The wheel turns.")
+    expect(answer.locator(".note.bad")).to_have_count(0)
+    assert bodies[1]["continue_final_message"] is True
+    assert bodies[1]["messages"][-1] == {"role": "assistant", "content": "The wheel "}
+    send_message(page, "And then?")
+    last_answer(page, 2)
+    assert [each["content"] for each in bodies[2]["messages"]] == [
+        "What does it do?", "The wheel turns.", "And then?",
+    ]  # fmt: skip
+
+
 def test_a_model_without_a_chat_template_says_so(opened: Any) -> None:
     """The list of models as such a server gives it."""
 

@@ -108,7 +108,10 @@ def test_an_unfinished_answer_is_kept_when_the_tab_closes(opened: Any) -> None:
     page = with_half_an_answer(opened)
     page.evaluate(UNTIL_KEPT, "The first half")
     page.reload()
-    expect(page.get_by_role("article", name="Answer")).to_contain_text("The first half")
+    answer = page.get_by_role("article", name="Answer")
+    expect(answer).to_contain_text("The first half")
+    expect(answer.locator(".note")).to_have_text("This answer has not been finished.")
+    expect(answer.get_by_role("button", name="Continue this answer")).to_be_enabled()
 
 
 def test_search_in_titles_and_texts(opened: Any, shot: Any) -> None:
@@ -121,8 +124,13 @@ def test_search_in_titles_and_texts(opened: Any, shot: Any) -> None:
     shot(page, "search")
     search.fill("weather")
     expect(listed(page)).to_have_text(["Write about weather"])
+    search.fill("roof  write")  # in any order, in title and text
+    expect(listed(page)).to_have_text(["Write about weather"])
+    expect(page.locator("#conversations mark")).to_have_text(["Write", "roof"])
+    search.fill("wheel roof")
+    expect(listed(page)).to_have_count(0)
     search.fill("nowhere")
-    expect(page.get_by_text("No conversation has this text.")).to_be_visible()
+    expect(page.get_by_text("No conversation has these words.")).to_be_visible()
     search.press("Escape")
     expect(search).to_have_value("")
     expect(listed(page)).to_have_count(2)
@@ -184,9 +192,17 @@ def test_export_and_import(opened: Any, tmp_path: Path) -> None:
             '{"format": "modelmill-conversations", "version": 9, "conversations": []}',
             "This file has version 9; this page reads version 1.",
         ),
-        (
-            '{"format": "modelmill-conversations", "version": 1, "conversations": [{}]}',
-            "A conversation of this file is not complete.",
+        *(
+            (
+                f'{{"format": "modelmill-conversations", "version": 1, "conversations": [{each}]}}',
+                "A conversation of this file is not complete.",
+            )
+            for each in (
+                "{}",
+                "null",
+                '{"conversation": {"title": "Empty"}, "messages": []}',
+                '{"conversation": {"title": "No id"}, "messages": [{"role": "user"}]}',
+            )
         ),
     ],
 )
@@ -215,6 +231,57 @@ def test_an_imported_file_runs_nothing(opened: Any) -> None:
     page.locator("#conversations .open").click()
     expect(page.get_by_role("article", name="You")).to_contain_text("<img src=x onerror=alert(1)>")
     expect(page.locator("article img")).to_have_count(0)
+
+
+ODD = {"pictures": {}, "files": "x", "calls": [None], "created": 1e300, "reasoning": {}}
+
+
+@pytest.mark.parametrize(
+    ("parents", "shown"),
+    [((None, "a", "b"), 3), (("a", "a", "b"), 3), (("c", "a", "b"), 3), (("b", "a", "gone"), 1)],
+)
+def test_odd_values_of_a_file_do_no_harm(
+    parents: tuple[str | None, ...], shown: int, opened: Any
+) -> None:
+    """Messages whose parents lead round in a circle once stopped the tab, and values of other
+    types were reported in words of JavaScript.
+    """
+    messages = [
+        {**ODD, "id": own, "parent": parent, "role": role, "content": f"Text {own}"}
+        for own, parent, role in zip("abc", parents, ("user", "assistant", "user"), strict=True)
+    ]
+    conversation = {"title": "Odd", "leaf": "c", "created": "x", "updated": 1e300}
+    whole = {"conversation": conversation, "messages": messages}
+    text = json.dumps({"format": "modelmill-conversations", "version": 1, "conversations": [whole]})
+    page = opened()
+    wait_ready(page)
+    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+    page.locator("#import-file").set_input_files(file)
+    expect(listed(page)).to_have_text(["Odd"])
+    page.locator("#conversations .open").click()
+    expect(page.get_by_role("article")).to_have_count(shown)
+    expect(page.locator("article .said").last).to_have_text("Text c")
+
+
+def test_an_unsent_message_outlives_a_reload(opened: Any) -> None:
+    page = opened()
+    wait_ready(page)
+    page.get_by_label("Message", exact=True).fill("Half a\nmessage")
+    page.reload()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Half a\nmessage")
+    expect(page.locator("#send")).to_be_enabled()
+    answer_with(page, "Yes.")
+    page.locator("#send").click()
+    last_answer(page)
+    page.reload()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
+def test_the_tab_is_named_after_its_conversation(opened: Any) -> None:
+    page = two_conversations(opened)
+    expect(page).to_have_title("Write about weather · modelmill")
+    new_conversation(page)
+    expect(page).to_have_title("modelmill")
 
 
 def test_a_conversation_is_deleted_after_a_question(opened: Any) -> None:

@@ -185,6 +185,73 @@ def test_a_long_answer_costs_its_length(opened: Any) -> None:
     )
 
 
+COUNT_SEARCHES = r"""(() => {
+  const find = String.prototype.indexOf;
+  window.searches = 0;
+  String.prototype.indexOf = function (mark, from) {
+    if (mark === "\\)" || mark === "\\]") window.searches++;
+    return find.call(this, mark, from);
+  };
+})()"""
+
+
+@pytest.mark.parametrize("mark", ["\\(", "\\["])
+def test_formulas_without_an_end_cost_their_length(mark: str, opened: Any) -> None:
+    """Each of thousands of marks once searched the rest of the text for its end: six seconds."""
+    page = opened()
+    wait_ready(page)
+    page.evaluate(COUNT_SEARCHES)
+    answer_with(page, f"x {mark}" * 5000)
+    send_message(page, "x")
+    expect(last_answer(page).locator(".answer")).to_contain_text("x ")
+    assert 0 < page.evaluate("window.searches") < 50
+
+
+def test_drawn_answers_stay_when_the_conversation_goes_on(opened: Any) -> None:
+    """Their elements and what is selected; a long conversation is not drawn again and again."""
+    page = opened()
+    hold_answers(page)
+    send_message(page, "x")
+    push(page, event(f"{MATH}\n\n{CODE}"), event(finish="stop"))
+    finish(page)
+    expect(last_answer(page).locator(".katex").first).to_be_visible()
+    send_message(page, "y")
+    push(page, event("A second"))
+    expect(page.get_by_role("article", name="Answer").last).to_contain_text("A second")
+    page.evaluate("""() => {
+      window.marked = [...document.querySelectorAll('.answer *')];
+      document.activeElement.blur();
+      getSelection().selectAllChildren(document.querySelector('.answer pre'));
+    }""")
+    selected = page.evaluate("String(getSelection())")
+    assert len(selected) > 5
+    finish(page)
+    last_answer(page, 2)
+    assert page.evaluate("window.marked.filter((each) => !each.isConnected).length") <= 1
+    assert page.evaluate("String(getSelection())") == selected
+
+
+def test_a_formula_is_drawn_once(opened: Any) -> None:
+    """A paragraph that grows is made again for each frame; its formulas are copied."""
+    page = opened()
+    hold_answers(page)
+    send_message(page, "x")
+    push(page, event("First $a^2$."))
+    answer = page.get_by_role("article", name="Answer").locator(".answer")
+    expect(answer.locator(".katex")).to_have_count(1)
+    page.evaluate("""() => {
+      window.drawings = 0;
+      const draw = katex.render;
+      katex.render = (...given) => { window.drawings++; draw(...given); };
+    }""")
+    for part in (" Then $b^2$", ", $a^2$ and", " more."):
+        push(page, event(part))
+        expect(answer).to_contain_text(part.split("$")[-1].strip())
+    finish(page)
+    expect(last_answer(page).locator(".katex")).to_have_count(3)
+    assert page.evaluate("window.drawings") == 1  # of b^2
+
+
 def test_blocks_grow_without_being_made_again(opened: Any) -> None:
     """A finished paragraph and code that is being written keep their elements."""
     page = opened()

@@ -195,6 +195,25 @@ def test_a_real_server_takes_these_settings(opened: Any) -> None:
     expect(last_answer(page).locator(".answer")).to_have_text('"flour"')
 
 
+def test_a_call_that_broke_off_is_not_answered(opened: Any) -> None:
+    """Its arguments are half a JSON: they are shown, and never sent."""
+    page = opened()
+    wait_ready(page)
+    half = {"index": 0, "id": "c1", "function": {"name": "weather", "arguments": '{"city": "Par'}}
+    answers = [
+        [event("Let me see."), event(calls=[half]), event(finish="length")],
+        [event("Fine."), event(finish="stop")],
+    ]
+    bodies = answer_in_turn(page, answers)
+    send_message(page, "How is the weather?")
+    answer = last_answer(page)
+    expect(answer.locator(".tool-call")).to_contain_text('{"city": "Par')
+    expect(page.locator(".tool-results")).to_have_count(0)
+    send_message(page, "Well?")
+    last_answer(page, 2)
+    assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Let me see."}
+
+
 def test_an_answer_that_was_cut_is_continued(opened: Any) -> None:
     page = opened()
     wait_ready(page)

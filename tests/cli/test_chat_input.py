@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,42 @@ def test_the_end_of_the_input_and_the_prompts() -> None:
     assert message("a\\", "b")[1] == [PROMPT, CONTINUED]
 
 
+@pytest.mark.parametrize("lines", [['"""', "half"], ["one\\"]], ids=["quoted", "continued"])
+def test_an_interrupt_drops_a_message_of_several_lines(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(lines)
+
+    def read(_: str) -> str:
+        line = next(typed, None)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    assert read_message(chat_input.read_terminal_line) == ""
+    assert capsys.readouterr().out == "\n(message dropped)\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [(PROMPT, "(/exit or Ctrl-D leaves)"), ("weather= ", "(an empty line")]
+)
+def test_an_interrupt_clears_a_line_and_says_what_goes_on(
+    prompt: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: Iterator[Any] = iter([KeyboardInterrupt, "next"])
+
+    def read(_: str) -> str:
+        answer = next(answers)
+        if answer is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return str(answer)
+
+    monkeypatch.setattr("builtins.input", read)
+    assert read_message(chat_input.read_terminal_line, prompt) == "next"
+    assert words in capsys.readouterr().out
+
+
 def test_a_pipe_gives_its_lines_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO('a\\\n"""b\n'))
     assert [chat_input.read_pipe_line() for _ in range(3)] == ["a\\", '"""b', None]
@@ -67,13 +104,13 @@ def test_lines_of_earlier_chats_come_back(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "cache"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     readline.add_history("What is a watermill?")
     registered[0]()
     file = chat_input.history_file()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     readline.clear_history()
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     assert readline.get_history_item(1) == "What is a watermill?"
 
 
@@ -84,5 +121,5 @@ def test_a_history_that_cannot_be_written_is_none(
     monkeypatch.setenv("MODELMILL_CACHE", str(tmp_path / "file"))
     registered = []
     monkeypatch.setattr(chat_input.atexit, "register", registered.append)
-    chat_input.persist_history()
+    chat_input.start_line_editing()
     registered[0]()

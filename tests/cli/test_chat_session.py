@@ -171,6 +171,19 @@ def test_thinking_that_a_template_does_not_have(
     assert "tokens/s" in err, "it does not think: nothing to refuse"
 
 
+def test_thinking_is_refused_where_it_is_set(
+    cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next message is answered; a folder is no file."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/think on\n/think\n/save {tmp_path}\n"))
+    code, out, err = cli("chat", engine, "--chat-template", "chatml")
+    assert code == 0
+    assert "has no thinking" in err
+    assert out.splitlines()[-2:] == [
+        "(thinking: auto)", f"{tmp_path} is a folder; give a file's name"
+    ]  # fmt: skip
+
+
 def test_flags_that_are_wrong(cli: Cli, engine: Path, tmp_path: Path) -> None:
     for words in (("--think", "x"), ("--think-tokens", 0), ("--tools", tmp_path / "none")):
         code, _, err = cli("chat", engine, *words)

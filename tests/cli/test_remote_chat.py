@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from modelmill.cli.chat import ChatSession
+from modelmill.cli.chat_model import ChatSettings
 from modelmill.cli.remote_chat import RemoteChat
 from modelmill.core.types import SamplingParams
 from modelmill.eval.openai_client import OpenAIClient
@@ -54,6 +58,74 @@ class Models(Page):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"data": models}).encode())
+
+
+class Suggesting(Page):
+    """A server whose models suggest sampling; it keeps what it is sent, and counts no tokens."""
+
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        values = {"temperature": 0.6, "top_k": 40}
+        models = [
+            {"id": name, "suggested_sampling": {"values": values, "source": source}}
+            for name, source in (("ours", "modelmill"), ("theirs", "checkpoint"))
+        ]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": models}).encode())
+
+    def do_POST(self) -> None:
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(200)
+        self.end_headers()
+        for word in ("a ", "b "):
+            event = {"choices": [{"delta": {"content": word}}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+@pytest.fixture
+def suggesting() -> Iterator[RemoteChat]:
+    Suggesting.bodies.clear()
+    with HTTPServer(("127.0.0.1", 0), Suggesting) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        remote = RemoteChat(OpenAIClient.from_url(f"http://127.0.0.1:{server.server_port}"))
+        yield remote
+        remote.close()
+        server.shutdown()
+
+
+def test_people_get_the_suggested_sampling_as_a_group(suggesting: RemoteChat) -> None:
+    """As on the page: not beside one that is set, and not where the checkpoint has its own."""
+    fields = ("temperature", "top_k", "top_p")
+    for params in (SamplingParams(), SamplingParams(top_k=5), SamplingParams(max_tokens=3)):
+        assert ChatSession(suggesting, params, None, silent=True).handle_line("Hello")
+    suggesting.choose_model("theirs")
+    assert ChatSession(suggesting, SamplingParams(), None, silent=True).handle_line("Hello")
+    assert [
+        {name: body[name] for name in fields if name in body} for body in Suggesting.bodies
+    ] == [{"temperature": 0.6, "top_k": 40}, {"top_k": 5}, {"temperature": 0.6, "top_k": 40}, {}]
+
+
+def test_tokens_that_were_not_counted_are_not_told_as_none(
+    suggesting: RemoteChat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer that was stopped: the server's count would have come at its end."""
+    assert ChatSession(suggesting, SamplingParams(), None).handle_line("Hello")
+    out, err = capsys.readouterr()
+    assert out.strip() == "a b"
+    assert re.fullmatch(r"modelmill: first token after [\d.]+ s, [\d.]+ s in all\n", err)
+
+
+def test_an_answer_that_is_stopped_leaves_no_task(suggesting: RemoteChat) -> None:
+    """At exit asyncio would report one that is pending."""
+    answer: Any = suggesting.stream(
+        [{"role": "user", "content": "Hello"}], SamplingParams(), ChatSettings()
+    )
+    assert next(answer).pieces == ["a "]
+    answer.close()
+    gc.collect()
+    assert asyncio.all_tasks(suggesting._loop) == set()
 
 
 def test_models_of_the_server_are_listed_and_chosen(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from modelmill.cli import ps
+from modelmill.cli import launch, ps, stop
+from modelmill.cli.launch import check_key
+from modelmill.core.errors import UsageError
 from modelmill.core.server_records import ServerRecord, running_servers
 
 SERVER = """
@@ -34,6 +39,12 @@ with record_server(f"http://127.0.0.1:{server.server_port}", sys.argv[1:]):
     server.serve_forever()
 """
 Start = Callable[..., ServerRecord]
+
+
+@pytest.fixture(autouse=True)
+def no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``launch`` asks no server whether it takes the key."""
+    monkeypatch.setattr(launch, "check_key", lambda *_: None)
 
 
 @pytest.fixture
@@ -111,6 +122,19 @@ def test_a_server_that_does_not_end_in_time(
     assert "still finishes answers after 0.01 s" in err
 
 
+def test_what_stop_waits_for_is_said(
+    start: Start, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("m")
+    monkeypatch.setattr(psutil.Process, "terminate", lambda _: None)
+    monkeypatch.setattr(stop, "QUIET_SECONDS", 0.01)
+    code, _, err = cli("stop", "m", "--timeout", "0.03")
+    assert code == 1
+    assert err.splitlines()[0] == (
+        f"modelmill: {server.url} finishes its answers; waiting for at most 0.03 s"
+    )
+
+
 def test_a_server_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody = ServerRecord("http://127.0.0.1:9", ("m",), 1, 0.0)
     facts = ps.server_facts(nobody)
@@ -144,6 +168,71 @@ def launched(cli: Any, *words: str) -> dict[str, Any]:
     code, out, _ = cli("launch", *words, "--json")
     assert code == 0
     return dict(out)
+
+
+@pytest.mark.parametrize(
+    ("url", "client_url"),
+    [
+        ("http://0.0.0.0:8123", "http://127.0.0.1:8123"),
+        ("http://[::]:8123", "http://[::1]:8123"),
+        ("http://10.0.0.5:8123", "http://10.0.0.5:8123"),
+    ],
+)
+def test_a_client_gets_an_address_that_it_can_reach(
+    url: str, client_url: str, monkeypatch: pytest.MonkeyPatch, cli: Any
+) -> None:
+    record = ServerRecord(url, ("m",), 1, 0.0)
+    monkeypatch.setattr(launch, "running_servers", lambda: [record])
+    assert launched(cli, "claude")["env"]["ANTHROPIC_BASE_URL"] == client_url
+    assert stop.find_server([record], client_url) is record
+
+
+class Keyed(http.server.BaseHTTPRequestHandler):
+    """A server with one key."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["authorization"] == "Bearer right" else 401)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is said."""
+
+
+def test_a_key_that_the_server_refuses_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Keyed) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        check_key(url, "right")
+        for key, name in ((launch.NO_KEY, "an API key"), ("wrong", "another API key")):
+            with pytest.raises(UsageError, match=f"wants {name}; give --api-key KEY"):
+                check_key(url, key)
+        server.shutdown()
+    assert capsys.readouterr().err == ""
+    check_key(url, "right")
+    assert f"{url} does not answer now" in capsys.readouterr().err
+
+
+def test_names_for_a_shells_completion() -> None:
+    """Each means one server."""
+    servers = [
+        ServerRecord("http://127.0.0.1:8000", ("a", "b"), 1, 0.0),
+        ServerRecord("http://127.0.0.1:8001", ("b", "c"), 2, 0.0),
+    ]
+    assert stop.server_names(servers) == ["a", "c", "8000", "8001"]
+
+
+@pytest.mark.parametrize("words", [("stop", "sm"), ("launch", "claude", "--model", "")])
+def test_a_shell_completes_running_servers(words: tuple[str, ...], start: Start) -> None:
+    start("small")
+    answer = subprocess.run(
+        [sys.executable, "-m", "modelmill"],
+        env={
+            **os.environ, "_MODELMILL_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(("modelmill", *words)), "COMP_CWORD": str(len(words)),
+        },
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert answer.stdout.split() == ["small"]
 
 
 def test_claude_gets_the_running_server(start: Start, cli: Any) -> None:

@@ -239,6 +239,7 @@ def test_save_writes_over_nothing_but_its_own(
     cli: Cli, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreign_file, own = tmp_path / "kept.json", tmp_path / "own.json"
+    missing_file = tmp_path / "none" / "x.json"
     foreign_file.write_text("mine")
     lines = (
         f"/save {foreign_file}\nHello\n/save {own}\nAgain\n/save {own}\n/save\n/save {tmp_path}\n"
@@ -248,15 +249,15 @@ def test_save_writes_over_nothing_but_its_own(
     code, out, _ = cli(*words)
     assert code == 0
     assert f"{foreign_file} exists; /save! {foreign_file} replaces it" in out
-    assert f"{tmp_path} exists" in out
+    assert f"{tmp_path} is a folder" in out
     assert foreign_file.read_text() == "mine"
     assert len(json.loads(own.read_text())) == 4, "what this talk has saved it may save again"
     monkeypatch.setattr(
-        sys, "stdin", io.StringIO(f"Hello\n/save! {foreign_file}\n/save! {tmp_path}\n")
+        sys, "stdin", io.StringIO(f"Hello\n/save! {foreign_file}\n/save! {missing_file}\n")
     )
     code, out, _ = cli(*words)
     assert len(json.loads(foreign_file.read_text())) == 2
-    assert f"cannot write {tmp_path}: Is a directory" in out
+    assert f"cannot write {missing_file}: No such file or directory" in out
 
 
 def test_an_answer_that_cannot_be_so_long_is_reported_once(

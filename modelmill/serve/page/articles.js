@@ -2,6 +2,8 @@
 import { act, copied, h, icon } from "./dom.js";
 import { cards } from "./tool_cards.js";
 import { separate, ThinkingView } from "./thinking.js";
+import { isWhole } from "./tree.js";
+import { copyText } from "./without_https.js";
 
 /** @typedef {import("./tree.js").Message} Message */
 
@@ -39,21 +41,25 @@ function toolArticle(message, siblings, actions) {
     h("div", { class: "foot" }, act("Edit", "Edit this result", () => actions.edit(message), true), branches(message, siblings, actions)));
 }
 
-const canContinue = ({ content, finish, bad, calls }) => Boolean(content) && !bad && !calls?.length && (finish === "length" || finish === "stopped");
+const canContinue = (message) => Boolean(message.content) && !message.calls?.length && !isWhole(message);
+/** What is said below an answer; it has no finish if its tab was closed. @param {Message} message */
+const noteOf = ({ note, finish }) => note ?? (finish ? "" : "This answer has not been finished.");
 
 function foot(message, siblings, last, actions) {
   const { text } = separate(message);
   return h("div", { class: "foot" },
     text || !message.calls?.length ? act("Copy", "Copy this answer", async (event) => {
       const button = event.currentTarget;
-      await navigator.clipboard?.writeText(text);
-      copied(button);
+      copied(button, await copyText(text));
     }) : null,
     act("Regenerate", "Regenerate this answer", () => actions.regenerate(message), true),
     last && canContinue(message) ? act("Continue", "Continue this answer", () => actions.proceed(message), true) : null,
     branches(message, siblings, actions),
     message.figures ? h("span", { class: "figures" }, message.figures) : null);
 }
+
+/** @type {WeakMap<Message, AnswerArticle>} what is drawn stays: a conversation may be long */
+const drawn = new WeakMap();
 
 /** The article of an answer, which may still be written. */
 export class AnswerArticle {
@@ -67,6 +73,25 @@ export class AnswerArticle {
     this.calls = h("div", { class: "calls" });
     this.element = h("article", { class: "assistant", "aria-label": "Answer" }, this.text, this.calls);
     this.view = new ThinkingView(this.text, finished);
+    this.busy = false;
+    drawn.set(message, this);
+  }
+
+  /** The answer is being written. */
+  begin() {
+    this.busy = true;
+    this.element.setAttribute("aria-busy", "true");
+    this.waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
+    this.show(true);
+    this.element.append(this.waiting);
+  }
+
+  /** It is written. */
+  end() {
+    this.busy = false;
+    this.element.removeAttribute("aria-busy");
+    this.waiting?.remove();
+    this.show();
   }
 
   /** @param {boolean} grows @param {boolean} thinks */
@@ -77,10 +102,10 @@ export class AnswerArticle {
 
   /** The buttons and the note of an answer that is complete. */
   complete(siblings, last, actions) {
-    const { note, bad } = this.message;
+    const note = noteOf(this.message);
     this.element.querySelectorAll(":scope > .foot, :scope > .note").forEach((old) => old.remove());
     this.element.append(foot(this.message, siblings, last, actions));
-    if (note) this.element.append(h("p", { class: bad ? "note bad" : "note" }, note));
+    if (note) this.element.append(h("p", { class: this.message.bad ? "note bad" : "note" }, note));
     return this.element;
   }
 }
@@ -96,9 +121,10 @@ export class AnswerArticle {
 export function articleOf(message, siblings, last, actions) {
   if (message.role === "user") return userArticle(message, siblings, actions);
   if (message.role === "tool") return toolArticle(message, siblings, actions);
-  const article = new AnswerArticle(message);
-  article.show();
-  return article.complete(siblings, last, actions);
+  const known = drawn.get(message);
+  const article = known ?? new AnswerArticle(message);
+  if (!known) article.show();
+  return article.busy ? article.element : article.complete(siblings, last, actions);
 }
 
 /**

@@ -5,7 +5,7 @@ import { AnswerArticle, articleOf, editIn } from "./articles.js";
 import { call, events, Refused } from "./api.js";
 import * as attachments from "./attachments.js";
 import { showContext } from "./context_meter.js";
-import { OpenConversation } from "./conversation.js";
+import { OpenConversation, watchOtherTabs } from "./conversation.js";
 import * as library from "./library.js";
 import { Painter } from "./painter.js";
 import { showSystemPrompt, systemPrompt } from "./presets.js";
@@ -13,7 +13,9 @@ import { bodyOf } from "./request.js";
 import { hasFormat, requestSettings, SettingError } from "./request_settings.js";
 import { sampling, suggest, unsaid } from "./sampling.js";
 import { openSettings } from "./settings.js";
+import { keep, kept } from "./storage.js";
 import { resultForm } from "./tool_cards.js";
+import { wholeCalls } from "./tree.js";
 
 /** @typedef {import("./tree.js").Message} Message */
 
@@ -27,6 +29,8 @@ let running = null;
 /** @type {{id: string, ready: boolean, talks: boolean, pictures: boolean, suggested: any, length: number|null}|null} */
 let model = null;
 let restored = false; // whether the conversation that this tab showed before is shown again
+let unwritten = false; // whether the last change could not be stored, and the user knows
+let stale = false; // whether another tab has changed the conversation while an answer was written here
 let asked = () => {}; // called when a request fails: looks at the server's state
 
 const isNear = () => $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < NEAR;
@@ -59,32 +63,46 @@ function grow() {
   const field = $("message");
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight}px`;
+  keep("draft", field.value);
   refresh();
 }
 
 // -- rendering
 
+/** The tab's title. */
+function showTitle() { document.title = talk.info.title ? `${talk.info.title} · modelmill` : "modelmill"; }
+
 const actions = { edit, regenerate, proceed, select };
 
 function draw() {
   const path = talk.tree.path();
-  for (const old of document.querySelectorAll("#talk article, #talk .tool-results")) old.remove();
+  const articles = path.map((message, i) => articleOf(message, talk.tree.siblings(message.id), i === path.length - 1, actions));
+  for (const old of document.querySelectorAll("#talk article, #talk .tool-results")) {
+    if (!articles.includes(/** @type {HTMLElement} */ (old))) old.remove();
+  }
   $("welcome").hidden = path.length > 0;
-  path.forEach((message, i) => $("talk").append(articleOf(message, talk.tree.siblings(message.id), i === path.length - 1, actions)));
+  articles.reduce((before, article) => {
+    if (before.nextElementSibling !== article) before.after(article); // what is in its place keeps focus and selection
+    return article;
+  }, $("welcome"));
   const last = path.at(-1);
-  if (last?.role === "assistant" && last.calls?.length && !last.bad) $("talk").append(resultForm(last.calls, (results) => answerCalls(last, results)));
+  const calls = last?.role === "assistant" ? wholeCalls(last) : [];
+  if (calls.length) $("talk").append(resultForm(calls, (results) => answerCalls(last, results)));
+  showTitle();
   showContext(path, model?.length);
   refresh();
 }
 
-/** Keep messages that have changed. @param {OpenConversation} conversation @param {...Message} messages */
-async function kept(conversation, ...messages) {
+/** Write messages that have changed to the store. @param {OpenConversation} conversation @param {...Message} messages */
+async function write(conversation, ...messages) {
   try {
     await conversation.save(...messages);
     if (talk === conversation) talk.remember();
+    unwritten = false;
   } catch (error) {
-    trouble(error.name === "QuotaExceededError" ? "The browser's storage is full: this conversation is not kept. Delete others."
-      : "The browser did not keep this conversation. Export it before you close the page.");
+    if (!unwritten) trouble(`${error.name === "QuotaExceededError" ? "The browser's storage is full" : "The browser's storage does not work"}: `
+      + "this conversation is lost with the tab. Export it, or delete others.");
+    unwritten = true;
   }
   await library.showCurrent(talk.info.id);
 }
@@ -93,7 +111,7 @@ function select(id) {
   if (running) return;
   talk.tree.select(id);
   draw();
-  kept(talk);
+  write(talk);
   const article = [...document.querySelectorAll("#talk article")][talk.tree.path().findIndex((message) => message.id === id)];
   /** @type {any} */ (article?.querySelector(".branches button:not(:disabled)"))?.focus();
   const siblings = talk.tree.siblings(id);
@@ -124,33 +142,30 @@ async function ask(fields, continued = null) {
   draw();
   follow();
   const article = new AnswerArticle(message, sayMore);
-  article.show(true);
-  article.element.setAttribute("aria-busy", "true");
-  const waiting = h("div", { class: "waiting", "aria-hidden": "true" }, h("i"), h("i"), h("i"));
-  article.element.append(waiting);
+  article.begin();
   document.querySelector("#talk article:last-of-type").replaceWith(article.element);
   say("Answering");
-  const keepIt = () => kept(conversation, message);
-  await stream(body, article, waiting, keepIt);
+  const keepIt = () => write(conversation, message);
+  await stream(body, article, keepIt);
   running = null;
   const near = isNear();
   const focused = document.activeElement;
-  const unfolded = article.view.details?.open;
+  article.end();
   draw();
-  const details = document.querySelector("#talk article:last-of-type details.thinking");
-  if (details && unfolded) /** @type {HTMLDetailsElement} */ (details).open = true;
   if (near) follow();
-  if (focused === $("stop") || focused === document.body) $("message").focus();
+  const selects = !getSelection()?.isCollapsed;
+  if (focused === $("stop") || (focused === document.body && !selects)) $("message").focus();
   await keepIt();
+  if (stale) await reload();
 }
 
 /** Show the answer as it comes. @param {() => void} keepIt keeps it now and then: the tab may be closed */
-async function stream(body, article, waiting, keepIt) {
+async function stream(body, article, keepIt) {
   const message = article.message;
   const answer = new Answer(message);
   const painter = new Painter(() => {
     const near = isNear();
-    waiting.remove();
+    article.waiting.remove();
     article.show(true, answer.thinking);
     $("pace").textContent = answer.pace.told();
     $("keyhint").hidden = true;
@@ -206,7 +221,7 @@ function send() {
   const fields = fieldsOf(false);
   if (!fields) return;
   talk.info.system = systemPrompt();
-  kept(talk, talk.add({ role: "user", content, ...attachments.take() }));
+  write(talk, talk.add({ role: "user", content, ...attachments.take() }));
   $("message").value = "";
   grow();
   ask(fields);
@@ -233,7 +248,7 @@ function answerCalls(message, results) {
   if (running || !model?.ready) return;
   const fields = fieldsOf(false);
   if (!fields) return;
-  kept(talk, ...message.calls.map(({ id, name }, i) => talk.add({ role: "tool", content: results[i], callId: id, toolName: name })));
+  write(talk, ...message.calls.map(({ id, name }, i) => talk.add({ role: "tool", content: results[i], callId: id, toolName: name })));
   ask(fields);
 }
 
@@ -248,7 +263,7 @@ function edit(message) {
     if (!fields) return;
     const { role, pictures, files, callId, toolName } = message;
     const given = { role, content, pictures, files, callId, toolName };
-    kept(talk, talk.add(JSON.parse(JSON.stringify(given)), message.parent));
+    write(talk, talk.add(JSON.parse(JSON.stringify(given)), message.parent));
     $("message").focus();
     ask(fields);
   }, cancel);
@@ -259,6 +274,7 @@ function edit(message) {
 function showTalk(next) {
   running?.abort();
   talk = next;
+  unwritten = stale = false;
   talk.remember();
   trouble("");
   draw();
@@ -278,6 +294,32 @@ export async function open(id) {
   showTalk(found);
 }
 
+/** Whether the user writes in the conversation: an edit, or a tool's result. */
+const isEditing = () => [...document.querySelectorAll("#talk textarea")].some((field) => field.matches("article *") || /** @type {any} */ (field).value);
+
+/** Show what another tab has written to this conversation. */
+async function reload() {
+  const { id } = talk.info;
+  const found = await OpenConversation.load(id);
+  if (!found || talk.info.id !== id) return;
+  stale = Boolean(running) || isEditing();
+  if (stale) return;
+  const near = isNear();
+  const top = $("talk").scrollTop;
+  talk = found;
+  if (!$("settings").open) showSystemPrompt(found.info.system);
+  draw();
+  $("talk").scrollTop = near ? $("talk").scrollHeight : top;
+}
+
+/** Another tab has changed or deleted a conversation. @param {import("./conversation.js").Change} change */
+function changedElsewhere({ id, deleted }) {
+  if (!talk.stored || (id !== talk.info.id && !(id === null && deleted))) return;
+  if (!deleted) { reload(); return; }
+  removed(id);
+  trouble("This conversation was deleted in another tab.");
+}
+
 /** Regenerate the last answer. */
 export function again() {
   const last = talk.tree.path().at(-1);
@@ -295,6 +337,12 @@ function removed(id) {
   if (id !== null && id !== talk.info.id) return;
   talk.deleted = true;
   fresh();
+}
+
+function renamed(id, title) {
+  if (id !== talk.info.id) return;
+  talk.info.title = title;
+  showTitle();
 }
 
 function startKeys(field) {
@@ -325,11 +373,14 @@ export async function start(unwell) {
   $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
   $("stop").addEventListener("click", () => running?.abort());
   $("fresh").addEventListener("click", fresh);
-  library.start({ open, fresh, removed, renamed: (id, title) => { if (id === talk.info.id) talk.info.title = title; } });
+  library.start({ open, fresh, removed, renamed });
+  watchOtherTabs(changedElsewhere);
   const last = await OpenConversation.last();
   talk = last ?? OpenConversation.fresh(systemPrompt());
   if (last) showSystemPrompt(last.info.system);
   restored = true;
+  field.value = kept("draft") ?? "";
+  grow();
   draw();
   follow();
   await library.showCurrent(talk.info.id);

@@ -1,5 +1,6 @@
 // A block of code with a copy button. highlight.js is loaded when the first finished block names its language.
 import { copied, h } from "./dom.js";
+import { copyText } from "./without_https.js";
 
 const MAX_CHARS = 100_000; // longer ones stay plain
 
@@ -46,8 +47,7 @@ export function codeBlock(text, info = "", open = false) {
   const data = document.createTextNode(text);
   const place = h("code", {}, data);
   const copy = h("button", { type: "button", "aria-label": "Copy the code", onclick: async () => {
-    await navigator.clipboard?.writeText(whole);
-    copied(copy);
+    copied(copy, await copyText(whole));
   } }, "Copy");
   const label = language ? `Code in ${language}` : "Code";
   const made = h("div", { class: "code" }, h("div", { class: "code-head" }, h("span", {}, language || "code"), copy),

@@ -2,6 +2,7 @@
 import { keep, kept } from "./storage.js";
 import { store } from "./store.js";
 import { Tree } from "./tree.js";
+import { newId } from "./without_https.js";
 
 /** @typedef {import("./tree.js").Conversation} Info */
 /** @typedef {import("./tree.js").Message} Message */
@@ -32,7 +33,7 @@ export class OpenConversation {
   /** @param {string} system prompt @returns {OpenConversation} */
   static fresh(system) {
     const now = Date.now();
-    return new OpenConversation({ id: crypto.randomUUID(), title: "", system, created: now, updated: now, leaf: null });
+    return new OpenConversation({ id: newId(), title: "", system, created: now, updated: now, leaf: null });
   }
 
   /** @param {string} id @returns {Promise<OpenConversation|null>} null: it has been deleted */
@@ -56,7 +57,7 @@ export class OpenConversation {
    * @returns {Message}
    */
   add(given, parent = this.tree.leaf) {
-    const message = { id: crypto.randomUUID(), conversation: this.info.id, parent, created: Date.now(), ...given };
+    const message = { id: newId(), conversation: this.info.id, parent, created: Date.now(), ...given };
     this.tree.add(message);
     if (!this.info.title && given.role === "user") this.info.title = titleOf(message);
     return message;
@@ -72,7 +73,7 @@ export class OpenConversation {
     if (messages.length) this.info.updated = Date.now();
     await (await store()).put(this.info, messages);
     this.stored = true;
-    channel.postMessage("changed");
+    tellOtherTabs({ id: this.info.id });
   }
 
   /** Remove an answer that has failed. @param {Message} message */
@@ -82,8 +83,10 @@ export class OpenConversation {
   }
 }
 
-/** Calls back when another tab has changed a conversation. @param {() => void} changed */
-export function watchOtherTabs(changed) { channel.addEventListener("message", changed); }
+/** @typedef {{id: string|null, deleted?: boolean}} Change of a conversation; null: of several, all of them if deleted */
 
-/** Tell other tabs that conversations have changed. */
-export function tellOtherTabs() { channel.postMessage("changed"); }
+/** Calls back when another tab has changed a conversation. @param {(change: Change) => void} changed */
+export function watchOtherTabs(changed) { channel.addEventListener("message", ({ data }) => changed(data)); }
+
+/** Tell other tabs what has changed. @param {Change} change */
+export function tellOtherTabs(change) { channel.postMessage(change); }

@@ -62,13 +62,14 @@ export function act(name, label, run, asks = false) {
 }
 
 /**
- * A copy button confirms for a moment, by its text and its accessible name.
+ * A copy button tells for a moment what happened, by its text and its accessible name.
  * @param {HTMLButtonElement} button
+ * @param {boolean} done
  */
-export function copied(button) {
+export function copied(button, done) {
   const name = button.getAttribute("aria-label");
-  if (button.textContent === "Copied" || name === null) return;
-  button.textContent = "Copied";
+  if (name === null) return; // it still tells of the last time
+  button.textContent = done ? "Copied" : "Not copied";
   button.removeAttribute("aria-label");
   setTimeout(() => { button.textContent = "Copy"; button.setAttribute("aria-label", name); }, 1500);
 }

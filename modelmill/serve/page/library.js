@@ -2,7 +2,8 @@
 import { $, closeByBackdrop, h, icon, save, say, trouble } from "./dom.js";
 import { tellOtherTabs, watchOtherTabs } from "./conversation.js";
 import { keep, kept } from "./storage.js";
-import { search, store } from "./store.js";
+import { search, wordsOf } from "./search.js";
+import { store } from "./store.js";
 import { fromJson, toJson, toMarkdown } from "./transfer.js";
 
 /** @typedef {import("./tree.js").Conversation} Conversation */
@@ -18,6 +19,9 @@ import { fromJson, toJson, toMarkdown } from "./transfer.js";
 const NARROW = matchMedia("(max-width: 60rem)");
 const DAY_MS = 86_400_000;
 const SEARCH_DELAY_MS = 150;
+const TIME = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit" });
+const WEEKDAY = new Intl.DateTimeFormat([], { weekday: "long" });
+const DATE = new Intl.DateTimeFormat([], { dateStyle: "medium" });
 
 /** @type {Events} */
 let events;
@@ -25,26 +29,28 @@ let current = null;
 let picked = null; // the conversation of the dialog
 let timer = 0;
 let turns = 0; // counts searches
+let unwritten = false; // whether a conversation would be lost with the tab, since the storage is full
 
 function dateOf(time) {
   const date = new Date(time);
   const today = new Date().toDateString() === date.toDateString();
   const recent = Date.now() - time < 6 * DAY_MS;
-  return date.toLocaleString([], today ? { hour: "2-digit", minute: "2-digit" } : recent ? { weekday: "long" } : { dateStyle: "medium" });
+  return (today ? TIME : recent ? WEEKDAY : DATE).format(date);
 }
 
-/** Text with the searched word marked. */
-function marked(text, word) {
-  const at = word ? text.toLowerCase().indexOf(word.toLowerCase()) : -1;
-  if (at < 0) return [text];
-  return [text.slice(0, at), h("mark", {}, text.slice(at, at + word.length)), text.slice(at + word.length)];
+/** Text with the searched words marked. */
+function marked(text, words) {
+  if (!words.length) return [text];
+  const places = new RegExp(`(${words.map((word) => word.replace(/[^\p{L}\p{N}]/gu, "\\$&")).join("|")})`, "i");
+  return text.split(places).map((part, at) => (at % 2 ? h("mark", {}, part) : part));
 }
 
-function row({ conversation, excerpt }, word) {
+function row({ conversation, excerpt }, words, lost) {
   const { id, title, updated } = conversation;
   const open = h("button", { type: "button", class: "open", "aria-current": id === current ? "true" : null, onclick: () => { close(); events.open(id); } },
-    h("span", { class: "title" }, ...marked(title, word)), h("span", { class: "date" }, dateOf(updated)),
-    excerpt ? h("span", { class: "excerpt" }, ...marked(excerpt, word)) : null);
+    h("span", { class: "title" }, ...marked(title, words)),
+    h("span", { class: lost ? "date lost" : "date" }, lost ? "Not kept: export it" : dateOf(updated)),
+    excerpt ? h("span", { class: "excerpt" }, ...marked(excerpt, words)) : null);
   const more = h("button", { type: "button", class: "icon", "aria-label": `Options of ${title}`, "aria-haspopup": "dialog",
     onclick: () => openOptions(conversation) }, icon("more"));
   return h("li", { "data-id": id }, open, more);
@@ -65,9 +71,11 @@ export async function refresh() {
   const turn = ++turns;
   const hits = await search(word);
   if (turn !== turns) return; // a later search has begun
-  showRows(hits.map((hit) => row(hit, word)));
+  const ids = (await store()).unwritten;
+  unwritten = ids.size > 0;
+  showRows(hits.map((hit) => row(hit, wordsOf(word), ids.has(hit.conversation.id))));
   $("nothing").hidden = hits.length > 0;
-  $("nothing").textContent = word ? "No conversation has this text." : "Conversations appear here.";
+  $("nothing").textContent = word ? "No conversation has these words." : "Conversations appear here.";
   $("export-all").disabled = $("delete-all").disabled = !hits.length && !word;
   if (word) say(`${hits.length} conversation${hits.length === 1 ? "" : "s"} found`);
 }
@@ -102,8 +110,10 @@ async function importFile(file) {
     const shelf = await store();
     for (const { conversation, messages } of all) await shelf.put(conversation, messages);
     say(`${all.length} conversation${all.length === 1 ? "" : "s"} imported`);
-    tellOtherTabs();
-  } catch (error) { trouble(error.message); }
+    tellOtherTabs({ id: null });
+  } catch (error) {
+    trouble(error.name === "QuotaExceededError" ? "The browser's storage is full: not all of the file is kept. Delete other conversations." : error.message);
+  }
   await refresh();
 }
 
@@ -126,7 +136,7 @@ async function rename() {
   if (!title || title === picked.title) return;
   await (await store()).put({ ...picked, title });
   events.renamed(picked.id, title);
-  tellOtherTabs();
+  tellOtherTabs({ id: picked.id });
   await refresh();
 }
 
@@ -135,7 +145,7 @@ async function remove(id) {
   events.removed(id);
   if (id) await shelf.remove(id);
   else await shelf.clear();
-  tellOtherTabs();
+  tellOtherTabs({ id, deleted: true });
   await refresh();
   say(id ? "Conversation deleted" : "All conversations deleted");
   if (!NARROW.matches || isOpen()) $("search").focus();
@@ -207,6 +217,7 @@ export async function start(given) {
   $("library").addEventListener("keydown", (event) => { if (event.key === "Escape") close(); });
   NARROW.addEventListener("change", () => setOpen(!NARROW.matches && kept("library") !== false));
   setOpen(!NARROW.matches && kept("library") !== false);
-  watchOtherTabs(refresh);
+  watchOtherTabs(() => { refresh(); });
+  addEventListener("beforeunload", (event) => { if (unwritten) event.preventDefault(); });
   $("not-kept").hidden = (await store()).lasting;
 }

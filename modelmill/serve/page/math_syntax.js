@@ -1,5 +1,7 @@
 // Math in Markdown, as a plugin of markdown-it: $a$, $$a$$, \(a\) and \[a\]. It makes tokens; math.js draws them.
 
+const MAX_LINES = 500; // of a formula
+
 /** @type {[string, string, boolean][]} begin, end, on a line of its own */
 const PAIRS = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false]];
 
@@ -16,6 +18,18 @@ function end(text, mark, from) {
     if (!escaped(text, at)) return at;
   }
   return -1;
+}
+
+const unclosed = new WeakMap(); // of a paragraph's parser: marks that do not come any more, from where on
+
+/** The same in a paragraph, which is searched once for a mark that it does not have. */
+function endInline(state, text, mark, from) {
+  const known = unclosed.get(state) ?? new Map();
+  const key = `${mark}${state.posMax}`; // a link's text is parsed as a shorter one
+  if (from >= (known.get(key) ?? Infinity)) return -1;
+  const at = end(text, mark, from);
+  if (at < 0) unclosed.set(state, known.set(key, from));
+  return at;
 }
 
 /** $a$: no blanks inside at the marks, no digit behind, so that "$5 and $10" stays text. */
@@ -37,7 +51,7 @@ function inline(state, silent) {
   for (const [open, close, display] of PAIRS) {
     if (!text.startsWith(open, state.pos)) continue;
     const from = state.pos + open.length;
-    const at = end(text, close, from);
+    const at = endInline(state, text, close, from);
     if (at < 0 || !text.slice(from, at).trim()) return false;
     if (!silent) push(state, text.slice(from, at), display, open);
     state.pos = at + close.length;
@@ -58,7 +72,7 @@ function block(state, first, last, silent) {
   if (!pair) return false;
   const [open, close] = pair;
   const lines = [];
-  for (let number = first; number < last; number++) {
+  for (let number = first; number < Math.min(last, first + MAX_LINES); number++) {
     const text = number === first ? line(number).slice(open.length) : line(number);
     const at = end(text, close, 0);
     if (at < 0) { lines.push(text); continue; }

@@ -16,10 +16,11 @@ export const systemPrompt = () => $("system").value;
 export function showSystemPrompt(text) {
   $("system").value = text;
   keep("system", text);
-  draw();
+  drawPresets();
 }
 
-function draw() {
+/** Show what is kept. */
+export function drawPresets() {
   const all = presets();
   const fitting = all.find(({ text }) => text === systemPrompt());
   $("preset").replaceChildren(h("option", { value: "" }, all.length ? "No preset" : "No presets yet"),
@@ -41,13 +42,13 @@ function add() {
   const others = presets().filter((each) => each.name !== name);
   keep("presets", [...others, { name, text: systemPrompt() }].sort((a, b) => a.name.localeCompare(b.name)));
   $("preset-name").value = "";
-  draw();
+  drawPresets();
   $("preset").focus();
 }
 
 function remove() {
   keep("presets", presets().filter(({ name }) => name !== $("preset").value));
-  draw();
+  drawPresets();
   $("preset").focus();
 }
 
@@ -55,9 +56,9 @@ function remove() {
 export function startPresets(told) {
   changed = told;
   $("system").value = kept("system") ?? "";
-  $("system").addEventListener("input", () => { keep("system", systemPrompt()); draw(); changed(); });
+  $("system").addEventListener("input", () => { keep("system", systemPrompt()); drawPresets(); changed(); });
   $("preset").addEventListener("change", choose);
-  $("preset-name").addEventListener("input", draw);
+  $("preset-name").addEventListener("input", drawPresets);
   $("preset-name").addEventListener("keydown", (event) => {
     if (event.key !== "Enter") return;
     event.preventDefault(); // the dialog stays open
@@ -65,5 +66,5 @@ export function startPresets(told) {
   });
   $("preset-save").addEventListener("click", add);
   $("preset-delete").addEventListener("click", remove);
-  draw();
+  drawPresets();
 }

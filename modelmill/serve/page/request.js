@@ -1,5 +1,7 @@
 // The request of a conversation, from its messages and the settings.
 
+import { wholeCalls } from "./tree.js";
+
 /** @typedef {import("./tree.js").Message} Message */
 
 /**
@@ -23,10 +25,11 @@ function words({ content, files }) {
 function toApi(message) {
   if (message.role === "tool") return { role: "tool", tool_call_id: message.callId, content: message.content };
   if (message.role === "assistant") {
+    const calls = wholeCalls(message);
     return {
       role: "assistant", content: message.content,
       ...(message.reasoning ? { reasoning_content: message.reasoning } : {}),
-      ...(message.calls?.length ? { tool_calls: message.calls.map(({ id, name, arguments: given }) =>
+      ...(calls.length ? { tool_calls: calls.map(({ id, name, arguments: given }) =>
         ({ id, type: "function", function: { name, arguments: given } })) } : {}),
     };
   }
@@ -35,8 +38,8 @@ function toApi(message) {
   return { role: "user", content: [...parts, { type: "text", text: words(message) }] };
 }
 
-/** Answers that failed, or were stopped before their first token, are no turns. @param {Message} message */
-const isTurn = ({ role, content, calls, bad }) => role !== "assistant" || (!bad && Boolean(content || calls?.length));
+/** Answers that failed or were stopped before their first token are no turns. @param {Message} message */
+const isTurn = (message) => message.role !== "assistant" || Boolean(message.content || wholeCalls(message).length);
 
 /**
  * Messages as the API takes them.

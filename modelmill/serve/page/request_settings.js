@@ -89,7 +89,8 @@ export function resetRequestSettings() {
   for (const field of FIELDS) $(field).value = field === "tool-choice" ? "auto" : "";
 }
 
-export function startRequestSettings() {
+/** Show what is kept. */
+export function showRequestSettings() {
   for (const field of FIELDS) $(field).value = kept(field) ?? (field === "tool-choice" ? "auto" : "");
   check();
 }

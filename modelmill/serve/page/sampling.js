@@ -50,9 +50,15 @@ export function sampling() {
   return found;
 }
 
-/** @param {Record<string, number>} values */
-export function showSampling(values) {
+/** Show what is kept. */
+export function showSampling() {
+  const values = kept("sampling") ?? {};
   for (const [name] of KNOBS) $(`knob-${name}`).value = values[name] ?? "";
+  suggest(suggested);
+}
+
+export function resetSampling() {
+  for (const [name] of KNOBS) $(`knob-${name}`).value = "";
 }
 
 export function rememberSampling() {
@@ -66,5 +72,4 @@ export function startSampling() {
       placeholder: "default", title: hint || null, inputmode: WHOLE.has(name) ? "numeric" : "decimal" });
     $("knobs").append(h("div", {}, h("label", { for: input.id }, label), input));
   }
-  showSampling(kept("sampling") || {});
 }

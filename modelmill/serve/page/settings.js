@@ -1,8 +1,8 @@
 // The settings dialog.
 import { $, closeByBackdrop } from "./dom.js";
-import { showSystemPrompt, startPresets } from "./presets.js";
-import { rememberRequestSettings, resetRequestSettings, startRequestSettings } from "./request_settings.js";
-import { rememberSampling, showSampling, startSampling } from "./sampling.js";
+import { drawPresets, showSystemPrompt, startPresets } from "./presets.js";
+import { rememberRequestSettings, resetRequestSettings, showRequestSettings } from "./request_settings.js";
+import { rememberSampling, resetSampling, showSampling, startSampling } from "./sampling.js";
 import { keep, kept } from "./storage.js";
 
 function remember() {
@@ -10,6 +10,15 @@ function remember() {
   rememberRequestSettings();
   keep("key", $("key").value.trim());
   keep("theme", $("theme").value);
+  document.documentElement.dataset.theme = $("theme").value;
+}
+
+/** Show what is kept: another tab may have changed it. */
+function show() {
+  showSampling();
+  showRequestSettings();
+  $("key").value = kept("key") || "";
+  $("theme").value = kept("theme") || "";
   document.documentElement.dataset.theme = $("theme").value;
 }
 
@@ -25,15 +34,16 @@ export function openSettings(focus) {
  */
 export function start(closed, prompted) {
   startSampling();
-  startRequestSettings();
   startPresets(prompted);
-  $("key").value = kept("key") || "";
-  $("theme").value = kept("theme") || "";
-  document.documentElement.dataset.theme = $("theme").value;
+  show();
+  window.addEventListener("storage", () => {
+    drawPresets();
+    if (!$("settings").open) show();
+  });
   $("open-settings").addEventListener("click", () => openSettings());
   $("settings").addEventListener("input", remember);
   $("defaults").addEventListener("click", () => {
-    showSampling({});
+    resetSampling();
     resetRequestSettings();
     showSystemPrompt("");
     prompted();

@@ -1,6 +1,6 @@
-// Small values that the page keeps: settings permanently, the API key and the open conversation until the tab is closed.
+// Small values that the page keeps: settings permanently, the API key, the open conversation and the unsent message until the tab is closed.
 
-const UNTIL_CLOSED = new Set(["key", "open"]);
+const UNTIL_CLOSED = new Set(["key", "open", "draft"]);
 
 const shelf = (name) => (UNTIL_CLOSED.has(name) ? sessionStorage : localStorage);
 

@@ -5,6 +5,7 @@
 
 const NAME = "modelmill";
 const VERSION = 1;
+const BATCH = 100; // messages that are read at once
 const MAX_OPEN_MS = 5000; // a database that another page blocks would hold up everything
 
 /** @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
@@ -18,6 +19,9 @@ const committed = (transaction) => new Promise((resolve, reject) => {
   transaction.oncomplete = () => resolve();
   transaction.onabort = transaction.onerror = () => reject(transaction.error);
 });
+
+/** Two lists in one; of the same id, the second's. @template {{id: string}} T @param {T[]} old @param {T[]} changed @returns {T[]} */
+const newer = (old, changed) => [...new Map([...old, ...changed].map((each) => [each.id, each])).values()];
 
 /** @returns {Promise<IDBDatabase>} */
 async function openDatabase() {
@@ -36,6 +40,9 @@ class MemoryStore {
     this.known = new Map();
     this.said = new Map();
   }
+
+  /** Ids of conversations that are not in the database, as far as there is one. */
+  get unwritten() { return new Set(); }
 
   async list() { return [...this.known.values()].sort((a, b) => b.updated - a.updated); }
   async messages(id) { return [...this.said.values()].filter((message) => message.conversation === id); }
@@ -57,6 +64,7 @@ class DatabaseStore {
   constructor(database) {
     this.lasting = true;
     this.database = database;
+    this.pending = new MemoryStore(); // what the database did not take, since it is full: it can still be exported
     database.onversionchange = () => database.close(); // another tab has a newer page
   }
 
@@ -65,28 +73,43 @@ class DatabaseStore {
     return { transaction, conversations: transaction.objectStore("conversations"), messages: transaction.objectStore("messages") };
   }
 
+  get unwritten() { return new Set(this.pending.known.keys()); }
+
   /** @returns {Promise<Conversation[]>} newest first */
   async list() {
-    const all = await done(this.#stores("readonly").conversations.getAll());
-    return all.sort((a, b) => b.updated - a.updated);
+    const written = await done(this.#stores("readonly").conversations.getAll());
+    return newer(written, await this.pending.list()).sort((a, b) => b.updated - a.updated);
   }
 
   /** @param {string} id of a conversation @returns {Promise<Message[]>} oldest first */
   async messages(id) {
-    const all = await done(this.#stores("readonly").messages.index("conversation").getAll(id));
-    return all.sort((a, b) => a.created - b.created);
+    const written = await done(this.#stores("readonly").messages.index("conversation").getAll(id));
+    return newer(written, await this.pending.messages(id)).sort((a, b) => a.created - b.created);
   }
 
-  /** @param {Conversation} conversation @param {Message[]} messages that are new or have changed */
+  /**
+   * Write a conversation. What the database does not take is kept until the tab is closed, and written with the next change.
+   * @param {Conversation} conversation
+   * @param {Message[]} messages that are new or have changed
+   * @throws {DOMException} of the database
+   */
   async put(conversation, messages = []) {
-    const stores = this.#stores("readwrite");
-    stores.conversations.put(conversation);
-    for (const message of messages) stores.messages.put(message);
-    await committed(stores.transaction);
+    const all = newer(await this.pending.messages(conversation.id), messages);
+    try {
+      const stores = this.#stores("readwrite");
+      stores.conversations.put(conversation);
+      for (const message of all) stores.messages.put(message);
+      await committed(stores.transaction);
+    } catch (error) {
+      await this.pending.put(conversation, messages);
+      throw error;
+    }
+    await this.pending.remove(conversation.id);
   }
 
   /** @param {string} id of a message */
   async removeMessage(id) {
+    await this.pending.removeMessage(id);
     const { messages, transaction } = this.#stores("readwrite");
     messages.delete(id);
     await committed(transaction);
@@ -94,6 +117,7 @@ class DatabaseStore {
 
   /** @param {string} id of a conversation */
   async remove(id) {
+    await this.pending.remove(id);
     const { conversations, messages, transaction } = this.#stores("readwrite");
     conversations.delete(id);
     for (const key of await done(messages.index("conversation").getAllKeys(id))) messages.delete(key);
@@ -101,23 +125,21 @@ class DatabaseStore {
   }
 
   async clear() {
+    await this.pending.clear();
     const { conversations, messages, transaction } = this.#stores("readwrite");
     conversations.clear();
     messages.clear();
     await committed(transaction);
   }
 
-  /** One message at a time, since pictures may be large. @param {(message: Message) => void} visit */
-  eachMessage(visit) {
-    const request = this.#stores("readonly").messages.openCursor();
-    return new Promise((resolve, reject) => {
-      request.onerror = () => reject(request.error);
-      request.onsuccess = () => {
-        if (!request.result) { resolve(undefined); return; }
-        visit(request.result.value);
-        request.result.continue();
-      };
-    });
+  /** A few messages at a time, since pictures may be large. @param {(message: Message) => void} visit */
+  async eachMessage(visit) {
+    for (let batch, last = null; (batch = await this.#after(last)).length; last = batch.at(-1).id) batch.forEach(visit);
+    await this.pending.eachMessage(visit);
+  }
+
+  #after(id) {
+    return done(this.#stores("readonly").messages.getAll(id === null ? null : IDBKeyRange.lowerBound(id, true), BATCH));
   }
 }
 
@@ -137,36 +159,4 @@ let opened = null;
 export function store() {
   opened ??= open();
   return opened;
-}
-
-/** @typedef {{conversation: Conversation, excerpt: string}} Hit */
-
-/** Text around the first place of a word. */
-function excerptOf(text, word) {
-  const at = text.toLowerCase().indexOf(word);
-  if (at < 0) return null;
-  const from = Math.max(0, at - 30);
-  const until = at + word.length + 50;
-  return `${from ? "… " : ""}${text.slice(from, until).replace(/\s+/g, " ")}${until < text.length ? " …" : ""}`;
-}
-
-/**
- * Conversations whose title or messages contain a text, in any case.
- * @param {string} words
- * @returns {Promise<Hit[]>} newest first
- */
-export async function search(words) {
-  const word = words.trim().toLowerCase();
-  const kept = await store();
-  const all = await kept.list();
-  if (!word) return all.map((conversation) => ({ conversation, excerpt: "" }));
-  const excerpts = new Map();
-  await kept.eachMessage((message) => {
-    if (excerpts.has(message.conversation)) return;
-    const texts = [message.content, ...(message.files ?? []).map((file) => file.text)];
-    const excerpt = texts.map((text) => excerptOf(text, word)).find((each) => each !== null);
-    if (excerpt) excerpts.set(message.conversation, excerpt);
-  });
-  return all.filter(({ id, title }) => excerpts.has(id) || title.toLowerCase().includes(word))
-    .map((conversation) => ({ conversation, excerpt: excerpts.get(conversation.id) ?? "" }));
 }

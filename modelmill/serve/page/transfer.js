@@ -1,6 +1,7 @@
 // Conversations as files: JSON holds everything and can be imported again, Markdown is the branch that is shown.
 import { fenced } from "./request.js";
 import { Tree } from "./tree.js";
+import { newId } from "./without_https.js";
 
 /** @typedef {import("./tree.js").Conversation} Conversation */
 /** @typedef {import("./tree.js").Message} Message */
@@ -8,6 +9,7 @@ import { Tree } from "./tree.js";
 
 const FORMAT = "modelmill-conversations";
 const VERSION = 1;
+const MAX_TIME = 8.64e15; // milliseconds: of a Date
 const ROLES = new Set(["user", "assistant", "tool"]);
 
 /**
@@ -38,16 +40,30 @@ export function toMarkdown({ conversation, messages }) {
 }
 
 const text = (value) => (typeof value === "string" ? value : "");
-const number = (value) => (Number.isFinite(value) ? value : Date.now());
+const time = (value) => (Number.isFinite(value) && Math.abs(value) <= MAX_TIME ? value : Date.now());
+const isObject = (value) => value !== null && typeof value === "object";
+const list = (value, each) => (Array.isArray(value) ? value.filter(each) : []);
+
+/** Parents by id; one that leads back to its own message is left out. */
+function parentsOf(messages) {
+  const parents = new Map(messages.map(({ id, parent }) => [id, parent]));
+  for (const { id } of messages) {
+    const seen = new Set([id]);
+    let at = parents.get(id);
+    while (parents.has(at) && !seen.has(at)) { seen.add(at); at = parents.get(at); }
+    if (seen.has(at)) parents.set(id, null);
+  }
+  return parents;
+}
 
 /** Only what the page knows, each of its type: a file may come from anywhere. */
-function checkedMessage(given, ids, conversation) {
-  const pictures = (given.pictures ?? []).filter((url) => typeof url === "string" && url.startsWith("data:image/"));
-  const files = (given.files ?? []).map((file) => ({ name: text(file.name), text: text(file.text) }));
-  const calls = (given.calls ?? []).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }));
+function checkedMessage(given, ids, parents, conversation) {
+  const pictures = list(given.pictures, (url) => typeof url === "string" && url.startsWith("data:image/"));
+  const files = list(given.files, isObject).map((file) => ({ name: text(file.name), text: text(file.text) }));
+  const calls = list(given.calls, isObject).map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }));
   return {
-    id: ids.get(given.id), conversation, parent: ids.get(given.parent) ?? null, role: given.role,
-    content: text(given.content), created: number(given.created),
+    id: ids.get(given.id), conversation, parent: ids.get(parents.get(given.id)) ?? null, role: given.role,
+    content: text(given.content), created: time(given.created),
     ...(pictures.length ? { pictures } : {}), ...(files.length ? { files } : {}), ...(calls.length ? { calls } : {}),
     ...(given.reasoning ? { reasoning: text(given.reasoning) } : {}),
     ...(Number.isFinite(given.thinkingMs) ? { thinkingMs: given.thinkingMs } : {}),
@@ -58,16 +74,20 @@ function checkedMessage(given, ids, conversation) {
   };
 }
 
-function checkedConversation({ conversation, messages }) {
-  if (typeof conversation?.title !== "string" || !Array.isArray(messages) || !messages.every((each) => ROLES.has(each?.role))) {
+const isMessage = (given) => ROLES.has(given?.role) && typeof given.id === "string";
+
+function checkedConversation(given) {
+  const { conversation, messages } = given ?? {};
+  if (typeof conversation?.title !== "string" || !Array.isArray(messages) || !messages.length || !messages.every(isMessage)) {
     throw new Error("A conversation of this file is not complete.");
   }
-  const id = crypto.randomUUID(); // a new one: what is here is never overwritten
-  const ids = new Map(messages.map((message) => [message.id, crypto.randomUUID()]));
+  const id = newId(); // a new one: what is here is never overwritten
+  const ids = new Map(messages.map((message) => [message.id, newId()]));
+  const parents = parentsOf(messages);
   return {
-    conversation: { id, title: conversation.title, system: text(conversation.system), created: number(conversation.created),
-      updated: number(conversation.updated), leaf: ids.get(conversation.leaf) ?? null },
-    messages: messages.map((message) => checkedMessage(message, ids, id)),
+    conversation: { id, title: conversation.title, system: text(conversation.system), created: time(conversation.created),
+      updated: time(conversation.updated), leaf: ids.get(conversation.leaf) ?? null },
+    messages: messages.map((message) => checkedMessage(message, ids, parents, id)),
   };
 }
 

@@ -1,5 +1,7 @@
 // A conversation as a tree: editing a message or regenerating an answer makes a branch beside the earlier one.
 
+const ENDS = new Set(["stop", "tool_calls", "content_filter"]); // finish reasons
+
 /**
  * @typedef {object} ToolCall
  * @property {string} id
@@ -46,6 +48,12 @@
  * @property {string|null} leaf last message of the branch that is shown
  */
 
+/** Whether an answer has been written to its end; not one that was cut, stopped, or broke off. @param {Message} message */
+export const isWhole = ({ finish, bad }) => !bad && ENDS.has(finish ?? "");
+
+/** Calls of tools that can be answered: not those of an answer that broke off. @param {Message} message @returns {ToolCall[]} */
+export const wholeCalls = (message) => (isWhole(message) ? message.calls ?? [] : []);
+
 export class Tree {
   /**
    * @param {Message[]} messages in any order
@@ -65,10 +73,13 @@ export class Tree {
   siblings(id) { return this.children(this.messages.get(id)?.parent ?? null); }
 
   /** The messages of the branch that is shown. @returns {Message[]} */
-  path() {
-    const found = [];
-    for (let at = this.messages.get(this.leaf ?? ""); at; at = this.messages.get(at.parent ?? "")) found.unshift(at);
-    return found;
+  path() { return this.#upwards(this.leaf).reverse(); }
+
+  /** A message and those before it, last first. A parent that leads back to its own message ends them. */
+  #upwards(id) {
+    const found = new Set();
+    for (let at = this.messages.get(id ?? ""); at && !found.has(at); at = this.messages.get(at.parent ?? "")) found.add(at);
+    return [...found];
   }
 
   /** Add a message and show it. @param {Message} message */
@@ -91,7 +102,7 @@ export class Tree {
 
   /** The newest message below this one, itself included. */
   #newest(from) {
-    const below = (id) => from === null || id === from || (this.messages.has(id) && below(this.messages.get(id).parent));
+    const below = (id) => from === null || this.#upwards(id).some((message) => message.id === from);
     const newestFirst = [...this.messages.values()].sort((a, b) => b.created - a.created);
     return newestFirst.find((message) => below(message.id))?.id ?? from;
   }
