@@ -42,6 +42,7 @@ class ParameterCallReader(NamedCallReader):
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
         self._json, self._json_size = JsonValueConverter(), 0
+        self._searched = 0  # characters of a value that have no closing mark
         self._has_brace = False
         return super()._first_state()
 
@@ -248,7 +249,7 @@ class ParameterCallReader(NamedCallReader):
             return at
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
-        self._json, self._json_size = JsonValueConverter(), 0
+        self._json, self._json_size, self._searched = JsonValueConverter(), 0, 0
         self._state = self._scan_verbatim if self._parameter.verbatim[0] else self._scan_text
         return at + len(blank) if rest == blank else at
 
@@ -269,10 +270,11 @@ class ParameterCallReader(NamedCallReader):
     def _scan_verbatim_text(self, text: str, at: int) -> int:
         self._discard_consumed()
         mark = self._parameter.verbatim[1]
-        place = text.find(mark, at)
+        place = text.find(mark, at + self._searched)
         if place < 0:
             if not self._type.is_string and not self._final:
-                return at
+                return self._wait_for_mark(text, at, (mark,))
+            self._searched = 0
             stop = len(text) - longest_suffix_overlap(text[at:], (mark,))
             return self._end_at_text(text, at, stop)
         self._end_value(text[at:place])
@@ -303,10 +305,11 @@ class ParameterCallReader(NamedCallReader):
             return at
         marks = self._value_marks()
         if place < 0:
-            place, _ = find_first(text, marks, at)
+            place, _ = find_first(text, marks, at + self._searched)
         if place < 0:
             if not self._type.is_string and not self._final:
-                return at
+                return self._wait_for_mark(text, at, marks)
+            self._searched = 0
             stop = len(text) - longest_suffix_overlap(
                 text[at:], (self._value_end + self._value_close, *marks)
             )
@@ -316,6 +319,11 @@ class ParameterCallReader(NamedCallReader):
             value = value[: -len(self._value_end)]
         self._end_value(value)
         return place
+
+    def _wait_for_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
+        """Keep a value that has none of its closing marks yet; nothing is searched twice."""
+        self._searched = max(0, len(text) - at - max(map(len, marks)))
+        return at
 
     def _value_marks(self) -> tuple[str, ...]:
         """Marks that end a value; a model that leaves the closing mark out writes what follows."""

@@ -28,6 +28,8 @@ _WORDS = {
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
+MAX_BARE_KEY_CHARS = 256
+"""Maximum characters of a key without quotes."""
 SET = "set"
 """An open set of Python's syntax, which becomes a list."""
 _CLOSERS = {"[": "]", "{": "}", SET: "}"}
@@ -223,7 +225,10 @@ class JsonValueConverter:
                 return at + len(self._mark)
             if self._mark.startswith(head):
                 return at
-        end = text.find(":", at)
+        limit = at + MAX_BARE_KEY_CHARS
+        end = text.find(":", at, limit)
+        if end < 0 and len(text) >= limit:
+            return self._fail(at)
         bad = re.compile(r"[{}\[\],\n]").search(text, at, end if end >= 0 else len(text))
         if bad:
             return self._fail(at)
