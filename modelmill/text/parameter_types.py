@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,38 @@ def parameter_type(
         return ParameterType(undeclared == "string", JSON_TYPES)
     types = schema_types(schema, parameters or {})
     return ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
+
+
+def declares_string(
+    parameters: Mapping[str, Any] | None, key: str, path: Sequence[str] = ()
+) -> bool:
+    """Whether a tool declares a value as a string, and as nothing else.
+
+    Args:
+        parameters: JSON schema of the tool's parameters.
+        key: name of the argument.
+        path: keys inside it; "" for an element of a list.
+    """
+    root = parameters or {}
+    schema: Any = root
+    for step in (key, *path):
+        schema = _inner_schema(schema, step, root)
+        if schema is None:
+            return False
+    return schema_types(schema, root) == {"string"}
+
+
+def _inner_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """The schema of a member, or with "" of an element of a list; None if it is not declared."""
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return None
+    if "$ref" in schema:
+        return _inner_schema(resolve_pointer(schema["$ref"], root), step, root, depth + 1)
+    members = schema.get("properties")
+    if step and isinstance(members, Mapping) and step in members:
+        return members[step]
+    declared = schema.get("additionalProperties" if step else "items")
+    return declared if isinstance(declared, Mapping) else None
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
