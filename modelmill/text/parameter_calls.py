@@ -18,6 +18,8 @@ from modelmill.text.value_stream import JsonValueConverter, escape_text
 
 ESCAPED_BREAK = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
+STRING_TYPES = ("string", "any")
+"""Names of types whose text is the value, where the tool declares none."""
 WRAPPERS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
 
@@ -193,12 +195,22 @@ class ParameterCallReader(NamedCallReader):
         count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
+        if count < len(self._key_end) and self._parameter.whole_key_end:
+            return self._skip_rest(at)
         if count < len(self._key_end) and (empty := self._follows_no_value(text, end)) is not False:
             if empty:
                 self._state = self._scan_parameter
             return end if empty else at
         key, attribute = text[at:place].strip(), None
-        if self._parameter.type_attribute:
+        if self._parameter.type_open:
+            key, _, written_type = key.partition(split_mark(self._parameter.type_open)[0])
+            if not written_type:
+                return self._skip_rest(at)
+            written_type = written_type.strip().removeprefix(
+                split_mark(self._parameter.type_open)[-1]
+            )
+            key, attribute = key.strip(), written_type.strip() in STRING_TYPES
+        elif self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
         key = self._unescape(key)
         self._type = parameter_type(

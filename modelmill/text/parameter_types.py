@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.text.value_stream import clean_json
+from modelmill.text.value_stream import clean_json, split_object
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
@@ -153,6 +153,35 @@ def typed_value(text: str, types: ParameterType) -> str:
         ):
             return value
     return json.dumps(text, ensure_ascii=False)
+
+
+def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str:
+    """Return a call's arguments with the types that its tool declares.
+
+    A string becomes the value of which it is the text, and another value its text, where the tool
+    declares that alone.
+
+    Args:
+        arguments: a JSON object; it stays as it is written where no type differs.
+        parameters: JSON schema of the tool's parameters.
+    """
+    pairs = split_object(arguments) or []
+    declared = [(key, _declared_value(key, value, parameters)) for key, value in pairs]
+    if declared == pairs:
+        return arguments
+    members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in declared)
+    return f"{{{', '.join(members)}}}"
+
+
+def _declared_value(key: str, value: str, parameters: Mapping[str, Any] | None) -> str:
+    types = parameter_type(parameters, key, "string")
+    written = json_type(value)
+    if types.is_string and written in ("boolean", "integer", "number"):
+        return json.dumps(value) if declares_string(parameters, key) else value
+    if written != "string" or types.is_string:
+        return value
+    typed = typed_value(json.loads(value), types)
+    return value if json_type(typed) == "string" else typed
 
 
 def _unescaped(text: str) -> str | None:
