@@ -69,8 +69,8 @@ def _calls(name: str, text: str) -> list[tuple[str, str]]:
     ],
 )
 def test_variables_select_a_variant(options: dict[str, object], name: str, closing: str) -> None:
-    found, thinking = select_variant("k2_horizon", BASE.thinking, options)
-    assert found == name
+    selected, thinking = select_variant("k2_horizon", BASE.thinking, options)
+    assert selected == name
     assert thinking is not None
     assert thinking.marks[1] == closing
     assert select_variant("k2_horizon", None, options) == (name, None)
