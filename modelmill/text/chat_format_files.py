@@ -110,7 +110,7 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
     marks += [calls.head, calls.name_end, calls.code_mark, calls.string_mark]
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]
-        marks += [calls.parameter.type_open]
+        marks += [calls.parameter.type_open, *calls.parameter.type_marks]
     if thinking is not None:
         marks += [thinking.open, thinking.close]
     parts = {part for mark in marks for part in (mark.strip(), *split_mark(mark))}

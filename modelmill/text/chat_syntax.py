@@ -70,6 +70,8 @@ class ParameterSyntax:
         whole: marks that may stand around all arguments as one JSON object; read, not written.
         escaped: "&" and quotes of names and keys are written as in XML.
         type_open: between the key and the name of the value's type, which key_end ends.
+        type_marks: marks around the name of a value's type, which may stand behind the key; read,
+            not written.
         whole_key_end: all marks of key_end are there; else they may be missing but for the first.
     """
 
@@ -82,6 +84,7 @@ class ParameterSyntax:
     whole: Marks = NO_MARKS
     escaped: bool = False
     type_open: str = ""
+    type_marks: Marks = NO_MARKS
     whole_key_end: bool = False
 
 

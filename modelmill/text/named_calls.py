@@ -26,7 +26,13 @@ class NamedCallReader(CallReader):
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         super().__init__(syntax, tools, output)
         if syntax.json_too:
-            json_syntax = CallSyntax("json", call=("", syntax.section[1]), bare=True)
+            json_syntax = CallSyntax(
+                "json",
+                call=("", syntax.call[1]),
+                section=("", syntax.section[1]),
+                declared_types=syntax.declared_types,
+                bare=True,
+            )
             self._json_calls = JsonCallReader(json_syntax, tools, output)
 
     def _first_state(self) -> Callable[[str, int], int]:

@@ -192,7 +192,16 @@ class ParameterCallReader(NamedCallReader):
         place = text.find(mark, at)
         if place < 0:
             return self._skip_rest(at) if self._final or len(text) - at > MAX_HEAD_CHARS else at
-        count, end = self._match(text, place, self._key_end)
+        written_type, behind_type = self._type_behind_key(text, place + len(mark))
+        if behind_type is None:
+            return at
+        if behind_type < 0:
+            return self._skip_rest(at)
+        if written_type:
+            count, end = self._match(text, behind_type, self._key_end[1:])
+            count += 1
+        else:
+            count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
         if count < len(self._key_end) and self._parameter.whole_key_end:
@@ -212,6 +221,8 @@ class ParameterCallReader(NamedCallReader):
             key, attribute = key.strip(), written_type.strip() in STRING_TYPES
         elif self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
+        if written_type:
+            attribute = written_type in STRING_TYPES
         key = self._unescape(key)
         self._type = parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute
@@ -222,6 +233,23 @@ class ParameterCallReader(NamedCallReader):
         wraps = self._num_arguments == 1 and self._is_wrapper(key)
         self._state = self._scan_wrapper if wraps else self._scan_value_start
         return end
+
+    def _type_behind_key(self, text: str, at: int) -> tuple[str, int | None]:
+        """The name of a type between its marks, and the position behind it.
+
+        Returns:
+            "" and the same position if there is none; the position is None if more text is
+            needed, and negative if the mark behind the name is missing.
+        """
+        opening, closing = self._parameter.type_marks
+        start = skip_blank(text, at)
+        head = text[start : start + len(opening)]
+        if not opening or not opening.startswith(head) or (self._final and head != opening):
+            return "", at
+        stop = text.find(closing, start)
+        if stop < 0:
+            return "", -1 if self._final or len(text) - at > MAX_HEAD_CHARS else None
+        return text[start + len(opening) : stop].strip() or "any", stop + len(closing)
 
     def _follows_no_value(self, text: str, at: int) -> bool | None:
         """Whether another argument, or the call's or the answer's end follows a key.

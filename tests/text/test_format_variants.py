@@ -56,7 +56,7 @@ def _calls(name: str, text: str) -> list[tuple[str, str]]:
     ("options", "name", "closing"),
     [
         ({}, "k2_horizon", "</ifm|think>"),
-        ({"tool_call_format": "xml"}, "k2_horizon", "</ifm|think>"),
+        ({"tool_call_format": "xml"}, "k2_horizon_xml", "</ifm|think>"),
         ({"tool_call_format": "json"}, "k2_horizon_json", "</ifm|think>"),
         ({"tool_call_format": "xml_typed"}, "k2_horizon_typed", "</ifm|think>"),
         ({"reasoning_effort": "medium"}, "k2_horizon", "</ifm|think_fast>"),
@@ -78,7 +78,7 @@ def test_variables_select_a_variant(options: dict[str, object], name: str, closi
 
 def test_every_variant_is_a_format() -> None:
     names = [each.format_name for name in format_names() for each in load_format(name).variants]
-    assert {"k2_horizon_json", "k2_horizon_typed"} == set(filter(None, names))
+    assert {f"k2_horizon_{each}" for each in ("json", "typed", "xml")} == set(filter(None, names))
     for name in filter(None, names):
         assert set(load_format(name).calls.section) == set(BASE.calls.section)
 
@@ -101,12 +101,24 @@ def test_the_template_shows_the_format() -> None:
 
 @pytest.mark.parametrize(
     ("name", "written"),
-    [("k2_horizon", XML), ("k2_horizon_typed", TYPED), ("k2_horizon_json", JSON)],
+    [("k2_horizon_xml", XML), ("k2_horizon_typed", TYPED), ("k2_horizon_json", JSON)],
 )
 def test_calls_of_other_variants_are_none(name: str, written: str) -> None:
     for call in (XML, TYPED, JSON):
         expected = [("f", '{"town": "Ulm"}')] if call == written else []
         assert _calls(name, _section(call)) == expected
+
+
+@pytest.mark.parametrize("call", [XML, TYPED, JSON])
+def test_without_the_variable_every_form_is_read(call: str) -> None:
+    assert _calls("k2_horizon", _section(call)) == [("f", '{"town": "Ulm"}')]
+    assert _calls("k2_horizon", _section(f"{call}\n{call}")) == [("f", '{"town": "Ulm"}')] * 2
+    assert _calls("k2_horizon", call) == [("f", '{"town": "Ulm"}')]
+
+
+def test_a_mark_of_a_type_without_its_end_is_no_call() -> None:
+    assert _calls("k2_horizon", _section(TYPED.replace("</ifm|arg_type>", ""))) == []
+    assert _calls("k2_horizon", TYPED[: TYPED.index("string")]) == []
 
 
 def test_json_arguments_get_the_declared_types() -> None:

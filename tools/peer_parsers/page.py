@@ -39,8 +39,8 @@ ways. So a test may run several times: with and without an end, with an end by a
 ends the answer itself, and with a call's name alone, with its arguments, or as one piece. It passes
 if it passes in one of these ways. Content is compared but for the number of blanks between words,
 arguments as JSON, ids only where a test looks at them. vLLM does not compare names with the
-declared functions, except for dots, K2 Horizon and MiniCPM5; its tests may call any name here, too. A server of
-modelmill takes declared names only.
+declared functions, except for dots, K2 Horizon and MiniCPM5; its tests may call any name here, too.
+A server of modelmill takes declared names only.
 
 """
 RUNS = """## Runs

@@ -1,4 +1,4 @@
-"""K2 Horizon: GLM's layout in tags of its own; a template's variable asks for other ones."""
+"""K2 Horizon: GLM's layout in tags of its own; where no variable names a form, all are read."""
 
 from modelmill.text.chat_syntax import (
     CallSyntax,
@@ -23,12 +23,16 @@ FORMAT = ChatSyntax(
             "<ifm|arg_key>",
             "</ifm|arg_key>\n<ifm|arg_value>",
             "</ifm|arg_value>\n",
+            type_marks=("<ifm|arg_type>", "</ifm|arg_type>"),
             whole_key_end=True,
         ),
+        json_too=True,
+        declared_types=True,
         separator="\n",
         content_end="\n",
     ),
     variants=(
+        FormatVariant("tool_call_format", "xml", "k2_horizon_xml"),
         FormatVariant("tool_call_format", "json", "k2_horizon_json"),
         FormatVariant("tool_call_format", "xml_typed", "k2_horizon_typed"),
         FormatVariant(

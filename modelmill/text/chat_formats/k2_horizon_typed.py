@@ -17,5 +17,6 @@ FORMAT = ChatSyntax(
             type_open="</ifm|arg_key>\n<ifm|arg_type>",
             whole_key_end=True,
         ),
+        json_too=False,
     ),
 )
