@@ -144,7 +144,7 @@ quantization-page: $(VENV)/.test
 command-line: $(VENV)/.test
 	$(BIN)/python -m tools.command_line_pages
 
-# the table of docs/tool-calling.md
+# the table of docs/chat-formats.md
 chat-formats: $(VENV)/.test
 	$(BIN)/python -m tools.chat_formats.page
 

@@ -5,6 +5,7 @@ It needs no torch. LLM and the server share it, so that a prompt has the same id
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -102,6 +103,15 @@ class TextProcessor:
         self._request_counter = itertools.count()
         self._guides: grammars.GuideFactory | None = None
         self._answer_history = AnswerHistory()
+
+    def with_options(self, options: Mapping[str, object]) -> TextProcessor:
+        """Return the processor of a request with these variables of the chat template."""
+        chat_format = None if self.chat_format is None else self.chat_format.with_options(options)
+        if chat_format is self.chat_format:
+            return self
+        variant = copy.copy(self)
+        variant.chat_format = chat_format
+        return variant
 
     def limit_inputs(self, max_image_pixels: int, max_text_tokens: int) -> None:
         """Refuse larger images and longer texts from now on, as a server does."""

@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from modelmill.text.answer_pieces import AnswerPiece, PieceCollector
-from modelmill.text.call_reader import CallReader, ToolSchemas, find_first, longest_suffix_overlap
+from modelmill.text.call_reader import (
+    CallReader,
+    ToolSchemas,
+    find_first,
+    is_blank,
+    longest_suffix_overlap,
+)
 from modelmill.text.chat_syntax import CallSyntax, ChatSyntax, ThinkingSyntax
 from modelmill.text.checked_calls import CheckedCallReader
 from modelmill.text.json_calls import JsonCallReader
@@ -39,7 +45,9 @@ READERS: dict[str, type[CallReader]] = {
 class AnswerParser(ABC):
     """Splits an answer: a state machine over what is still open.
 
-    A state (``_mode``) reads from the buffer and returns whether the next one can go on.
+    A state (``_mode``) reads from the buffer and returns whether the next one can go on. Blanks
+    behind a blank decide nothing, so they are kept until other text or the end comes: a state that
+    waits for it would else skip all of them again for each piece.
 
     Attributes:
         in_reasoning: the text so far ends inside the thinking.
@@ -50,18 +58,35 @@ class AnswerParser(ABC):
     def __init__(self, tools: ToolSchemas, output: PieceCollector) -> None:
         self._tools, self._output = tools, output
         self._buffer = ""
+        self._blanks: list[str] = []
+        self._follows_blank = False
         self.in_reasoning = False
 
     def push(self, text: str) -> list[AnswerPiece]:
         """Add text; return the pieces that are now certain, in order."""
+        if self._follows_blank and is_blank(text):
+            self._blanks.append(text)
+            return []
+        self._read(text)
+        return self._output.drain()
+
+    def _read(self, text: str) -> None:
+        """Read text, and the blanks before it."""
+        text = "".join((*self._blanks, text))
+        self._blanks = []
+        self._follows_blank = is_blank(text[-1:])
         self._buffer += text
         while self._buffer and self._mode():
             pass
-        return self._output.drain()
 
-    @abstractmethod
     def flush(self, cut: bool = False) -> list[AnswerPiece]:
         """Return what is still buffered; cut: the answer was cut off by a limit."""
+        self._read("")
+        return self._end(cut)
+
+    @abstractmethod
+    def _end(self, cut: bool) -> list[AnswerPiece]:
+        """Return what is still in the buffer."""
 
 
 def make_answer_parser(
@@ -131,8 +156,8 @@ class MarkedAnswerParser(AnswerParser):
         self.in_reasoning = thinks
         self._mode = self._scan_start if thinking is not None else self._begin_content()
 
-    def flush(self, cut: bool = False) -> list[AnswerPiece]:
-        """See ``AnswerParser.flush``."""
+    def _end(self, cut: bool) -> list[AnswerPiece]:
+        """See ``AnswerParser``."""
         reader = self._reader
         if reader is not None and self._mode == self._scan_block:
             reader.end(cut)

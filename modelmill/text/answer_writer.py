@@ -125,6 +125,8 @@ def escape_attribute(calls: CallSyntax, text: str) -> str:
 def _write_attribute(parameter: ParameterSyntax, value: str) -> str:
     """What follows a key, up to the mark after it."""
     value_type = json_type(value)
+    if parameter.type_open:
+        return parameter.type_open + value_type
     if parameter.type_attribute == "type":
         return f'" type="{"number" if value_type == "integer" else value_type}"'
     if parameter.type_attribute == "string":

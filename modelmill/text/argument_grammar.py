@@ -97,15 +97,12 @@ class ArgumentGrammar:
 
     def _attribute(self, parameter: ParameterSyntax, is_string: bool) -> str:
         """What follows a key, with the mark after it."""
+        before, after = parameter.type_open, parameter.key_end
         if parameter.type_attribute == "type":
+            before, after = '" type="', f'"{after}'
+        if before:
             names = '"string"' if is_string else _TYPE_NAMES
-            return " ".join(
-                (
-                    self._builder.literal('" type="'),
-                    f"({names})",
-                    self._builder.literal(f'"{parameter.key_end}'),
-                )
-            )
+            return f"{self._builder.literal(before)} ({names}) {self._builder.literal(after)}"
         attribute = f'" string="{"true" if is_string else "false"}'
         return self._builder.literal(
             (attribute if parameter.type_attribute else "") + parameter.key_end

@@ -36,6 +36,11 @@ def skip_blank(text: str, at: int) -> int:
     return match.end() if match else at
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text is whitespace, and not empty."""
+    return _BLANKS.fullmatch(text) is not None
+
+
 def find_first(text: str, marks: tuple[str, ...], at: int = 0) -> tuple[int, str]:
     """Return position and text of the first mark; (-1, "") if there is none."""
     match = _search(marks)(text, at)

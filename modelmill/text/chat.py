@@ -9,7 +9,12 @@ from modelmill.core.errors import RequestError, TemplateError
 from modelmill.text.answer_parser import AnswerParser, make_answer_parser
 from modelmill.text.call_reader import ToolSchemas
 from modelmill.text.chat_format import ChatFormat
-from modelmill.text.chat_format_files import detect_format, detect_thinking, load_format
+from modelmill.text.chat_format_files import (
+    detect_format,
+    detect_thinking,
+    load_format,
+    select_variant,
+)
 from modelmill.text.chat_syntax import NO_MARKS
 from modelmill.text.chatml import END, HISTORY_WINDOW_TOKENS, START, QwenChatFormat
 from modelmill.text.control_tokens import (
@@ -314,20 +319,23 @@ def make_chat_answer_parser(
     continues: bool,
     max_calls: int | None = None,
     forced: bool = False,
+    options: Mapping[str, object] | None = None,
 ) -> AnswerParser | None:
     """Make the parser of an answer in a chat; None if it is content without marks.
 
-    The other arguments are those of ``make_answer_parser``.
+    ``options`` are the request's variables of the template. The other arguments are those of
+    ``make_answer_parser``.
     """
     if chat_format is None:
         return None
-    syntax = load_format(chat_format.format_name)
-    if not (tools or chat_format.thinking or syntax.content != NO_MARKS):
+    name, thinking = select_variant(chat_format.format_name, chat_format.thinking, options or {})
+    syntax = load_format(name)
+    if not (tools or thinking or syntax.content != NO_MARKS):
         return None
     return make_answer_parser(
         syntax,
         tools,
-        thinking=chat_format.thinking,
+        thinking=thinking,
         thinks=thinks,
         continues=continues,
         max_calls=max_calls,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Protocol, Unpack
 
+from modelmill.text.chat_format_files import select_variant
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text.messages import ChatTemplateKwargs, Messages
 
@@ -52,6 +55,15 @@ class ChatFormat(Protocol):
         **template: Unpack[ChatTemplateKwargs],
     ) -> str:
         """Return the same prompt as text."""
+
+    def with_options(self, options: Mapping[str, object]) -> ChatFormat:
+        """Return the format of answers to a prompt with these variables of the template."""
+        name, thinking = select_variant(self.format_name, self.thinking, options)
+        if (name, thinking) == (self.format_name, self.thinking):
+            return self
+        variant = copy.copy(self)
+        variant.format_name, variant.thinking = name, thinking
+        return variant
 
     def close(self) -> None:
         """End the template process, if one runs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
 from modelmill.core.registry import find_module, module_names
@@ -73,6 +73,24 @@ def detect_thinking(syntax: ChatSyntax, template: str) -> ThinkingSyntax | None:
     return None
 
 
+def select_variant(
+    name: str, thinking: ThinkingSyntax | None, options: Mapping[str, object]
+) -> tuple[str, ThinkingSyntax | None]:
+    """Return format and thinking of answers to a prompt with these variables of its template.
+
+    Args:
+        name: of the format.
+        thinking: marks of the thinking; None stays None.
+        options: the variables.
+    """
+    for variant in load_format(name).variants:
+        if options.get(variant.option) == variant.value:
+            name = variant.format_name or name
+            if thinking is not None:
+                thinking = variant.thinking or thinking
+    return name, thinking
+
+
 def text_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterable[str]:
     """Return the texts that the parser needs in an answer without calls."""
     from modelmill.text.call_reader import split_mark
@@ -92,6 +110,7 @@ def control_marks(syntax: ChatSyntax, thinking: ThinkingSyntax | None) -> Iterab
     marks += [calls.head, calls.name_end, calls.code_mark, calls.string_mark]
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.key_end, calls.parameter.close]
+        marks += [calls.parameter.type_open, *calls.parameter.type_marks]
     if thinking is not None:
         marks += [thinking.open, thinking.close]
     parts = {part for mark in marks for part in (mark.strip(), *split_mark(mark))}

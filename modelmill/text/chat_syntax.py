@@ -69,6 +69,10 @@ class ParameterSyntax:
         verbatim: marks that may stand around the text of a value.
         whole: marks that may stand around all arguments as one JSON object; read, not written.
         escaped: "&" and quotes of names and keys are written as in XML.
+        type_open: between the key and the name of the value's type, which key_end ends.
+        type_marks: marks around the name of a value's type, which may stand behind the key; read,
+            not written.
+        whole_key_end: all marks of key_end are there; else they may be missing but for the first.
     """
 
     open: str
@@ -79,6 +83,9 @@ class ParameterSyntax:
     verbatim: Marks = NO_MARKS
     whole: Marks = NO_MARKS
     escaped: bool = False
+    type_open: str = ""
+    type_marks: Marks = NO_MARKS
+    whole_key_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class CallSyntax:
         repeats: models repeat the calls behind their end mark; such a repeat is dropped.
         number_key: key of a call's number, written as a string, in the style ``json``; read over.
         arguments_key: key of the arguments in the style ``json``.
+        declared_types: arguments in the style ``json`` get the types that the tool declares; they
+            are passed on when they are complete.
         head: name of the call as written; {index}: number of the call; {number}: from 1.
         head_pattern: regular expression of ``head`` with the groups name and perhaps id.
         name_end: between the name and the arguments.
@@ -132,6 +141,7 @@ class CallSyntax:
     name_key: str = "name"
     number_key: str = ""
     arguments_key: str = "arguments"
+    declared_types: bool = False
     head: str = "{name}"
     head_pattern: str = r"(?P<name>[^\s\"'<>\[\]{}()]+)"
     name_end: str = ""
@@ -180,6 +190,23 @@ def python_list_syntax(marks: Marks) -> CallSyntax:
 
 
 @dataclass(frozen=True)
+class FormatVariant:
+    """Another way in which a model writes answers where a variable of its template says so.
+
+    Attributes:
+        option: the variable.
+        value: of it.
+        format_name: format of the answers; "": the same.
+        thinking: marks of the thinking; None: the same.
+    """
+
+    option: str
+    value: str
+    format_name: str = ""
+    thinking: ThinkingSyntax | None = None
+
+
+@dataclass(frozen=True)
 class ChatSyntax:
     """One chat format: of which models, how it is recognized, and how an answer is written.
 
@@ -196,6 +223,7 @@ class ChatSyntax:
         content: marks around the content. With a closing mark they are written around an empty
             content, too.
         dropped: control tokens that are no content where a model writes them without a call.
+        variants: what variables of the template change.
     """
 
     title: str
@@ -208,6 +236,7 @@ class ChatSyntax:
     begun: str = ""
     content: Marks = NO_MARKS
     dropped: tuple[str, ...] = ()
+    variants: tuple[FormatVariant, ...] = ()
 
     @property
     def template_groups(self) -> tuple[tuple[str, ...], ...]:

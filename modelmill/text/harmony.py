@@ -34,8 +34,8 @@ class HarmonyParser(AnswerParser):
         self._arguments = JsonValueConverter()
         self._has_arguments = False
 
-    def flush(self, cut: bool = False) -> list[AnswerPiece]:
-        """See ``AnswerParser.flush``."""
+    def _end(self, cut: bool) -> list[AnswerPiece]:
+        """See ``AnswerParser``."""
         rest, self._buffer = self._buffer, ""
         if self._mode in (self._scan_call, self._scan_call_end):
             if self._mode == self._scan_call:
@@ -56,6 +56,9 @@ class HarmonyParser(AnswerParser):
         place = self._buffer.find(MESSAGE)
         if place < 0:
             if len(self._buffer) > MAX_HEADER_CHARS:
+                # no header is that long: its first mark is no content, the rest is
+                mark = next((each for each in (START, CHANNEL) if text.startswith(each)), "")
+                self._buffer = text.removeprefix(mark)
                 self._mode = self._scan_content
                 return True
             return False

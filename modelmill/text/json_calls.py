@@ -13,6 +13,7 @@ from modelmill.text.call_reader import (
     longest_suffix_overlap,
     split_mark,
 )
+from modelmill.text.parameter_types import declared_values
 from modelmill.text.tokenizer_base import replace_surrogates
 from modelmill.text.value_stream import JsonValueConverter, clean_json
 
@@ -130,6 +131,7 @@ class JsonCallReader(CallReader):
             and self._key in ARGUMENT_KEYS
             and self._name is not None
             and not self._emitted
+            and not self._syntax.declared_types
         )
         self._state = self._scan_value
         return at
@@ -235,6 +237,8 @@ class JsonCallReader(CallReader):
         self._emitted = True
         self._commit_call_text()
         self._begin_call(self._name)
+        if self._syntax.declared_types:
+            arguments = declared_values(arguments, self._tools[self._name])
         self._output.add_arguments(arguments)
 
     def _object_done(self, at: int) -> int:

@@ -16,8 +16,8 @@ from modelmill.text.call_reader import (
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
-from modelmill.text.parameter_types import takes_arguments
-from modelmill.text.value_stream import JsonValueConverter, split_object
+from modelmill.text.parameter_types import declares_string, takes_arguments
+from modelmill.text.value_stream import JsonValueConverter, StringPaths, split_object
 
 
 class NamedCallReader(CallReader):
@@ -26,7 +26,13 @@ class NamedCallReader(CallReader):
     def __init__(self, syntax: CallSyntax, tools: ToolSchemas, output: PieceCollector) -> None:
         super().__init__(syntax, tools, output)
         if syntax.json_too:
-            json_syntax = CallSyntax("json", call=("", syntax.section[1]), bare=True)
+            json_syntax = CallSyntax(
+                "json",
+                call=("", syntax.call[1]),
+                section=("", syntax.section[1]),
+                declared_types=syntax.declared_types,
+                bare=True,
+            )
             self._json_calls = JsonCallReader(json_syntax, tools, output)
 
     def _first_state(self) -> Callable[[str, int], int]:
@@ -130,8 +136,15 @@ class NamedCallReader(CallReader):
         return at
 
     def _scan_name_end(self, text: str, at: int) -> int:
-        self._arguments = JsonValueConverter(self._syntax.string_mark)
+        self._arguments = JsonValueConverter(self._syntax.string_mark, self._string_paths())
         return self._match_marks(text, at, self._name_end, self._scan_arguments)
+
+    def _string_paths(self) -> StringPaths | None:
+        """Which values are declared as strings, where strings have marks that a model may omit."""
+        if not self._syntax.string_mark:
+            return None
+        schema = self._tools.get(self._name)
+        return lambda path: bool(path) and declares_string(schema, path[0], path[1:])
 
     def _scan_arguments(self, text: str, at: int) -> int:
         place = skip_blank(text, at)

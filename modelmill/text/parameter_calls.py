@@ -18,6 +18,8 @@ from modelmill.text.value_stream import JsonValueConverter, escape_text
 
 ESCAPED_BREAK = "\\n"
 """A backslash and an n, which GLM sometimes writes for the line break between two marks."""
+STRING_TYPES = ("string", "any")
+"""Names of types whose text is the value, where the tool declares none."""
 WRAPPERS = ("arguments", "input", "parameters", "properties")
 """Names under which models write all arguments as one object, though the tool has no such one."""
 
@@ -42,6 +44,7 @@ class ParameterCallReader(NamedCallReader):
         self._type: ParameterType = ParameterType(False, frozenset())
         self._prefix = ""
         self._json, self._json_size = JsonValueConverter(), 0
+        self._searched = 0  # characters of a value that have no closing mark
         self._has_brace = False
         return super()._first_state()
 
@@ -189,16 +192,37 @@ class ParameterCallReader(NamedCallReader):
         place = text.find(mark, at)
         if place < 0:
             return self._skip_rest(at) if self._final or len(text) - at > MAX_HEAD_CHARS else at
-        count, end = self._match(text, place, self._key_end)
+        written_type, behind_type = self._type_behind_key(text, place + len(mark))
+        if behind_type is None:
+            return at
+        if behind_type < 0:
+            return self._skip_rest(at)
+        if written_type:
+            count, end = self._match(text, behind_type, self._key_end[1:])
+            count += 1
+        else:
+            count, end = self._match(text, place, self._key_end)
         if end is None:
             return at
+        if count < len(self._key_end) and self._parameter.whole_key_end:
+            return self._skip_rest(at)
         if count < len(self._key_end) and (empty := self._follows_no_value(text, end)) is not False:
             if empty:
                 self._state = self._scan_parameter
             return end if empty else at
         key, attribute = text[at:place].strip(), None
-        if self._parameter.type_attribute:
+        if self._parameter.type_open:
+            key, _, written_type = key.partition(split_mark(self._parameter.type_open)[0])
+            if not written_type:
+                return self._skip_rest(at)
+            written_type = written_type.strip().removeprefix(
+                split_mark(self._parameter.type_open)[-1]
+            )
+            key, attribute = key.strip(), written_type.strip() in STRING_TYPES
+        elif self._parameter.type_attribute:
             key, attribute = _split_attribute(key)
+        if written_type:
+            attribute = written_type in STRING_TYPES
         key = self._unescape(key)
         self._type = parameter_type(
             self._tools.get(self._name), key, self._parameter.undeclared, attribute
@@ -209,6 +233,23 @@ class ParameterCallReader(NamedCallReader):
         wraps = self._num_arguments == 1 and self._is_wrapper(key)
         self._state = self._scan_wrapper if wraps else self._scan_value_start
         return end
+
+    def _type_behind_key(self, text: str, at: int) -> tuple[str, int | None]:
+        """The name of a type between its marks, and the position behind it.
+
+        Returns:
+            "" and the same position if there is none; the position is None if more text is
+            needed, and negative if the mark behind the name is missing.
+        """
+        opening, closing = self._parameter.type_marks
+        start = skip_blank(text, at)
+        head = text[start : start + len(opening)]
+        if not opening or not opening.startswith(head) or (self._final and head != opening):
+            return "", at
+        stop = text.find(closing, start)
+        if stop < 0:
+            return "", -1 if self._final or len(text) - at > MAX_HEAD_CHARS else None
+        return text[start + len(opening) : stop].strip() or "any", stop + len(closing)
 
     def _follows_no_value(self, text: str, at: int) -> bool | None:
         """Whether another argument, or the call's or the answer's end follows a key.
@@ -248,7 +289,7 @@ class ParameterCallReader(NamedCallReader):
             return at
         if self._type.is_string:
             self._output.add_arguments(self._prefix + '"')
-        self._json, self._json_size = JsonValueConverter(), 0
+        self._json, self._json_size, self._searched = JsonValueConverter(), 0, 0
         self._state = self._scan_verbatim if self._parameter.verbatim[0] else self._scan_text
         return at + len(blank) if rest == blank else at
 
@@ -269,10 +310,11 @@ class ParameterCallReader(NamedCallReader):
     def _scan_verbatim_text(self, text: str, at: int) -> int:
         self._discard_consumed()
         mark = self._parameter.verbatim[1]
-        place = text.find(mark, at)
+        place = text.find(mark, at + self._searched)
         if place < 0:
             if not self._type.is_string and not self._final:
-                return at
+                return self._wait_for_mark(text, at, (mark,))
+            self._searched = 0
             stop = len(text) - longest_suffix_overlap(text[at:], (mark,))
             return self._end_at_text(text, at, stop)
         self._end_value(text[at:place])
@@ -303,10 +345,11 @@ class ParameterCallReader(NamedCallReader):
             return at
         marks = self._value_marks()
         if place < 0:
-            place, _ = find_first(text, marks, at)
+            place, _ = find_first(text, marks, at + self._searched)
         if place < 0:
             if not self._type.is_string and not self._final:
-                return at
+                return self._wait_for_mark(text, at, marks)
+            self._searched = 0
             stop = len(text) - longest_suffix_overlap(
                 text[at:], (self._value_end + self._value_close, *marks)
             )
@@ -316,6 +359,11 @@ class ParameterCallReader(NamedCallReader):
             value = value[: -len(self._value_end)]
         self._end_value(value)
         return place
+
+    def _wait_for_mark(self, text: str, at: int, marks: tuple[str, ...]) -> int:
+        """Keep a value that has none of its closing marks yet; nothing is searched twice."""
+        self._searched = max(0, len(text) - at - max(map(len, marks)))
+        return at
 
     def _value_marks(self) -> tuple[str, ...]:
         """Marks that end a value; a model that leaves the closing mark out writes what follows."""

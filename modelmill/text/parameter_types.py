@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from modelmill.text.value_stream import clean_json
+from modelmill.text.value_stream import clean_json, split_object
 
 JSON_TYPES = frozenset(("null", "boolean", "integer", "number", "array", "object"))
 MAX_REFERENCES = 32
@@ -49,6 +49,38 @@ def parameter_type(
         return ParameterType(undeclared == "string", JSON_TYPES)
     types = schema_types(schema, parameters or {})
     return ParameterType(types == {"string"}, frozenset(types) & JSON_TYPES)
+
+
+def declares_string(
+    parameters: Mapping[str, Any] | None, key: str, path: Sequence[str] = ()
+) -> bool:
+    """Whether a tool declares a value as a string, and as nothing else.
+
+    Args:
+        parameters: JSON schema of the tool's parameters.
+        key: name of the argument.
+        path: keys inside it; "" for an element of a list.
+    """
+    root = parameters or {}
+    schema: Any = root
+    for step in (key, *path):
+        schema = _inner_schema(schema, step, root)
+        if schema is None:
+            return False
+    return schema_types(schema, root) == {"string"}
+
+
+def _inner_schema(schema: Any, step: str, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """The schema of a member, or with "" of an element of a list; None if it is not declared."""
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return None
+    if "$ref" in schema:
+        return _inner_schema(resolve_pointer(schema["$ref"], root), step, root, depth + 1)
+    members = schema.get("properties")
+    if step and isinstance(members, Mapping) and step in members:
+        return members[step]
+    declared = schema.get("additionalProperties" if step else "items")
+    return declared if isinstance(declared, Mapping) else None
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
@@ -121,6 +153,35 @@ def typed_value(text: str, types: ParameterType) -> str:
         ):
             return value
     return json.dumps(text, ensure_ascii=False)
+
+
+def declared_values(arguments: str, parameters: Mapping[str, Any] | None) -> str:
+    """Return a call's arguments with the types that its tool declares.
+
+    A string becomes the value of which it is the text, and another value its text, where the tool
+    declares that alone.
+
+    Args:
+        arguments: a JSON object; it stays as it is written where no type differs.
+        parameters: JSON schema of the tool's parameters.
+    """
+    pairs = split_object(arguments) or []
+    declared = [(key, _declared_value(key, value, parameters)) for key, value in pairs]
+    if declared == pairs:
+        return arguments
+    members = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in declared)
+    return f"{{{', '.join(members)}}}"
+
+
+def _declared_value(key: str, value: str, parameters: Mapping[str, Any] | None) -> str:
+    types = parameter_type(parameters, key, "string")
+    written = json_type(value)
+    if types.is_string and written in ("boolean", "integer", "number"):
+        return json.dumps(value) if declares_string(parameters, key) else value
+    if written != "string" or types.is_string:
+        return value
+    typed = typed_value(json.loads(value), types)
+    return value if json_type(typed) == "string" else typed
 
 
 def _unescaped(text: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from modelmill.text.call_reader import skip_blank
-from modelmill.text.value_stream import SET, JsonValueConverter, suffix_overlap
+from modelmill.text.value_stream import SET, JsonValueConverter, StringPaths, suffix_overlap
 
 MAX_LOOKAHEAD_CHARS = 256
 """Characters of brackets or a name behind a quote that are waited for; then it ends its string."""
@@ -26,10 +26,13 @@ class PythonValueConverter(JsonValueConverter):
         calls_end: mark behind all calls; it ends a string with quotes inside whose own end is
             not found.
         in_braces: the value is the first item of a dict or set that is not yet known to be one.
+        is_string: see ``JsonValueConverter``.
     """
 
-    def __init__(self, calls_end: str = "", in_braces: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, calls_end: str = "", in_braces: bool = False, is_string: StringPaths | None = None
+    ) -> None:
+        super().__init__(is_string=is_string)
         self._calls_end, self._in_braces = calls_end, in_braces
         self._ends = self._has_quotes = False
         self._first: PythonValueConverter | None = None
@@ -53,7 +56,7 @@ class PythonValueConverter(JsonValueConverter):
         if not is_set:
             return super()._open_bracket(text, at)
         self._emit("[")
-        self._stack.append(SET)
+        self._push_bracket(SET)
         self._state = self._value
         return at + 1
 

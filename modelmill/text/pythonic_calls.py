@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from modelmill.text.answer_pieces import PieceCollector
 from modelmill.text.call_reader import (
@@ -15,6 +16,7 @@ from modelmill.text.call_reader import (
 )
 from modelmill.text.chat_syntax import CallSyntax
 from modelmill.text.json_calls import JsonCallReader
+from modelmill.text.parameter_types import declares_string
 from modelmill.text.python_values import PythonValueConverter
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -106,7 +108,8 @@ class PythonicCallReader(CallReader):
             return self._end_call(end) if self._started and end == len(text) else self._fail(at)
         self._start_call(f'{", " if self._started else "{"}"{match[0]}": ')
         self._started = True
-        self._value = PythonValueConverter(self._syntax.optional[1])
+        is_string = partial(declares_string, self._tools[self._name], match[0])
+        self._value = PythonValueConverter(self._syntax.optional[1], is_string=is_string)
         self._state = self._scan_value
         return end + 1
 

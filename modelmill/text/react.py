@@ -173,8 +173,8 @@ class ReactToolParser(AnswerParser):
         self._arguments: JsonValueConverter | None = None
         self._is_text = False  # the arguments are no JSON object: they become a JSON string
 
-    def flush(self, cut: bool = False) -> list[AnswerPiece]:
-        """See ``AnswerParser.flush``."""
+    def _end(self, cut: bool) -> list[AnswerPiece]:
+        """See ``AnswerParser``."""
         if self._mode == self._scan_arguments:
             begun = suffix_overlap(self._buffer, "\n" + OBSERVATION)
             kept = self._buffer[: len(self._buffer) - (begun if begun > 1 else 0)]

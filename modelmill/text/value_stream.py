@@ -28,6 +28,8 @@ _WORDS = {
 _SIMPLE_ESCAPES = frozenset('"\\/bfnrt')
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ESCAPE_SIZES = {"u": 4, "x": 2, "U": 8}
+MAX_BARE_KEY_CHARS = 256
+"""Maximum characters of a key without quotes."""
 SET = "set"
 """An open set of Python's syntax, which becomes a list."""
 _CLOSERS = {"[": "]", "{": "}", SET: "}"}
@@ -50,17 +52,28 @@ def escape_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+StringPaths = Callable[[tuple[str, ...]], bool]
+"""Whether the value at a path of keys ("" for an element of a list) is always a string."""
+
+
 class JsonValueConverter:
     """Converts one value.
+
+    Args:
+        string_mark: encloses strings instead of quotes.
+        is_string: where a number or a word is a string, since the tool declares one; None: nowhere.
 
     Attributes:
         done: the value is complete.
         failed: the text cannot be a value.
     """
 
-    def __init__(self, string_mark: str = "") -> None:
+    def __init__(self, string_mark: str = "", is_string: StringPaths | None = None) -> None:
         self.done = self.failed = False
         self._mark = string_mark
+        self._declares_string = is_string
+        self._path: list[str] = []  # the last key of each open bracket
+        self._key_text: list[str] = []
         self._stack: list[str] = []
         self._state: Callable[[str, int], int] = self._value
         self._out: list[str] = []
@@ -169,11 +182,20 @@ class JsonValueConverter:
 
     def _open_bracket(self, text: str, at: int) -> int:
         self._emit(text[at])
-        self._stack.append(text[at])
+        self._push_bracket(text[at])
         self._state = self._key if text[at] == "{" else self._value
         return at + 1
 
+    def _push_bracket(self, bracket: str) -> None:
+        self._stack.append(bracket)
+        self._path.append("")
+
     def _atom(self, run: str) -> bool:
+        is_null = _WORDS.get(run) == "null"
+        if not is_null and self._declares_string and self._declares_string(tuple(self._path)):
+            self._emit(f'"{escape_text(run)}"')
+            self._end_value()
+            return True
         run = self._number(run)
         word = _WORDS.get(run) or (run if _NUMBER.fullmatch(run) else None)
         if word is None:
@@ -196,11 +218,13 @@ class JsonValueConverter:
     def _open_string(self, quote: str, is_key: bool) -> None:
         self._emit('"')
         self._quote, self._is_key = quote, is_key
+        self._key_text = []
         self._state = self._string if quote else self._marked_string
 
     def _end_string(self) -> None:
         self._out.append('"')
         if self._is_key:
+            self._path[-1] = json.loads(f'"{"".join(self._key_text)}"')
             self._state = self._colon
         else:
             self._end_value()
@@ -223,13 +247,17 @@ class JsonValueConverter:
                 return at + len(self._mark)
             if self._mark.startswith(head):
                 return at
-        end = text.find(":", at)
+        limit = at + MAX_BARE_KEY_CHARS
+        end = text.find(":", at, limit)
+        if end < 0 and len(text) >= limit:
+            return self._fail(at)
         bad = re.compile(r"[{}\[\],\n]").search(text, at, end if end >= 0 else len(text))
         if bad:
             return self._fail(at)
         if end < 0:
             return at
-        self._emit(f'"{escape_text(text[at:end].strip())}"')
+        self._path[-1] = text[at:end].strip()
+        self._emit(f'"{escape_text(self._path[-1])}"')
         self._state = self._colon
         return end
 
@@ -272,13 +300,20 @@ class JsonValueConverter:
         """End a container; a comma before it is dropped, blanks stay."""
         self._pending = self._pending.replace(",", "")
         self._emit(_WRITTEN_CLOSERS[self._stack.pop()])
+        self._path.pop()
         self._end_value()
         return at + 1
+
+    def _write(self, text: str) -> None:
+        """Pass on a part of a string."""
+        self._out.append(text)
+        if self._is_key:
+            self._key_text.append(text)
 
     def _string(self, text: str, at: int) -> int:
         run = _RUNS[self._quote].match(text, at)
         if run:
-            self._out.append(run[0])
+            self._write(run[0])
             return run.end()
         char = text[at]
         if char == self._quote:
@@ -288,11 +323,11 @@ class JsonValueConverter:
             if closes:
                 self._end_string()
             else:
-                self._out.append(escape_text(char))
+                self._write(escape_text(char))
         elif char == "\\":
             return self._escape(text, at)
         else:
-            self._out.append(escape_text(char))
+            self._write(escape_text(char))
         return at + 1
 
     def _closes_string(self, _text: str, _at: int) -> bool | None:
@@ -304,31 +339,31 @@ class JsonValueConverter:
             return at
         char = text[at + 1]
         if char in _SIMPLE_ESCAPES:
-            self._out.append(text[at : at + 2])
+            self._write(text[at : at + 2])
             return at + 2
         size = _ESCAPE_SIZES.get(char, 0)
         if size:
             digits = text[at + 2 : at + 2 + size]
             if not _HEX_DIGITS.issuperset(digits):
-                self._out.append("\\\\")
+                self._write("\\\\")
                 return at + 1
             if len(digits) < size:
                 return at
             code = int(digits, 16)
             big = size == 8 and code <= 0x10FFFF
-            self._out.append(escape_text(chr(code)) if big else f"\\u{digits[-4:].zfill(4)}")
+            self._write(escape_text(chr(code)) if big else f"\\u{digits[-4:].zfill(4)}")
             return at + 2 + size
         if char == "'":
-            self._out.append("'")
+            self._write("'")
             return at + 2
-        self._out.append("\\\\")  # not an escape: a backslash
+        self._write("\\\\")  # not an escape: a backslash
         return at + 1
 
     def _marked_string(self, text: str, at: int) -> int:
         end = text.find(self._mark, at)
         stop = end if end >= 0 else len(text) - suffix_overlap(text[at:], self._mark)
         if stop > at:
-            self._out.append(escape_text(text[at:stop]))
+            self._write(escape_text(text[at:stop]))
         if end < 0:
             return stop
         self._end_string()

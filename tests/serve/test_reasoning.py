@@ -18,8 +18,10 @@ from modelmill.serve.routes.chat import (
     ChatResponseBuilder,
     _template_options,
     chat_request_state,
+    make_chat_tool_parser,
 )
 from modelmill.serve.routes.responses import ResponsesBuilder
+from modelmill.text.answer_pieces import collect_answer
 from modelmill.text.chat_syntax import ThinkingSyntax
 from modelmill.text_processor import TextProcessor
 from tests.text.conftest import hf_files, small_hf
@@ -228,6 +230,33 @@ def test_the_effort_reaches_a_template_that_reads_it() -> None:
     assert processor.tokenizer is not None
     assert processor.tokenizer.decode(list(low.request.prompt)).endswith("xllo")
     assert processor.tokenizer.decode(list(unset.request.prompt)).endswith("xhe")
+
+
+def test_variables_of_the_template_select_the_format_of_the_answer() -> None:
+    template = (
+        "<ifm|tool_calls>{{ messages[0].content }}{{ tool_call_format }}"
+        "<ifm|think{{ {'low': '_faster'}.get(reasoning_effort, '') }}>{# </ifm|think> #}"
+    )
+    files = hf_files(small_hf(), chat_template=template, eos_token="<|end|>")
+    processor = TextProcessor(Path("tiny"), MANIFEST, files)
+    call = '<ifm|tool_calls><ifm|tool_call>{"name": "f", "arguments": {}}</ifm|tool_call>'
+    for options, read in (
+        ({"reasoning_effort": "low", "tool_call_format": "json"}, True),
+        ({"reasoning_effort": "low", "tool_call_format": "xml"}, False),
+        ({"reasoning_effort": "high", "tool_call_format": "json"}, True),
+    ):
+        body = ChatRequest(**ASK, tools=[F], chat_template_kwargs=options)
+        state = chat_request_state(processor, body, 512)
+        assert state.prompt_thinking == "open"
+        parser = make_chat_tool_parser(body, processor, state)
+        assert parser is not None
+        close = "</ifm|think_faster>" if options["reasoning_effort"] == "low" else "</ifm|think>"
+        pieces = parser.push(f"Hm.\n{close}\n{call}</ifm|tool_calls>")
+        answer = collect_answer([*pieces, *parser.flush()])
+        assert answer.reasoning == "Hm."
+        assert [each.name for each in answer.calls] == (["f"] if read else [])
+    assert processor.chat_format is not None
+    assert processor.chat_format.format_name == "k2_horizon"
 
 
 def test_a_template_option_of_the_engine_is_refused(processor: TextProcessor) -> None:

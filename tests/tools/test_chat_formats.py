@@ -1,4 +1,4 @@
-"""The tool that checks chat formats, and the table of docs/tool-calling.md."""
+"""The tool that checks chat formats, and the table of docs/chat-formats.md."""
 
 from __future__ import annotations
 

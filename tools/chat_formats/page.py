@@ -1,4 +1,4 @@
-"""``python -m tools.chat_formats.page``: write the table of formats in docs/tool-calling.md.
+"""``python -m tools.chat_formats.page``: write the table of formats in docs/chat-formats.md.
 
 A row comes from the format's file; the call is written by the same code that writes history.
 """
@@ -15,7 +15,7 @@ from modelmill.text.chat_format_files import format_names, load_format
 from modelmill.text.chat_syntax import ChatSyntax
 from tools import generated_page
 
-PAGE = Path("docs/tool-calling.md")
+PAGE = Path("docs/chat-formats.md")
 BEGIN, END = "<!-- formats: made by `make chat-formats` -->\n", "<!-- end of formats -->\n"
 EXAMPLE = ParsedToolCall("abc123XYZ", "f", '{"town": "Ulm", "days": 2}')
 

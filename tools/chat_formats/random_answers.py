@@ -83,6 +83,7 @@ def forbidden_texts(syntax: ChatSyntax) -> list[str]:
     marks += [] if thinking is None else thinking.marks
     if calls.parameter is not None:
         marks += [calls.parameter.open, calls.parameter.close, calls.parameter.key_end]
+        marks += [calls.parameter.type_open, *calls.parameter.type_marks]
     if calls.style == "react":
         marks += ["Action", "Final Answer", "Observation", "Thought"]
     parts = {part for mark in marks for part in split_mark(mark)}

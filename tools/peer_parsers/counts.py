@@ -47,6 +47,12 @@ class PeerCounts:
         """Tests whose calls are the same."""
         return self.compared - self.with_difference(Difference.CALLS, None)
 
+    @property
+    def same_elsewhere(self) -> int:
+        """The same, and tests whose calls the peer itself returns elsewhere."""
+        explanations = map(explain, self.failed)
+        return self.same_calls + sum(bool(each and each.elsewhere) for each in explanations)
+
 
 def count_outcomes(peer: str, commit: str, outcomes: Mapping[str, Mapping[str, str]]) -> PeerCounts:
     """Count the outcomes of a run."""

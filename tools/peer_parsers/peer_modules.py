@@ -101,6 +101,7 @@ class PeerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             "get_tokenizer": plain_tokenizer.PlainTokenizer.from_pretrained,
             "detokenize_incrementally": plain_tokenizer.detokenize_incrementally,
             "ToolParserManager": vllm_adapter.ToolParserManager,
+            "JsonArrayParser": sglang_adapter.detector_class("JsonArrayParser"),
             "FunctionCallParser": sglang_adapter.FunctionCallParser,
             "register_cpu_ci": lambda *_, **__: None,
         }

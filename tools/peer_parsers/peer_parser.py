@@ -83,6 +83,11 @@ class PeerParser:
         pieces = [*self._stream.push(text), *(self._stream.flush() if last else ())]
         return list(self._deltas.convert(self._thinking.convert(pieces), last))
 
+    def finish(self) -> list[str | ToolCallDelta]:
+        """End the streamed answer, for a peer that says where it ends."""
+        pieces = self._stream.flush(DELIVERY.limited)
+        return list(self._deltas.convert(self._thinking.convert(pieces), last=True))
+
 
 class _ThinkingAsContent:
     """The peers split thinking off elsewhere: their parsers of calls return it as content."""

@@ -18,6 +18,7 @@ from tools.peer_parsers.peer_parser import PeerInternalError
 ROOT_KEY, SOURCE_KEY, OUTPUT_KEY = "PEER_ROOT", "PEER_SOURCE", "PEER_OUTPUT"
 _LACKS = (
     r"does not have the attribute|object '\w+Parser' has no|Mock object has no|but got 'Internal'"
+    r"|X is not a type object"
 )
 _outcomes: dict[str, dict[str, str]] = {}
 

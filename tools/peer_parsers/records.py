@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from typing import Any, Self
@@ -51,6 +52,16 @@ class Record:
     def model_validate(cls, fields: dict[str, Any]) -> Self:
         """Make a record of a dict, as pydantic does."""
         return cls(**fields)
+
+    def model_copy(self, *, update: dict[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with other values, as pydantic does."""
+        other = copy.deepcopy(self) if deep else copy.copy(self)
+        vars(other).update(update or {})
+        return other
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> Self:
+        """Copy the fields, too."""
+        return type(self)(**copy.deepcopy(vars(self), memory))
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         """Return the fields as a dict, as pydantic does."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from modelmill.text.answer_pieces import ToolCallDelta
 from tools.peer_parsers import peer_names
 from tools.peer_parsers.loose_text import LooseJson, LooseText
 from tools.peer_parsers.peer_parser import PeerInternalError, PeerParser, schemas
@@ -44,16 +46,22 @@ class BaseFormatDetector:
         """Parse a delta."""
         if self._parser is None:
             self._parser = self._make(tools)
-        content, calls = "", list[ToolCallItem]()
-        for piece in self._parser.push(new_text.removesuffix("</s>")):
-            if isinstance(piece, str):
-                content += piece
-            else:
-                arguments = LooseJson(piece.arguments)
-                calls.append(
-                    ToolCallItem(tool_index=piece.index, name=piece.name, parameters=arguments)
-                )
-        return StreamingParseResult(normal_text=LooseText(content), calls=calls)
+        return _result(self._parser.push(new_text.removesuffix("</s>")))
+
+    def finish(self, *_: Any) -> StreamingParseResult:
+        """End the streamed answer."""
+        pieces = [] if self._parser is None else self._parser.finish()
+        return _result(pieces)
+
+
+def _result(pieces: Sequence[str | ToolCallDelta]) -> StreamingParseResult:
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls = [
+        ToolCallItem(tool_index=piece.index, name=piece.name, parameters=LooseJson(piece.arguments))
+        for piece in pieces
+        if not isinstance(piece, str)
+    ]
+    return StreamingParseResult(normal_text=LooseText(content), calls=calls)
 
 
 def detector_class(name: str) -> type[BaseFormatDetector]:
@@ -92,4 +100,9 @@ class FunctionCallParser:
     def parse_stream_chunk(self, chunk_text: str) -> tuple[str, list[ToolCallItem]]:
         """Parse a delta."""
         result = self.detector.parse_streaming_increment(chunk_text, self.tools)
+        return result.normal_text, result.calls
+
+    def parse_stream_end(self) -> tuple[str, list[ToolCallItem]]:
+        """End the streamed answer."""
+        result = self.detector.finish(self.tools)
         return result.normal_text, result.calls

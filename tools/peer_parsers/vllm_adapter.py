@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelmill.text.answer_pieces import ToolCallDelta
-from modelmill.text.chat_format_files import load_format
+from modelmill.text.chat_format_files import load_format, select_variant
 from tools.peer_parsers import peer_names
 from tools.peer_parsers.loose_text import LooseJson, LooseText
 from tools.peer_parsers.peer_parser import PeerInternalError, PeerParser, schemas
@@ -23,7 +23,7 @@ END_OF_TEXT = "</s>"
 """The token that ends an answer, which is no part of the text that modelmill parses."""
 
 
-COMPARES_NAMES = ("dots", "minicpm5")
+COMPARES_NAMES = ("dots", "k2_horizon", "minicpm5")
 """Formats where vLLM, too, takes only declared names for calls."""
 OLDER_FORMATS = {"mistral_v13": "mistral_v1"}
 """Formats that vLLM, as modelmill, chooses by the tokenizer."""
@@ -73,8 +73,15 @@ class ToolParser:
         tools = getattr(request, "tools", None)
         known = schemas(tools) if isinstance(tools, list) else {}
         known = known or self._tools
+        choice = getattr(request, "tool_choice", None)
+        if isinstance(choice, dict) and choice.get("type") == "function":
+            # the constraint of a server allows this one only
+            name = choice["function"]["name"]
+            known = {name: known.get(name)}
         any_name = not known or self.format_name not in COMPARES_NAMES
-        return PeerParser(self.format_name, known, any_name=any_name)
+        options = getattr(request, "chat_template_kwargs", None) or {}
+        format_name, _ = select_variant(str(self.format_name), None, options)
+        return PeerParser(format_name, known, any_name=any_name)
 
     def extract_tool_calls(
         self, model_output: str, request: Any = None, token_ids: Any = None
@@ -113,6 +120,10 @@ class ToolParser:
             self._parser = self._make(request)
             self.prev_tool_call_arr, self.streamed_args_for_tool = [], []
         return self._delta(self._parser.push(delta_text.removesuffix(END_OF_TEXT)))
+
+    def finish_streaming(self) -> DeltaMessage | None:
+        """End the streamed answer."""
+        return None if self._parser is None else self._delta(self._parser.finish())
 
     def _delta(self, pieces: list[str | ToolCallDelta]) -> DeltaMessage | None:
         content = "".join(piece for piece in pieces if isinstance(piece, str))

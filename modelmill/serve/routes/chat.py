@@ -124,6 +124,9 @@ def chat_request_state(
     longest = max_model_len if kept is None else max_tokenize_tokens(max_model_len)
     check_message_sizes(text_processor, body.messages, longest, body.offered_tools)
     grammar = body.validated_grammar()
+    options = _template_options(text_processor, body)
+    text_processor = text_processor.with_options(options)
+    assert text_processor.chat_format is not None, "a variable changes the format, and removes none"
     format_name = text_processor.chat_format.format_name
     offered = body.offered_tools
     params = resolve_params(text_processor, body)
@@ -135,7 +138,6 @@ def chat_request_state(
         params = tool_prompts.with_call_stops(params, format_name)
     if grammar is None and answer_start is None:
         grammar = _strict_grammar(body, offered, format_name)
-    options = _template_options(text_processor, body)
     if options:
         template["options"] = options
     return text_processor.chat_request(
@@ -208,6 +210,7 @@ def make_chat_tool_parser(
         continues=body.messages[-1].get("role") == "tool",
         max_calls=1 if body.parallel_tool_calls is False else None,
         forced=body.forces_call,
+        options=_template_options(text_processor, body),
     )
 
 
