@@ -20,11 +20,8 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIAS,
-    SHARED_EXPERT_NAMES,
+    SHARED_EXPERTS_LAYOUT,
     leading_dense_layers,
     moe_spec_with_shared_experts,
 )
@@ -32,39 +29,44 @@ from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.latent_attention import LatentAttentionSpec
 from modelmill.nn.moe import RouterConfig
 
-LAYOUT = CheckpointLayout(
+
+class DeepseekLayout(CheckpointLayout):
+    """Behind a latent vector the projection of queries has another name."""
+
+    def rules(self, config: DecoderConfig) -> list[Rule]:
+        """Every tensor of the decoder."""
+        attention = config.latent_attention
+        assert attention is not None, "DeepSeek has latent attention"
+        if attention.query_rank is None:
+            return super().rules(config)
+        names = {**self.names, "attn.q_proj": ("self_attn.q_b_proj",)}
+        return CheckpointLayout.rules(replace(self, names=names), config)
+
+
+LAYOUT = DeepseekLayout(
     {
-        **CHECKPOINT_NAMES,
-        **EXPERT_NAMES,
-        **SHARED_EXPERT_NAMES,
+        **SHARED_EXPERTS_LAYOUT.names,
         "attn.q_proj": ("self_attn.q_proj",),
         "attn.q_a_proj": ("self_attn.q_a_proj",),
         "attn.q_a_norm": ("self_attn.q_a_layernorm",),
         "attn.kv_a_proj": ("self_attn.kv_a_proj_with_mqa",),
         "attn.kv_a_norm": ("self_attn.kv_a_layernorm",),
     },
-    tensors={**SELECTION_BIAS, "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",))},
+    tensors={
+        **SHARED_EXPERTS_LAYOUT.tensors,
+        "attn.core.kv_b": RuleSource(("self_attn.kv_b_proj.weight",)),
+    },
+    has_draft_layer=True,
 )
+# of DeepSeek-V3's router
+EXPERTS_OF_SIGMOIDS = {
+    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
+}  # fmt: skip
 # the size of queries and of rotated channels follow from others; the rest is of training
 UNUSED_CONFIG_KEYS = (
     "head_dim", "qk_head_dim", "auto_map", "aux_loss_alpha", "seq_aux", "ep_size",
     "num_nextn_predict_layers", "num_mtp_layers",
 )  # fmt: skip
-
-
-def rules(config: DecoderConfig) -> list[Rule]:
-    """Every tensor; behind a latent vector the projection of queries has another name."""
-    attention = config.latent_attention
-    assert attention is not None, "DeepSeek has latent attention"
-    if attention.query_rank is None:
-        return LAYOUT.rules(config)
-    names = {**LAYOUT.names, "attn.q_proj": ("self_attn.q_b_proj",)}
-    return replace(LAYOUT, names=names).rules(config)
-
-
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Unused tensors, those of the layer of multi-token prediction among them."""
-    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
 
 
 def decoder_config(

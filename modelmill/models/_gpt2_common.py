@@ -17,7 +17,6 @@ from modelmill.models._hf_config import (
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
-CHECKPOINT_PREFIXES = ("transformer.",)
 OUTSIDE_NAMES: dict[str, Any] = {
     "layers": "transformer.h",
     "embed": "transformer.wte",

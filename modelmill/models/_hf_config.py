@@ -135,6 +135,11 @@ def attention_bias(
     return dict.fromkeys(("qkv_bias", "out_bias"), boolean(raw, key, default))
 
 
+def attention_and_mlp_bias(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The biases of a decoder's linear layers, where two keys decide about them."""
+    return {**attention_bias(raw), "mlp_bias": boolean(raw, "mlp_bias", False)}
+
+
 def linear_bias_fields(raw: Mapping[str, Any], key: str, default: bool) -> dict[str, Any]:
     """The biases of a decoder's linear layers, where one key decides about all of them."""
     return dict.fromkeys(EVERY_BIAS, boolean(raw, key, default))

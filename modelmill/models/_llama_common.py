@@ -10,6 +10,7 @@ from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import (
+    activation,
     boolean,
     exact_quotient,
     max_sequence_len,
@@ -24,7 +25,6 @@ from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.norm import LAYER_NORM
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-CHECKPOINT_PREFIXES = ("model.",)
 CHECKPOINT_NAMES = {
     "attn_norm": ("input_layernorm",),
     "attn.rope_cache.q_norm": ("self_attn.q_norm",),
@@ -51,6 +51,7 @@ def config_from_hf(
     theta: float = 10000.0,
     partial: float | None = None,
     rope_options: Mapping[str, Any] | None = None,
+    hidden_act: str | None = None,
     **switches: Any,
 ) -> DecoderConfig:
     """The decoder's sizes from a config.json.
@@ -65,9 +66,13 @@ def config_from_hf(
         theta: ``rope_theta``.
         partial: As in ``rope_spec``.
         rope_options: Further arguments of ``rope_spec``.
+        hidden_act: The activation where config.json is silent, of a family that may have any; None:
+            SiLU alone, if ``switches`` does not name it.
         switches: Further fields of DecoderConfig.
     """
-    if "activation" not in switches:
+    if hidden_act is not None:
+        switches["activation"] = activation(raw, "hidden_act", hidden_act)
+    elif "activation" not in switches:
         require_value(raw, "hidden_act", ("silu", "swish"), "silu")
     eps_key = "rms_norm_eps"
     if layer_norm is not None:
@@ -294,4 +299,3 @@ def refuse_sliding_windows(raw: Mapping[str, Any], config: DecoderConfig) -> Dec
 
 
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors

@@ -9,7 +9,8 @@ from typing import Any
 from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models._hf_config import boolean, positive_float, positive_int
-from modelmill.models._layer_rules import RuleSource
+from modelmill.models._layer_rules import CheckpointLayout, RuleSource
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import SIGMOID, RouterConfig
@@ -39,7 +40,10 @@ SHARED_EXPERT_NAMES = {
 }
 # its steps are as large as differences between scores in bfloat16
 SELECTION_BIASES = (r"layers\.\d+\.mlp\.routing\.selection_bias",)
-SELECTION_BIAS = {"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))}
+SHARED_EXPERTS_LAYOUT = CheckpointLayout(
+    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+    tensors={"mlp.routing.selection_bias": RuleSource(("mlp.gate.e_score_correction_bias",))},
+)
 
 SHARED = "mlp.shared_expert"
 # those of the shared expert and its gate

@@ -14,14 +14,11 @@ from modelmill.checkpoint.rename import Rule
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import MAX_SIZE, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_proj": ("self_attn.W_pack",)})
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "model_max_length", "_from_model_config")
 BAICHUAN2_VOCAB = 125696
 
@@ -51,5 +48,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return out
 
 
-class Model(Decoder):
-    """The plain decoder, with or without ALiBi."""
+Model = Decoder

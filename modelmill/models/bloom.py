@@ -12,7 +12,6 @@ from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
     layers="transformer.h",
     embed="transformer.word_embeddings",
@@ -21,7 +20,6 @@ LAYOUT = CheckpointLayout(
     names=layer_checkpoint_names(),
     grouped_qkv=True,
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"apply_residual_connection_post_layernorm": (False,)}
 # without training ranks slow_but_exact has no effect; the rest is of training
 UNUSED_CONFIG_KEYS = (
@@ -50,5 +48,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with ALiBi."""
+Model = Decoder

@@ -24,7 +24,6 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM, RMS_NORM
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = ("transformer.",)
 LAYOUT = CheckpointLayout(
     names=layer_checkpoint_names(),
     layers="transformer.encoder.layers",
@@ -34,7 +33,6 @@ LAYOUT = CheckpointLayout(
     neighbours=True,
     ignored=(r"(.*\.)?rotary_pos_emb\.inv_freq",),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "post_layer_norm": (True,), "original_rope": (True,), "interleaved_qkv": (False,),
     "pre_seq_len": (0,), "prefix_projection": (False,), "quantization_bit": (0,),
@@ -76,5 +74,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

@@ -6,28 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    non_negative_float,
-    positive_float,
-)
+from modelmill.models._hf_config import attention_bias, boolean, non_negative_float, positive_float
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 # a matrix [heads, channels] each
 HEAD_NORMS = RuleSource(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), "cat0+flatten")
 LAYOUT = CheckpointLayout(
     CHECKPOINT_NAMES, neighbours=True, tensors={"attn.qkv_norm.weight": HEAD_NORMS}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -41,7 +32,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
         tied=True,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
@@ -49,5 +40,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with parallel layers."""
+Model = Decoder

@@ -9,17 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_float
+from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 from modelmill.nn.parallel_layer import ParallelLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "position_embedding_type": ("rope_gptj",),
     "rotary_pct": (1.0,),
@@ -43,7 +40,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer_norm="layer_norm_eps",
         norm=LAYER_NORM_WITHOUT_BIAS,
         tied=True,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=ParallelLayer,
         **attention_bias(raw),
         logit_scale=positive_float(raw, "logit_scale", default=0.0625),
@@ -52,5 +49,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with parallel layers."""
+Model = Decoder

@@ -8,17 +8,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._llama_common import (
-    CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
-    ignored_tensors,
-    layer_types,
-    rules,
-)
+from modelmill.models._hf_config import boolean, positive_int
+from modelmill.models._llama_common import SLIDING_ATTENTION, layer_types
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 SUPPORTED_VALUES = {"attention_bias": (False,)}
 FULL_EVERY = 4
@@ -39,7 +34,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=131072,
         eps=1e-5,
         theta=1000000.0,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
     types, size = layer_types(raw, config.layers), positive_int(raw, "sliding_window")
@@ -50,5 +45,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, windows=tuple(size if each else None for each in slides))
 
 
-class Model(Decoder):
-    """The decoder with windows."""
+Model = Decoder

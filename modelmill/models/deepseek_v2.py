@@ -12,19 +12,17 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
+from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import positive_int, require_value
 from modelmill.models._moe_config import MAX_EXPERTS, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import SOFTMAX, RouterConfig
 
-__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
 SUPPORTED_VALUES = {
     "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
     "moe_layer_freq": (1,),
 }  # fmt: skip
+LAYOUT = _deepseek_common.LAYOUT
 # n_group and topk_group have an effect with one of the two methods alone, which reads them
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "n_group", "topk_group")
 DEFAULTS = {"moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0}
@@ -52,5 +50,4 @@ def _router(raw: Mapping[str, Any]) -> RouterConfig:
     return replace(router, scores=SOFTMAX, selection_bias=False, group_scores=1)
 
 
-class Model(Decoder):
-    """The decoder with latent attention and experts."""
+Model = Decoder

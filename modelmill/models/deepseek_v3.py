@@ -8,23 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.models._deepseek_common import (
-    UNUSED_CONFIG_KEYS,
-    decoder_config,
-    ignored_tensors,
-    rules,
-)
+from modelmill.models import _deepseek_common
+from modelmill.models._deepseek_common import EXPERTS_OF_SIGMOIDS, decoder_config
 from modelmill.models._hf_config import boolean
 from modelmill.models._moe_config import SELECTION_BIASES, group_limited_router
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
-SUPPORTED_VALUES = {
-    "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
-}  # fmt: skip
+LAYOUT = _deepseek_common.LAYOUT
+UNUSED_CONFIG_KEYS = _deepseek_common.UNUSED_CONFIG_KEYS
+SUPPORTED_VALUES = EXPERTS_OF_SIGMOIDS
 DEFAULTS = {"moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
 FLOAT32_TENSORS = SELECTION_BIASES
 
@@ -41,5 +34,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with latent attention and experts."""
+Model = Decoder

@@ -9,23 +9,20 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, num_layers, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
+    SHARED_EXPERTS_LAYOUT,
     group_limited_router,
     leading_dense_layers,
     moe_spec_with_shared_experts,
 )
-from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
+LAYOUT = SHARED_EXPERTS_LAYOUT
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
@@ -53,5 +50,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, layers, 0))
 
 
-class Model(Decoder):
-    """The decoder with experts and shared ones."""
+Model = Decoder

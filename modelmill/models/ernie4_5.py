@@ -7,15 +7,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, linear_bias_fields
+from modelmill.models._hf_config import linear_bias_fields
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -27,10 +24,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         eps=1e-5,
         tied=True,
         theta=500000.0,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         **linear_bias_fields(raw, "use_bias", False),
     )
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

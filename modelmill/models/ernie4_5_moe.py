@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import (
     EXPERT_NAMES,
     MAX_EXPERTS,
@@ -28,8 +28,6 @@ from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 BIAS = RuleSource(("mlp.moe_statics.e_score_correction_bias",), "flatten")  # [1, E]
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
@@ -37,7 +35,6 @@ LAYOUT = CheckpointLayout(
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"model\.mtp_.*"),  # of multi-token prediction
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
@@ -81,5 +78,4 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(i for i in range(layers) if not first <= i <= last or (i + 1) % every)
 
 
-class Model(Decoder):
-    """The decoder with experts and shared ones."""
+Model = Decoder

@@ -11,12 +11,10 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import exaone4
 from modelmill.models._hf_config import positive_int
-from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._layer_rules import IGNORED_BUFFERS, RuleSource
 from modelmill.models._moe_config import (
-    EXPERT_NAMES,
     SELECTION_BIASES,
-    SHARED_EXPERT_NAMES,
+    SHARED_EXPERTS_LAYOUT,
     group_limited_router,
     leading_dense_layers,
     moe_spec_with_shared_experts,
@@ -25,15 +23,12 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 from modelmill.nn.pre_norm import PreNormLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 BIAS = RuleSource(("mlp.e_score_correction_bias",))
-LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES},
+LAYOUT = replace(
+    SHARED_EXPERTS_LAYOUT,
     tensors={"mlp.routing.selection_bias": BIAS},
     ignored=(*IGNORED_BUFFERS, r"mtp\..*"),  # of multi-token prediction
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 FLOAT32_TENSORS = SELECTION_BIASES
 
@@ -67,5 +62,4 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> frozenset[int]:
     return frozenset(i for i in range(layers) if types[i] == "dense")
 
 
-class Model(Decoder):
-    """The decoder with experts and shared ones."""
+Model = Decoder

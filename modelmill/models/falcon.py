@@ -26,10 +26,8 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
-CHECKPOINT_PREFIXES = ("transformer.",)
 LAYOUT = bloom.LAYOUT
 TWO_NORM_NAMES = {**LAYOUT.names, "attn_norm": ("ln_attn",), "mlp_norm": ("ln_mlp",)}
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map", "apply_residual_connection_post_layernorm")
 
 
@@ -82,5 +80,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return (replace(LAYOUT, names=TWO_NORM_NAMES) if two else LAYOUT).rules(config)
 
 
-class Model(Decoder):
-    """The decoder with parallel layers, or ALiBi."""
+Model = Decoder

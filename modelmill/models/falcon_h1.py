@@ -14,15 +14,13 @@ from modelmill.models._falcon_h1_multipliers import (
     read_multipliers,
     with_multipliers,
 )
-from modelmill.models._hf_config import attention_bias, boolean, factor, positive_int
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.hybrid_layer import HybridLayer, beside_attention
 from modelmill.nn.mamba2 import Mamba2Spec
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {
@@ -34,7 +32,6 @@ LAYOUT = CheckpointLayout(
     },
     norm="model.final_layernorm",
 )
-ignored_tensors = LAYOUT.ignored_tensors
 # of training and of other implementations' arithmetic; the head is computed for the rows it must
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "num_logits_to_keep")
 
@@ -46,8 +43,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> FalconH1Config:
         8192,
         eps=1e-5,
         layer=HybridLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         embedding_scale=factor(raw, "embedding_multiplier"),
         logit_scale=factor(raw, "lm_head_multiplier"),
     )
@@ -79,5 +75,4 @@ def rules(config: FalconH1Config) -> list[Rule]:
     return [with_multipliers(rule, config) for rule in LAYOUT.rules(config)]
 
 
-class Model(Decoder):
-    """The decoder of attention and recurrence side by side."""
+Model = Decoder

@@ -10,7 +10,6 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, attention_bias, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.models.olmo2 import POST_NORM_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -20,10 +19,7 @@ from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout({**POST_NORM_NAMES, **QK_NORMS, **EXPERT_NAMES})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -47,5 +43,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with experts, and norms behind the branches."""
+Model = Decoder

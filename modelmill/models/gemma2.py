@@ -19,11 +19,9 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 NORM_NAMES = {
     "attn_post": ("post_attention_layernorm",),
@@ -31,7 +29,6 @@ NORM_NAMES = {
     "mlp_post": ("post_feedforward_layernorm",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **NORM_NAMES}, norms_less_one=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # "hidden_act" of older files is not read by transformers either: "hidden_activation" is
 UNUSED_CONFIG_KEYS = ("cache_implementation", "hidden_act")
 
@@ -62,5 +59,4 @@ def common_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""
+Model = Decoder

@@ -12,20 +12,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common, gemma2
-from modelmill.models._hf_config import (
-    num_layers,
-    optional_positive,
-    positive_float,
-    positive_int,
-)
+from modelmill.models._hf_config import num_layers, optional_positive, positive_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **gemma2.NORM_NAMES}, norms_less_one=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 MAX_POSITIONS = 131072
 UNUSED_CONFIG_KEYS = ("cache_implementation", "_sliding_window_pattern")
 
@@ -55,5 +47,4 @@ def _config(rotated: Mapping[str, Any], raw: Mapping[str, Any]) -> DecoderConfig
     )
 
 
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""
+Model = Decoder

@@ -26,14 +26,12 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder
 from modelmill.nn.layer_spec import linear_tensors
 from modelmill.nn.per_layer_input import PerLayerInputs
 from modelmill.nn.scaled_sandwich import ScaledSandwichLayer
 from modelmill.nn.step import Step
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 EXPERTS = "experts.moe.experts.*"
 NAMES = {

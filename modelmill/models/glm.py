@@ -7,16 +7,13 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
+from modelmill.models._hf_config import boolean
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 CHECKPOINT_NAMES = {**CHECKPOINT_NAMES, "mlp.gate_up_proj": ("mlp.gate_up_proj",)}
 LAYOUT = CheckpointLayout(CHECKPOINT_NAMES, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -26,10 +23,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=131072,
         eps=1.5625e-07,
         partial=0.5,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         qkv_bias=boolean(raw, "attention_bias", True),
     )
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

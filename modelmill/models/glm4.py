@@ -8,15 +8,11 @@ from typing import Any
 
 from modelmill.models import glm
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 BEHIND_BRANCHES = {"attn_post": ("post_self_attn_layernorm",), "mlp_post": ("post_mlp_layernorm",)}
 LAYOUT = CheckpointLayout({**glm.CHECKPOINT_NAMES, **BEHIND_BRANCHES}, neighbours=True)
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -24,5 +20,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(glm.config_from_hf(raw), layer=SandwichLayer)
 
 
-class Model(Decoder):
-    """The decoder with norms on both sides of a branch."""
+Model = Decoder

@@ -12,13 +12,9 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
-    EXPERT_NAMES,
-    SELECTION_BIAS,
     SELECTION_BIASES,
-    SHARED_EXPERT_NAMES,
+    SHARED_EXPERTS_LAYOUT,
     group_limited_router,
     leading_dense_layers,
     moe_spec_with_shared_experts,
@@ -26,12 +22,7 @@ from modelmill.models._moe_config import (
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-LAYOUT = CheckpointLayout(
-    {**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT_NAMES}, tensors=SELECTION_BIAS
-)
-rules = LAYOUT.rules
+LAYOUT = replace(SHARED_EXPERTS_LAYOUT, has_draft_layer=True)
 UNUSED_CONFIG_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 FLOAT32_TENSORS = SELECTION_BIASES
 
@@ -57,10 +48,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe, dense_layers=leading_dense_layers(raw, config.layers, 1))
 
 
-def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Unused tensors, those of the layer of multi-token prediction among them."""
-    return (*LAYOUT.ignored_tensors(config), rf"model\.layers\.{config.layers}\..*")
-
-
-class Model(Decoder):
-    """The decoder with experts and a shared one."""
+Model = Decoder

@@ -10,7 +10,6 @@ from modelmill.models._hf_config import EVERY_BIAS, exact_quotient, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 # Conv1D stores [in, out]; the buffers are causal masks
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -19,7 +18,6 @@ LAYOUT = CheckpointLayout(
     transposed=True,
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("reorder_and_upcast_attn", "n_special", "predict_special_tokens")
 
 
@@ -45,5 +43,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with learned positions."""
+Model = Decoder

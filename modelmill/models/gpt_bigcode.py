@@ -12,16 +12,12 @@ from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, positiv
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
     positions="transformer.wpe",
     names={**_gpt2_common.LAYER_NAMES, "mlp.fc_proj": ("mlp.c_fc",)},
     ignored=(r".*\.attn\.bias", r".*\.attn\.masked_bias"),  # causal masks
 )
-ignored_tensors = LAYOUT.ignored_tensors
 # how a softmax was computed, and settings of one runtime
 UNUSED_CONFIG_KEYS = (
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner",
@@ -47,5 +43,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return replace(LAYOUT, grouped_qkv=config.kv_heads == config.heads).rules(config)
 
 
-class Model(Decoder):
-    """The decoder with learned positions."""
+Model = Decoder

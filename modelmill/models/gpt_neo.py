@@ -13,9 +13,6 @@ from modelmill.models._hf_config import MAX_LAYERS, activation, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 GLOBAL, LOCAL = "global", "local"
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -28,7 +25,6 @@ LAYOUT = CheckpointLayout(
     },
     ignored=(r".*\.attn\.attention\.(masked_)?bias",),  # causal masks
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("embed_dropout",)
 
 
@@ -75,5 +71,4 @@ def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
     return types
 
 
-class Model(Decoder):
-    """The decoder with learned positions and windows."""
+Model = Decoder

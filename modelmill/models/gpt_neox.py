@@ -7,20 +7,13 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    head_dim_override,
-    positive_int,
-)
+from modelmill.models._hf_config import attention_bias, boolean, head_dim_override, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.models._megatron_names import layer_checkpoint_names
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 
-CHECKPOINT_PREFIXES = ("gpt_neox.",)
 LAYOUT = CheckpointLayout(
     layers="gpt_neox.layers",
     embed="gpt_neox.embed_in",
@@ -30,7 +23,6 @@ LAYOUT = CheckpointLayout(
     grouped_qkv=True,
     ignored=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -44,7 +36,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         layer_norm="layer_norm_eps",
         partial=0.25,
         rope_options={"theta_key": "rotary_emb_base", "partial_key": "rotary_pct"},
-        activation=activation(raw, "hidden_act", "gelu"),
+        hidden_act="gelu",
         layer=ParallelLayer if parallel else PreNormLayer,
         mlp_norm=True,
         gated=False,
@@ -53,5 +45,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with parallel layers."""
+Model = Decoder

@@ -14,14 +14,12 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, num_layers, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.ops.fused_moe import SwigluClamp
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {
@@ -31,7 +29,6 @@ LAYOUT = CheckpointLayout(
         "mlp.router": ("mlp.router",),
     }
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # the trained length, which rope_scaling has as well, and num_experts_per_tok under its old name
 UNUSED_CONFIG_KEYS = ("initial_context_length", "experts_per_token")
 YARN = {
@@ -66,5 +63,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=MoESpec(router, expert))
 
 
-class Model(Decoder):
-    """The decoder with experts and sinks."""
+Model = Decoder

@@ -13,7 +13,6 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
     neighbours=True,
@@ -26,7 +25,6 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("mlp.fc_out",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"rotary": (True,), "scale_attn_weights": (True,)}
 
 
@@ -48,5 +46,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, rope=RopeSpec(dim, 1e4, positions))
 
 
-class Model(Decoder):
-    """The decoder with parallel layers."""
+Model = Decoder

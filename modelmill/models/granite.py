@@ -6,22 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import attention_and_mlp_bias, factor, positive_float
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Sizes from config.json; what it does not name is as in GraniteConfig."""
     return _llama_common.config_from_hf(
         raw,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=ScaledBranchLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         attention_scale=positive_float(raw, "attention_multiplier", default=1.0),
         embedding_scale=factor(raw, "embedding_multiplier"),
         branch_scale=positive_float(raw, "residual_multiplier", default=1.0),
@@ -29,5 +27,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with scaled branches."""
+Model = Decoder

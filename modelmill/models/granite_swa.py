@@ -12,18 +12,10 @@ from modelmill.core.quoting import quote
 from modelmill.models import granite
 from modelmill.models._hf_config import num_layers, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import (
-    CHECKPOINT_NAMES,
-    CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
-    layer_types,
-)
+from modelmill.models._llama_common import CHECKPOINT_NAMES, SLIDING_ATTENTION, layer_types
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "attn.core": ("self_attn",)})  # the sinks
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("rope_theta",)  # where layer_rope_theta has another base
 FULL_EVERY = 4
 DEFAULTS = {
@@ -76,5 +68,4 @@ def _with_base(raw: Mapping[str, Any], base: float) -> Mapping[str, Any]:
     return overlay_config(raw, {}, {key: {**(raw.get(key) or {}), "rope_theta": base}})
 
 
-class Model(Decoder):
-    """The decoder with scaled branches and sinks."""
+Model = Decoder

@@ -12,15 +12,13 @@ from modelmill.models import granite
 from modelmill.models._hf_config import boolean, positive_int, require_value
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import conv_width, mamba_names, state_heads, time_step_limit
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 SHARED_MLP = {"gate_up_proj": ("shared_mlp.input_linear",),
               "down_proj": ("shared_mlp.output_linear",)}  # fmt: skip
@@ -33,7 +31,6 @@ LAYOUT = CheckpointLayout(
     },
     experts_stacked=True,
 )
-ignored_tensors = LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("mamba_chunk_size", "init_method", "num_experts_per_tok")
 
 
@@ -84,5 +81,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return out
 
 
-class Model(Decoder):
-    """The decoder of recurrences and attention, with scaled branches."""
+Model = Decoder

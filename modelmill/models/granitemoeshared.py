@@ -9,12 +9,10 @@ from typing import Any
 from modelmill.models import granitemoe
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SHARED, STACKED_EXPERT_NAMES
 from modelmill.models.granitemoehybrid import SHARED_MLP
 from modelmill.nn.decoder import Decoder, DecoderConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {
@@ -24,7 +22,6 @@ LAYOUT = CheckpointLayout(
     },
     experts_stacked=True,
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -37,5 +34,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=replace(config.moe, shared=shared))
 
 
-class Model(Decoder):
-    """The decoder with scaled branches, experts and a shared MLP."""
+Model = Decoder

@@ -7,18 +7,15 @@ from typing import Any
 
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean, factor, positive_float
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, factor, positive_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import SandwichLayer, ScaledBranchLayer
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "attn_post": ("post_norm1",), "mlp_post": ("post_norm2",)}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -37,10 +34,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     attention_scale = raw.get("attention_multiplier")
     return _llama_common.config_from_hf(
         raw,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=SandwichLayer if normed else ScaledBranchLayer,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
         attention_scale=None
         if attention_scale is None
         else positive_float(raw, "attention_multiplier"),
@@ -50,5 +46,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with normed or scaled branches."""
+Model = Decoder

@@ -10,10 +10,10 @@ from modelmill.core.errors import CheckpointError
 from modelmill.core.quoting import quote
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import attention_bias, positive_float
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 UNUSED_CONFIG_KEYS = ("auto_map",)
 
@@ -48,5 +48,4 @@ def _rope_scaling(rotary: Any) -> dict[str, Any]:
     return scaling
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

@@ -10,7 +10,6 @@ from modelmill.models._hf_config import attention_bias
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-CHECKPOINT_PREFIXES = ("model.",)
 LAYOUT = CheckpointLayout(
     embed="model.tok_embeddings",
     head="output",
@@ -24,7 +23,6 @@ LAYOUT = CheckpointLayout(
         "mlp_norm": ("ffn_norm",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("auto_map",)
 
 
@@ -33,5 +31,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(raw, **attention_bias(raw, "bias", True))
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

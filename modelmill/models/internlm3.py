@@ -7,11 +7,10 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -24,12 +23,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw,
         positions=32768,
         eps=1e-5,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         qkv_bias=boolean(raw, "qkv_bias", False),
         out_bias=bias,
         mlp_bias=bias,
     )
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models.arcee import ignored_tensors, rules
+from modelmill.models import _llama_common, arcee
+from modelmill.models._hf_config import attention_bias, boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = arcee.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -20,12 +18,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw,
         positions=8192,
         layer_norm="layer_norm_eps",
-        activation=activation(raw, "hidden_act", "relu2"),
+        hidden_act="relu2",
         gated=False,
         **attention_bias(raw, default=True),
         mlp_bias=boolean(raw, "mlp_bias", True),
     )
 
 
-class Model(Decoder):
-    """The decoder with LayerNorm and a plain MLP."""
+Model = Decoder

@@ -13,12 +13,10 @@ from modelmill.models import _llama_common
 from modelmill.models._hf_config import boolean, num_layers, optional_positive, positive_int
 from modelmill.models._hybrid_config import recurrent_layers
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._mamba_config import conv_width
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.short_conv import ShortConvSpec
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {
@@ -36,7 +34,6 @@ LAYOUT = CheckpointLayout(
     },
     norm="model.embedding_norm",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {"block_use_swiglu": (True,), "use_pos_enc": (True,)}
 # of published files: of training, and sizes and an epsilon that transformers reads under other keys
 UNUSED_CONFIG_KEYS = (
@@ -105,5 +102,4 @@ def _layer_types(raw: Mapping[str, Any]) -> Any:
     return ["full_attention" if layer in full else "conv" for layer in range(layers)]
 
 
-class Model(Decoder):
-    """The decoder of convolutions and attention."""
+Model = Decoder

@@ -19,7 +19,6 @@ from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mamba2 import Mamba2Spec
 from modelmill.nn.mixer_layer import MixerLayer
 
-CHECKPOINT_PREFIXES = ("backbone.",)
 MAX_LEN = 1 << 18  # there are no positions; Codestral Mamba was tried up to here
 LAYOUT = CheckpointLayout(
     {"attn_norm": ("norm",), **MAMBA_NAMES},
@@ -27,7 +26,6 @@ LAYOUT = CheckpointLayout(
     embed="backbone.embeddings",
     norm="backbone.norm_f",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 # of training and of other implementations' arithmetic; the residual stream has the build's dtype
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {"layer_types": ()}  # no layer has attention
 UNUSED_CONFIG_KEYS = (
@@ -60,5 +58,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )  # fmt: skip
 
 
-class Model(Decoder):
-    """The decoder of state space layers."""
+Model = Decoder

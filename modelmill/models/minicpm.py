@@ -13,11 +13,11 @@ from modelmill.models._hf_config import (
     positive_float,
     positive_int,
 )
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.sandwich import ScaledBranchLayer
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 SUPPORTED_VALUES = {"scale_emb": (), "scale_depth": (), "num_experts": (0,), "sparse_config": ()}
 UNUSED_CONFIG_KEYS = ("auto_map", "mup_denominator")
@@ -39,5 +39,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The decoder with scaled branches."""
+Model = Decoder

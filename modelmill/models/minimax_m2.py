@@ -16,7 +16,7 @@ from modelmill.models._hf_config import (
     require_value,
 )
 from modelmill.models._layer_rules import CheckpointLayout, RuleSource
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import SELECTION_BIASES, router_config
 from modelmill.models.mixtral import MIXTRAL_EXPERT_NAMES
 from modelmill.models.olmoe import QK_NORMS
@@ -26,14 +26,11 @@ from modelmill.nn.moe import SIGMOID
 from modelmill.nn.moe_spec import MoESpec
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 BIAS = RuleSource(("block_sparse_moe.e_score_correction_bias",))
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, **QK_NORMS, **MIXTRAL_EXPERT_NAMES},
     tensors={"mlp.routing.selection_bias": BIAS},
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",),
     "use_routing_bias": (True,), "shared_intermediate_size": (0,),
@@ -72,5 +69,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=MoESpec(router, expert))
 
 
-class Model(Decoder):
-    """The decoder with experts, and norms over q and k."""
+Model = Decoder

@@ -9,11 +9,11 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import non_negative_float, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.query_growth import AttentionTemperature
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 SLOPE, TRAINED = "llama_4_scaling_beta", "original_max_position_embeddings"
 DEFAULT_ROPE: Mapping[str, Any] = {
@@ -44,5 +44,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.with_sliding_window(raw, replace(config, query_growth=growth))
 
 
-class Model(Decoder):
-    """The decoder whose queries grow."""
+Model = Decoder

@@ -8,10 +8,9 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import num_layers
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -28,5 +27,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-class Model(Decoder):
-    """The plain decoder with windows."""
+Model = Decoder

@@ -15,7 +15,6 @@ from modelmill.nn.alibi import AlibiConfig
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 LAYOUT = CheckpointLayout(
     names={
         "attn_norm": ("norm_1",),
@@ -29,7 +28,6 @@ LAYOUT = CheckpointLayout(
     embed="transformer.wte",
     norm="transformer.norm_f",
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 SUPPORTED_VALUES = {
     "expansion_ratio": (4,), "logit_scale": (), "no_bias": (True,),
     "norm_type": ("low_precision_layernorm", "layernorm"),
@@ -76,5 +74,4 @@ def _attention_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-class Model(Decoder):
-    """The decoder with ALiBi."""
+Model = Decoder

@@ -8,15 +8,12 @@ from typing import Any
 
 from modelmill.checkpoint.rename import Rule
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, boolean
+from modelmill.models._hf_config import attention_and_mlp_bias
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, "mlp.fc_proj": ("mlp.up_proj",)})
-ignored_tensors = LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -26,10 +23,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=4096,
         layer_norm="norm_eps",
         partial=0.5,
-        activation=activation(raw, "hidden_act", "relu2"),
+        hidden_act="relu2",
         gated=False,
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        **attention_and_mlp_bias(raw),
     )
 
 
@@ -41,5 +37,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     ]
 
 
-class Model(Decoder):
-    """The decoder with LayerNorm and a plain MLP."""
+Model = Decoder

@@ -9,12 +9,12 @@ from typing import Any
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, optional_positive
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, LAYOUT, ignored_tensors
+from modelmill.models._hf_config import attention_bias, optional_positive
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.norm import LAYER_NORM_WITHOUT_BIAS
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 UNUSED_CONFIG_KEYS = ("rms_norm_eps",)  # of LLaMA's class, from which files of 2024 come
@@ -25,7 +25,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(
         overlay_config(raw, {}, {"rms_norm_eps": 1e-5}),
         norm=LAYER_NORM_WITHOUT_BIAS,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         qkv_clip=optional_positive(raw, "clip_qkv"),
         **attention_bias(raw),
     )
@@ -44,5 +44,4 @@ def _ones(rule: Rule) -> Rule:
     return replace(rule, sources=(f"{LAYOUT.embed}.weight",), how="ones:1")
 
 
-class Model(Decoder):
-    """The decoder with norms without weights."""
+Model = Decoder

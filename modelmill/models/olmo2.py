@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, attention_bias, non_negative_float
+from modelmill.models._hf_config import attention_bias, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.post_norm import PostNormLayer
 from modelmill.nn.qkv_norm import WIDE_RMS, QKNormConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 POST_NORM_NAMES = {
     **CHECKPOINT_NAMES,
@@ -23,7 +21,6 @@ POST_NORM_NAMES = {
 LAYOUT = CheckpointLayout(
     {**POST_NORM_NAMES, "attn.qkv_norm": ("self_attn.q_norm", "self_attn.k_norm")}
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -32,12 +29,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         eps=1e-5,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=PostNormLayer,
         **attention_bias(raw),
         qkv_norm=QKNormConfig(WIDE_RMS, eps),
     )
 
 
-class Model(Decoder):
-    """The decoder with norms behind the branches."""
+Model = Decoder

@@ -8,11 +8,9 @@ from typing import Any
 
 from modelmill.models import _llama_common, olmo2
 from modelmill.models._hf_config import num_layers
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
-from modelmill.models.olmo2 import ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = olmo2.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -24,5 +22,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, windows=windows, local_rope=olmo2.config_from_hf(local).rope)
 
 
-class Model(Decoder):
-    """The decoder with norms behind the branches."""
+Model = Decoder

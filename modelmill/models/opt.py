@@ -9,10 +9,8 @@ from modelmill.core.config_view import overlay_config
 from modelmill.models import _gpt2_common
 from modelmill.models._hf_config import activation, linear_bias_fields, positive_int, require_value
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     layers="model.decoder.layers",
@@ -28,7 +26,6 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("fc2",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("init_std", "activation_dropout")
 
 
@@ -53,5 +50,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-class Model(Decoder):
-    """The decoder with learned positions."""
+Model = Decoder

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import EVERY_BIAS, activation, boolean, non_negative_float
+from modelmill.models._hf_config import EVERY_BIAS, boolean, non_negative_float
 from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.qkv_norm import SHARED_LAYER_NORM, QKNormConfig
 
-CHECKPOINT_PREFIXES = ("model.",)
 LAYOUT = CheckpointLayout(
     norm="model.final_layernorm",
     names={
@@ -24,7 +23,6 @@ LAYOUT = CheckpointLayout(
         "mlp.down_proj": ("mlp.fc2",),
     },
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -33,7 +31,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raw,
         layer_norm="layer_norm_eps",
         partial=0.5,
-        activation=activation(raw, "hidden_act", "gelu_new"),
+        hidden_act="gelu_new",
         layer=ParallelLayer,
         gated=False,
         **EVERY_BIAS,
@@ -49,5 +47,4 @@ def _qk_norm_config(raw: Mapping[str, Any]) -> QKNormConfig | None:
     return QKNormConfig(SHARED_LAYER_NORM, eps) if normed else None
 
 
-class Model(Decoder):
-    """The decoder with parallel layers."""
+Model = Decoder

@@ -7,19 +7,15 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 MERGED_PROJECTIONS = {
     "attn.qkv_proj": ("self_attn.qkv_proj",),
     "mlp.gate_up_proj": ("mlp.gate_up_proj",),
 }
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **MERGED_PROJECTIONS})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("original_max_position_embeddings",)  # read where something is scaled
 
 
@@ -32,10 +28,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         eps=1e-5,
         partial=1.0,
         rope_options={"longrope": True},
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
     )
     return _llama_common.with_sliding_window(raw, config)
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

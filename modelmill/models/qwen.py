@@ -25,7 +25,6 @@ from modelmill.models._layer_rules import CheckpointLayout
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.rotary import RopeSpec
 
-CHECKPOINT_PREFIXES = _gpt2_common.CHECKPOINT_PREFIXES
 # of the MLP w2 is the gate, w1 is up
 LAYOUT = CheckpointLayout(
     **_gpt2_common.OUTSIDE_NAMES,
@@ -37,7 +36,6 @@ LAYOUT = CheckpointLayout(
         r"(.*\.)?logn_tensor",
     ),
 )
-ignored_tensors = LAYOUT.ignored_tensors
 OPTIONAL_BIASES = ("o_proj.bias", "gate_up_proj.bias", "down_proj.bias")
 # α grows with the prompt; beyond this multiple of seq_length the original was never measured
 MAX_NTK_FACTOR = 16
@@ -110,5 +108,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return sorted(LAYOUT.rules(config), key=place)
 
 
-class Model(Decoder):
-    """The plain decoder with NTK and logn."""
+Model = Decoder

@@ -16,17 +16,14 @@ from modelmill.models._hf_config import (
     positive_int,
 )
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
 DEFAULT_INNER = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
 LAYOUT = CheckpointLayout({**CHECKPOINT_NAMES, **EXPERT_NAMES, **SHARED_EXPERT})
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -65,5 +62,4 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     return _llama_common.sliding_windows(overlay_config(raw, {}, switches), layers)
 
 
-class Model(Decoder):
-    """The decoder with experts and a shared one."""
+Model = Decoder

@@ -17,13 +17,10 @@ from modelmill.models._delta_net_config import (
 )
 from modelmill.models._hf_config import positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {**UNGROUPED_NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
@@ -31,7 +28,6 @@ LAYOUT = CheckpointLayout(
     whole_norms=WHOLE_NORMS,
     ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
@@ -51,5 +47,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=MoESpec(router, expert, common, shared_gate=True))
 
 
-class Model(Decoder):
-    """The decoder of recurrences, gated attention and experts."""
+Model = Decoder

@@ -14,10 +14,7 @@ from modelmill.models._delta_net_config import (
     WHOLE_NORMS,
 )
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.nn.decoder import Decoder, DecoderConfig
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     UNGROUPED_NAMES,
@@ -25,7 +22,6 @@ LAYOUT = CheckpointLayout(
     whole_norms=WHOLE_NORMS,
     ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = QWEN35_INEFFECTIVE_KEYS
 SUPPORTED_VALUES = GATED_ATTENTION
 
@@ -35,5 +31,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _delta_net_config.config_from_hf(_delta_net_config.without_mrope_keys(raw), kv_heads=4)
 
 
-class Model(Decoder):
-    """The decoder of recurrences and gated attention."""
+Model = Decoder

@@ -10,13 +10,10 @@ from modelmill.models import _delta_net_config
 from modelmill.models._delta_net_config import DRAFT_HEADS, NAMES, WHOLE_NORMS
 from modelmill.models._hf_config import boolean, positive_int
 from modelmill.models._layer_rules import IGNORED_BUFFERS, CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import EXPERT_NAMES, SHARED_EXPERT, dense_layers, router_config
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.mlp import MLPSpec
 from modelmill.nn.moe_spec import MoESpec
-
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
 
 LAYOUT = CheckpointLayout(
     {**NAMES, **EXPERT_NAMES, **SHARED_EXPERT},
@@ -25,7 +22,6 @@ LAYOUT = CheckpointLayout(
     grouped_state=True,
     ignored=(*IGNORED_BUFFERS, DRAFT_HEADS),
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -42,5 +38,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe, dense_layers=dense_layers(raw, config.layers))
 
 
-class Model(Decoder):
-    """The decoder of recurrences, gated attention and experts."""
+Model = Decoder

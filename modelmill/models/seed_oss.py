@@ -7,11 +7,11 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import activation, boolean
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
+from modelmill.models._hf_config import boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 UNUSED_CONFIG_KEYS = ("residual_dropout",)
 
@@ -22,12 +22,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(
         raw,
         positions=524288,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         qkv_bias=boolean(raw, "attention_bias", True),
         out_bias=boolean(raw, "attention_out_bias", False),
         mlp_bias=boolean(raw, "mlp_bias", False),
     )
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

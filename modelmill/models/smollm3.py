@@ -8,24 +8,11 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.core.errors import CheckpointError
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    attention_bias,
-    boolean,
-    num_layers,
-    positive_int,
-)
-from modelmill.models._llama_common import (
-    CHECKPOINT_PREFIXES,
-    SLIDING_ATTENTION,
-    ignored_tensors,
-    layer_types,
-    refuse_sliding_layers,
-    rules,
-)
+from modelmill.models._hf_config import attention_and_mlp_bias, boolean, num_layers, positive_int
+from modelmill.models._llama_common import SLIDING_ATTENTION, layer_types, refuse_sliding_layers
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -38,9 +25,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=32768,
         tied=True,
         theta=2000000.0,
-        activation=activation(raw, "hidden_act", "silu"),
-        **attention_bias(raw),
-        mlp_bias=boolean(raw, "mlp_bias", False),
+        hidden_act="silu",
+        **attention_and_mlp_bias(raw),
         unrotated_layers=unrotated,
         windows=_windows(raw, layers, unrotated),
     )
@@ -73,5 +59,4 @@ def _windows(
     return tuple(size if each == SLIDING_ATTENTION else None for each in types)
 
 
-class Model(Decoder):
-    """The decoder with layers that do not rotate."""
+Model = Decoder

@@ -9,23 +9,20 @@ from typing import Any
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
 from modelmill.models._hf_config import activation, boolean, positive_int
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES
 from modelmill.models._moe_config import (
     SELECTION_BIASES,
+    SHARED_EXPERTS_LAYOUT,
     group_limited_router,
     moe_spec_with_shared_experts,
 )
-from modelmill.models.glm4_moe import LAYOUT
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
-
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
 UNUSED_CONFIG_KEYS = ("intermediate_size",)  # of layers without experts
 SUPPORTED_VALUES = {
     "use_qk_norm": (False,), "first_k_dense_replace": (0,), "partial_rotary_factor": (1.0,),
 }  # fmt: skip
+LAYOUT = SHARED_EXPERTS_LAYOUT
 FLOAT32_TENSORS = SELECTION_BIASES
 
 
@@ -48,5 +45,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=moe_spec_with_shared_experts(config, router, inner, shared))
 
 
-class Model(Decoder):
-    """The decoder with experts and a shared one."""
+Model = Decoder

@@ -8,21 +8,15 @@ from typing import Any
 from modelmill.checkpoint.rename import Rule
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _llama_common
-from modelmill.models._hf_config import (
-    activation,
-    boolean,
-    head_dim_override,
-    non_negative_float,
-    positive_int,
-)
+from modelmill.models._hf_config import boolean, head_dim_override, non_negative_float, positive_int
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES, ignored_tensors
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.parallel_layer import ParallelLayer
 from modelmill.nn.pre_norm import PreNormLayer
 from modelmill.nn.qkv_norm import HEAD_LAYER_NORM, QKNormConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -36,7 +30,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         positions=4096,
         layer_norm="layer_norm_eps",
         partial=0.25,
-        activation=activation(raw, "hidden_act", "silu"),
+        hidden_act="silu",
         layer=ParallelLayer if boolean(raw, parallel, False) else PreNormLayer,
         qkv_bias=boolean(raw, "use_qkv_bias", False),
         qkv_norm=QKNormConfig(HEAD_LAYER_NORM, eps) if normed else None,
@@ -52,5 +46,4 @@ def rules(config: DecoderConfig) -> list[Rule]:
     return CheckpointLayout({**CHECKPOINT_NAMES, "attn.qkv_norm": norms}).rules(config)
 
 
-class Model(Decoder):
-    """The decoder with LayerNorm."""
+Model = Decoder

@@ -8,20 +8,14 @@ from typing import Any
 
 from modelmill.models import gemma2
 from modelmill.models._layer_rules import CheckpointLayout
-from modelmill.models._llama_common import CHECKPOINT_NAMES, CHECKPOINT_PREFIXES
-from modelmill.models.gemma2 import UNUSED_CONFIG_KEYS
+from modelmill.models._llama_common import CHECKPOINT_NAMES
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.pre_norm import PreNormLayer
-
-__all__ = [
-    "CHECKPOINT_PREFIXES", "UNUSED_CONFIG_KEYS", "Model", "config_from_hf", "ignored_tensors",
-    "rules",
-]  # fmt: skip
 
 LAYOUT = CheckpointLayout(
     {**CHECKPOINT_NAMES, "mlp_norm": ("pre_feedforward_layernorm",)}, norms_less_one=True
 )
-rules, ignored_tensors = LAYOUT.rules, LAYOUT.ignored_tensors
+UNUSED_CONFIG_KEYS = gemma2.UNUSED_CONFIG_KEYS
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -29,5 +23,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(gemma2.config_from_hf(raw), layer=PreNormLayer)
 
 
-class Model(Decoder):
-    """The decoder with soft caps."""
+Model = Decoder

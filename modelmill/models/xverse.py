@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelmill.models import _llama_common
-from modelmill.models._llama_common import CHECKPOINT_PREFIXES, ignored_tensors, rules
 from modelmill.nn.decoder import Decoder, DecoderConfig
 
-__all__ = ["CHECKPOINT_PREFIXES", "Model", "config_from_hf", "ignored_tensors", "rules"]
+LAYOUT = _llama_common.LAYOUT
+
 
 UNUSED_CONFIG_KEYS = ("auto_map", "max_tokenizer_truncation")
 
@@ -19,5 +19,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return _llama_common.config_from_hf(raw, positions=8192)
 
 
-class Model(Decoder):
-    """The plain decoder."""
+Model = Decoder

@@ -8,14 +8,12 @@ from typing import Any
 
 from modelmill.core.config_view import overlay_config
 from modelmill.models import _deepseek_common
-from modelmill.models._deepseek_common import decoder_config, ignored_tensors, rules
+from modelmill.models._deepseek_common import decoder_config
 from modelmill.models._hf_config import boolean
 from modelmill.nn.decoder import Decoder, DecoderConfig
 from modelmill.nn.moe import RouterConfig
 
-__all__ = ["Model", "config_from_hf", "ignored_tensors", "rules"]
-
-CHECKPOINT_PREFIXES = ("model.",)
+LAYOUT = _deepseek_common.LAYOUT
 UNUSED_CONFIG_KEYS = (*_deepseek_common.UNUSED_CONFIG_KEYS, "embedding_initializer_range")
 NO_EXPERTS = {"moe_intermediate_size": 1, "n_shared_experts": 1, "first_k_dense_replace": 0}
 
@@ -32,5 +30,4 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, moe=None)
 
 
-class Model(Decoder):
-    """The decoder with latent attention."""
+Model = Decoder
